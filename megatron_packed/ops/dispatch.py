@@ -1,0 +1,95 @@
+"""Which implementation of an op runs, and why the others do not.
+
+Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module that is imported only
+when it is asked for (so an optional package is imported in exactly one file), with
+
+* ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``; sentences otherwise. Cheap, host only.
+* ``run(...)``: the implementation, with the signature of the op's public function.
+
+``inputs`` is a frozen, hashable dataclass of the op's own: shapes, dtypes, device type and options, never tensor values.
+The choice for equal ``inputs`` is made once and remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class NoBackendError(ValueError):
+    """No backend, or not the one that was asked for, can serve these inputs; the message holds every reason."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op.
+
+    Args:
+        name: what the user writes to force it, e.g. ``flash_attn_4``.
+        module: dotted path, imported on first use.
+        automatic: whether 'auto' may choose it. A path that is slow or loose on purpose must be asked for.
+    """
+
+    name: str
+    module: str
+    automatic: bool = True
+
+    def load(self) -> ModuleType:
+        return import_module(self.module)
+
+    def reasons(self, inputs: Hashable) -> list[str]:
+        """Why this backend cannot serve ``inputs``; empty when it can. A package that does not import is a reason."""
+        try:
+            module = self.load()
+        except Exception as error:  # a broken optional package may raise anything at import
+            return [f"{self.module} does not import: {type(error).__name__}: {error}"]
+        return list(module.not_supported_reasons(inputs))
+
+
+@dataclass
+class Op:
+    """An operation and its backends, fastest first."""
+
+    name: str
+    backends: tuple[Backend, ...]
+    _chosen: dict[tuple[str, Hashable], Backend] = field(default_factory=dict, repr=False)
+
+    def names(self) -> list[str]:
+        return [backend.name for backend in self.backends]
+
+    def select(self, inputs: Hashable, backend: str = "auto") -> Backend:
+        """The backend that serves ``inputs``.
+
+        Raises:
+            NoBackendError: ``backend`` is unknown or cannot serve, or 'auto' finds none.
+        """
+        key = (backend, inputs)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = self._select(inputs, backend)
+        return chosen
+
+    def run(self, inputs: Hashable, backend: str = "auto") -> Callable[..., Any]:
+        """The chosen backend's ``run``."""
+        run: Callable[..., Any] = self.select(inputs, backend).load().run
+        return run
+
+    def explain(self, inputs: Hashable) -> dict[str, list[str]]:
+        """For each backend, why it cannot serve ``inputs`` (empty list: it can)."""
+        return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
+
+    def _select(self, inputs: Hashable, backend: str) -> Backend:
+        if backend != "auto" and backend not in self.names():
+            raise NoBackendError(f"{self.name} has no backend {backend!r}; choose one of {['auto', *self.names()]}.")
+        candidates = [b for b in self.backends if (b.automatic if backend == "auto" else b.name == backend)]
+        refusals = []
+        for candidate in candidates:
+            reasons = candidate.reasons(inputs)
+            if not reasons:
+                return candidate
+            refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
+        asked = "no backend" if backend == "auto" else f"backend {backend!r} cannot"
+        raise NoBackendError(f"{self.name}: {asked} serve {inputs}: " + " | ".join(refusals))

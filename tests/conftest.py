@@ -1,0 +1,20 @@
+"""Shared by all tests: one thread per process, and GPU tests skip with their reason."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    count = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("multi_gpu") and count < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA GPUs, {count} here"))
+        elif item.get_closest_marker("gpu") and count < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, none here"))
