@@ -1,0 +1,33 @@
+# Sourced by the two commands of the README: makes .venv once and puts it on the PATH.
+# A torch that is already on the machine (2.11 or newer) is used; else one is installed.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+  echo "megatron_packed needs Python 3.10 or newer; $python is $("$python" -V 2>&1). Set PYTHON=/path/to/a/newer/python." >&2
+  exit 2
+}
+
+has_torch='import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'
+stamp=$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open("setup.cfg", "rb").read() + sys.version.encode()).hexdigest()[:16])')
+
+if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ]; then
+  rm -rf .venv
+  if "$python" -c "$has_torch" 2>/dev/null; then
+    "$python" -m venv --system-site-packages .venv
+    torch=()
+  else
+    "$python" -m venv .venv || {
+      echo "Python's venv module is not complete here; install it (Debian, Ubuntu: apt-get install python3-venv)." >&2
+      exit 2
+    }
+    torch=(torch==2.13.0)
+  fi
+  echo "Installing into .venv (about a minute) ..."
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "${torch[@]}" --editable '.[dev]'
+  echo "$stamp" > .venv/.stamp
+fi
+export PATH="$root/.venv/bin:$PATH"
+export TOKENIZERS_PARALLELISM=false

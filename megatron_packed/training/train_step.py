@@ -1,0 +1,126 @@
+"""One optimizer step: forward and backward of every micro-batch, one all-reduce, one predicated update.
+
+Nothing here waits for the device. What the host wants to know leaves as one small vector (``training/late_metrics.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.packed.micro_batch import MicroBatch
+
+
+class StepValues(NamedTuple):
+    """What a step reports, in the order of the metrics vector."""
+
+    loss: float
+    aux_loss: float
+    grad_norm: float
+    nonfinite: bool
+    stop_requested: bool
+    bad_micro_batches: dict[int, int]
+    """Data-parallel rank -> number (from 0) of its first micro-batch with a non-finite loss or input gradient."""
+
+    @classmethod
+    def from_list(cls, values: Sequence[float]) -> StepValues:
+        loss, aux_loss, grad_norm, nonfinite, stop = values[:5]
+        bad = {rank: int(number) - 1 for rank, number in enumerate(values[5:]) if number > 0}
+        return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad)
+
+
+def extra_slots(model: HybridModel, groups: ParallelGroups) -> dict[str, int]:
+    """Float32 slots that ride on the gradient all-reduce: name -> number of elements."""
+    return {
+        "loss": 1,
+        "aux_loss": 1,
+        "stop": 1,
+        "bad_micro_batch": groups.dp_size,
+        "expert_counts": model.num_moe_layers * (model.config.num_experts or 0),
+    }
+
+
+class TrainStep:
+    """Runs optimizer steps of one model.
+
+    Args:
+        model: the model, its parameters living in ``buffers``.
+        buffers: flat parameters and gradients with the slots of ``extra_slots``.
+        optimizer: steps over the same buffers.
+        groups: process groups of this rank.
+    """
+
+    def __init__(
+        self, model: HybridModel, buffers: FlatBuffers, optimizer: Optimizer, groups: ParallelGroups
+    ) -> None:
+        self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
+        self.device = buffers.grads.device
+        self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        self.metrics = torch.zeros(5 + groups.dp_size, dtype=torch.float32, device=self.device)
+        self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output.
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: self._watch_gradient(output))
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
+        """Queue one step.
+
+        Args:
+            micro_batches: this rank's, on the device or pinned on the host (copied here, one copy each).
+            lr: learning rate of this step.
+            stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
+        Returns:
+            The metrics vector ``(5 + dp_size,)`` float32 on the device; the same memory every step.
+        """
+        self.buffers.zero_grad()
+        self._stop.fill_(float(stop_requested))
+        self.buffers.extras["stop"].copy_(self._stop, non_blocking=True)
+        for number, micro_batch in enumerate(micro_batches):
+            self._forward_backward(micro_batch, number)
+        with record_function("dp::all_reduce"):
+            self.buffers.all_reduce(self.groups)
+        extras = self.buffers.extras
+        with record_function("optim::step"):
+            stats = self.optimizer.step(lr, loss=extras["loss"])
+        if self.model.num_moe_layers:
+            self.model.update_expert_bias(extras["expert_counts"], skip=stats.nonfinite)
+        torch.cat(
+            [
+                extras["loss"],
+                extras["aux_loss"],
+                stats.grad_norm.reshape(1),
+                stats.nonfinite.to(torch.float32).reshape(1),
+                extras["stop"],
+                extras["bad_micro_batch"],
+            ],
+            out=self.metrics,
+        )
+        return self.metrics
+
+    def _watch_gradient(self, embedded_TD: Tensor) -> None:
+        if embedded_TD.requires_grad:
+            embedded_TD.register_hook(lambda grad_TD: self._input_grad_sum.copy_(grad_TD.sum(dtype=torch.float32)))
+
+    def _forward_backward(self, micro_batch: MicroBatch, number: int) -> None:
+        micro_batch = micro_batch.to(self.device, non_blocking=True)
+        extras = self.buffers.extras
+        with record_function("forward"):
+            output = self.model(micro_batch)
+        with record_function("backward"):
+            output.loss.backward()
+        with torch.no_grad():
+            extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
+            if self.model.num_moe_layers:
+                extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
+                extras["expert_counts"].add_(output.tokens_per_expert.reshape(-1))
+            # The first bad one of this rank stays: a later one finds the slot taken.
+            slot = extras["bad_micro_batch"][self.groups.dp_rank]
+            bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
+            slot.copy_(torch.where(bad & (slot == 0), float(number + 1), slot))
