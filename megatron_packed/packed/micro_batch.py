@@ -1,0 +1,198 @@
+"""`MicroBatch`: one pack of tokens with all that a training step needs, in one byte buffer and one copy to the device.
+
+A document of L tokens gives at most L - 1 targets: ``labels[t]`` is the token after ``t`` in the same document, and
+counts (``loss_mask[t]`` is 1) where that token is marked as a target. The last token of a document predicts nothing, so
+no label ever crosses a boundary; the tail predicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_packed.packed import metadata
+from megatron_packed.packed.buffer import BufferLayout
+from megatron_packed.packed.params import PackedSeqParams, bounded_max_seqlen, packed_fields, write_packed
+
+NO_LABEL = 0
+"""Label of a slot that predicts nothing: a real token number, so that no kernel indexes out of range."""
+
+
+class Document(NamedTuple):
+    """One document (or piece of one) as it goes into a pack."""
+
+    tokens: NDArray[np.integer]
+    """``(L,)`` token numbers, L >= 1."""
+    target_mask: NDArray[np.integer] | None = None
+    """``(L,)``, nonzero where a token is to be predicted; None for every token. Nothing predicts token 0."""
+
+
+@dataclass(frozen=True)
+class MicroBatchLayout:
+    """Where the tensors of a micro-batch lie in its buffer; equal for equal T and N."""
+
+    total_tokens: int
+    """Token slots T."""
+    capacity: int
+    """Real documents there is room for, N."""
+
+    @property
+    def buffer(self) -> BufferLayout:
+        return _buffer_layout(self.total_tokens, self.capacity)
+
+
+@lru_cache(maxsize=64)
+def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
+    return BufferLayout.of(
+        [
+            ("tokens", torch.int32, (total_tokens,)),
+            ("labels", torch.int32, (total_tokens,)),
+            ("loss_mask", torch.float32, (total_tokens,)),
+            ("scales", torch.float32, (2,)),
+            *packed_fields(total_tokens, capacity),
+        ]
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One pack: views into ``buffer``, and what the host knows about it without asking the device."""
+
+    buffer: Tensor = field(repr=False)
+    """``(num_bytes,)`` uint8 that holds every tensor below except host twins."""
+    layout: MicroBatchLayout
+    tokens: Tensor
+    """``(T,)`` int32, 0 on the tail."""
+    labels: Tensor
+    """``(T,)`` int32, the token to predict at each slot, already shifted; `NO_LABEL` where there is none."""
+    loss_mask: Tensor
+    """``(T,)`` float32, 1 where the label counts, else 0."""
+    packed: PackedSeqParams
+    scales: Tensor
+    """``(2,)`` float32: 1 / target tokens and 1 / non-empty packs of the whole step, over all ranks."""
+    num_real_tokens: int
+    """Tokens of real documents, host integer."""
+    num_target_tokens: int
+    """Slots whose label counts, host integer."""
+
+    @classmethod
+    def build(
+        cls,
+        documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
+        total_tokens: int,
+        capacity: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+        max_seqlen: int | None = None,
+    ) -> MicroBatch:
+        """Lay ``documents`` out in order in ``total_tokens`` slots, on the host; no documents give an all-tail pack.
+
+        Args:
+            capacity: real documents to leave room for; None for exactly as many as there are.
+            scales: see the field.
+            max_seqlen: upper bound to report instead of the exact longest row.
+        Raises:
+            ValueError: the documents do not fit, one is empty, or a mask has another length than its tokens.
+        """
+        lengths = [len(tokens) for tokens, _ in documents]
+        cu_seqlens = metadata.cu_seqlens_from_lengths(lengths, total_tokens, capacity)
+        layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
+        buffer = layout.buffer.allocate()
+        views = layout.buffer.views(buffer)
+        write_packed(views, cu_seqlens, len(documents))
+        _write_documents(views, documents, cu_seqlens)
+        views["scales"].numpy()[:] = scales
+        return cls._from_buffer(
+            buffer,
+            layout,
+            num_seqs=len(documents),
+            max_seqlen=bounded_max_seqlen(cu_seqlens, max_seqlen),
+            cu_seqlens_cpu=torch.from_numpy(cu_seqlens),
+            num_real_tokens=sum(lengths),
+            num_target_tokens=int(np.count_nonzero(views["loss_mask"].numpy())),
+        )
+
+    @classmethod
+    def _from_buffer(
+        cls,
+        buffer: Tensor,
+        layout: MicroBatchLayout,
+        *,
+        num_seqs: int,
+        max_seqlen: int,
+        cu_seqlens_cpu: Tensor,
+        num_real_tokens: int,
+        num_target_tokens: int,
+    ) -> MicroBatch:
+        views = layout.buffer.views(buffer)
+        return cls(
+            buffer=buffer,
+            layout=layout,
+            tokens=views["tokens"],
+            labels=views["labels"],
+            loss_mask=views["loss_mask"],
+            scales=views["scales"],
+            packed=PackedSeqParams.from_views(
+                views, num_seqs=num_seqs, max_seqlen=max_seqlen, cu_seqlens_cpu=cu_seqlens_cpu
+            ),
+            num_real_tokens=num_real_tokens,
+            num_target_tokens=num_target_tokens,
+        )
+
+    def with_buffer(self, buffer: Tensor) -> MicroBatch:
+        """The same micro-batch through another buffer that holds (or will hold) the same bytes; without kernel tables.
+
+        Raises:
+            ValueError: ``buffer`` has another size or dtype.
+        """
+        return self._from_buffer(
+            buffer,
+            self.layout,
+            num_seqs=self.packed.num_seqs,
+            max_seqlen=self.packed.max_seqlen,
+            cu_seqlens_cpu=self.packed.cu_seqlens_cpu,
+            num_real_tokens=self.num_real_tokens,
+            num_target_tokens=self.num_target_tokens,
+        )
+
+    def pin_memory(self) -> MicroBatch:
+        """A copy in page-locked memory, from which `to` can copy without blocking the host."""
+        return self.with_buffer(self.buffer.pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """This micro-batch on ``device``: exactly one copy, or none (the same object) when it is already there.
+
+        Kernel tables do not travel: they are derived on the device, once per micro-batch.
+        """
+        moved = self.buffer.to(device, non_blocking=non_blocking)
+        return self if moved is self.buffer else self.with_buffer(moved)
+
+
+def _write_documents(
+    views: dict[str, Tensor],
+    documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
+    cu_seqlens: metadata.Int32Array,
+) -> None:
+    """Tokens, shifted labels and loss mask of every document; the buffer is zeroed, so the tail needs nothing."""
+    tokens_T, labels_T, mask_T = (views[name].numpy() for name in ("tokens", "labels", "loss_mask"))
+    for number, (tokens, target_mask) in enumerate(documents):
+        start, end = int(cu_seqlens[number]), int(cu_seqlens[number + 1])
+        tokens_T[start:end] = tokens
+        labels_T[start : end - 1] = tokens[1:]
+        if target_mask is None:
+            mask_T[start : end - 1] = 1
+            continue
+        if len(target_mask) != end - start:
+            raise ValueError(
+                f"document {number} has {end - start} tokens but a target mask of {len(target_mask)} entries; "
+                "the tokeniser must give one entry per token."
+            )
+        counts = np.asarray(target_mask[1:]) != 0
+        labels_T[start : end - 1][~counts] = NO_LABEL
+        mask_T[start : end - 1] = counts

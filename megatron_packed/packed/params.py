@@ -1,0 +1,170 @@
+"""`PackedSeqParams`: how the token slots of one micro-batch divide into documents.
+
+Built once per micro-batch on the host, outside anything captured, and shared by all layers. Nothing in it asks the
+device a question: what Python needs to know is a host integer, what kernels need is a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_packed.packed import metadata
+from megatron_packed.packed.buffer import BufferLayout
+
+
+def packed_fields(total_tokens: int, capacity: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order."""
+    return [
+        ("cu_seqlens", torch.int32, (capacity + 2,)),
+        ("seq_idx", torch.int32, (1, total_tokens)),
+        ("position_ids", torch.int32, (total_tokens,)),
+        ("valid", torch.bool, (total_tokens,)),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedSeqParams:
+    """The documents of one pack of T slots with room for N documents (see `metadata` for the layout and an example).
+
+    Immutable: the tensors are never written after construction, except by a CUDA-graph slot that owns its own copy.
+    """
+
+    cu_seqlens: Tensor
+    """``(N + 2,)`` int32, on the device: 0, document ends, T, T repeated."""
+    max_seqlen: int
+    """Upper bound of the longest row in tokens, at least 1. **The tail counts**, since kernels run over it like over
+    any document. Exact unless a larger bound was asked for (under capture it must be constant)."""
+    seq_idx: Tensor
+    """``(1, T)`` int32, document number of each slot; the tail's is ``num_seqs``."""
+    position_ids: Tensor
+    """``(T,)`` int32, from 0 in each document and in the tail."""
+    valid: Tensor
+    """``(T,)`` bool, False on the tail."""
+    num_seqs: int
+    """Real documents, between 0 and N; the tail is not one."""
+    cu_seqlens_cpu: Tensor
+    """``(N + 2,)`` int32, host twin of ``cu_seqlens`` in memory of its own, so that it outlives a reused buffer."""
+    total_tokens: int
+    """Token slots T of the pack."""
+    tables: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    """What kernels derive once per micro-batch (block tables, chunk tables), by name."""
+
+    @property
+    def capacity(self) -> int:
+        """Real documents there is room for, N."""
+        return self.cu_seqlens.shape[0] - 2
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens that belong to real documents; the rest is tail."""
+        return int(self.cu_seqlens_cpu[self.num_seqs])
+
+    @property
+    def document_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each real document, ``(num_seqs,)`` int32, on the host."""
+        return metadata.lengths_from_cu_seqlens(self.cu_seqlens_cpu.numpy(), self.num_seqs)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int] | NDArray[np.integer],
+        total_tokens: int,
+        capacity: int | None = None,
+        max_seqlen: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PackedSeqParams:
+        """Pack documents of ``lengths`` tokens, in this order, into ``total_tokens`` slots; an empty list is all tail.
+
+        The tensors share one buffer and reach ``device`` in one copy.
+
+        Args:
+            capacity: real documents to leave room for; None for exactly ``len(lengths)``.
+            max_seqlen: upper bound to report instead of the exact longest row.
+        Raises:
+            ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
+        """
+        cu_seqlens = metadata.cu_seqlens_from_lengths(lengths, total_tokens, capacity)
+        layout = BufferLayout.of(packed_fields(total_tokens, cu_seqlens.size - 2))
+        buffer = layout.allocate()
+        write_packed(layout.views(buffer), cu_seqlens, len(lengths))
+        return cls.from_views(
+            layout.views(buffer.to(device)),
+            num_seqs=len(lengths),
+            max_seqlen=bounded_max_seqlen(cu_seqlens, max_seqlen),
+            cu_seqlens_cpu=torch.from_numpy(cu_seqlens),
+        )
+
+    @classmethod
+    def from_views(
+        cls, views: Mapping[str, Tensor], *, num_seqs: int, max_seqlen: int, cu_seqlens_cpu: Tensor
+    ) -> PackedSeqParams:
+        """Wrap the tensors named in `packed_fields`; other entries of ``views`` are left alone."""
+        return cls(
+            cu_seqlens=views["cu_seqlens"],
+            max_seqlen=max_seqlen,
+            seq_idx=views["seq_idx"],
+            position_ids=views["position_ids"],
+            valid=views["valid"],
+            num_seqs=num_seqs,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            total_tokens=views["position_ids"].shape[0],
+        )
+
+    def with_tables(self, **tables: object) -> PackedSeqParams:
+        """The same pack with more kernel tables; a table that is already there is replaced."""
+        return replace(self, tables=MappingProxyType({**self.tables, **tables}))
+
+    def to_megatron_core(self) -> Any:
+        """This pack as megatron.core's class of the same name, without a device synchronisation.
+
+        Its constructor would compute ``seq_idx`` on the device with a data-dependent size, so ours is set afterwards.
+        There is no padding between documents, and we say so; TransformerEngine would else compare offsets on device.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams as MegatronPackedSeqParams
+
+        params = MegatronPackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+        )
+        params.total_tokens = self.total_tokens
+        params.seq_idx = self.seq_idx
+        params.pad_between_seqs = False
+        return params
+
+
+def write_packed(views: Mapping[str, Tensor], cu_seqlens: metadata.Int32Array, num_seqs: int) -> None:
+    """Fill the host tensors named in `packed_fields` from the offsets."""
+    views["cu_seqlens"].numpy()[:] = cu_seqlens
+    views["seq_idx"].numpy()[0] = metadata.seq_idx_from_cu_seqlens(cu_seqlens)
+    views["position_ids"].numpy()[:] = metadata.position_ids_from_cu_seqlens(cu_seqlens)
+    valid = views["valid"].numpy()
+    valid[: cu_seqlens[num_seqs]] = True
+    valid[cu_seqlens[num_seqs] :] = False
+
+
+def bounded_max_seqlen(cu_seqlens: metadata.Int32Array, max_seqlen: int | None) -> int:
+    """The longest row, or the larger bound asked for.
+
+    Raises:
+        ValueError: ``max_seqlen`` is below the longest row, so kernels would skip its end.
+    """
+    longest = metadata.longest_document(cu_seqlens)
+    if max_seqlen is None:
+        return longest
+    if max_seqlen < longest:
+        raise ValueError(
+            f"max_seqlen ({max_seqlen}) is below the longest row of the pack ({longest} tokens, the tail included); "
+            f"pass at least {longest}, or total_tokens to be safe for every pack."
+        )
+    return max_seqlen
