@@ -1,11 +1,11 @@
 """Step metrics that reach the host one step late, without a host synchronisation.
 
 [Note: late metrics protocol]
-The device vector of step i is copied into a pinned buffer and an event is recorded behind the copy. The host goes on to
-queue step i + 1 and only then waits for i, by asking ``event.query()``: the device still has step i + 1 to work on, so the
-wait costs it nothing, and every rank reads step i at the same place of its program. Decisions that all ranks must share
-(a signal, a non-finite step) may therefore be taken from these numbers. Two buffers take turns: a buffer is written again
-only after it was read.
+The device vector of step i is copied into a pinned buffer and an event is recorded behind the copy. The host goes on
+to queue step i + 1 and only then waits for i, by asking ``event.query()``: the device still has step i + 1 to work on,
+so the wait costs it nothing, and every rank reads step i at the same place of its program. Decisions that all ranks
+must share (a signal, a non-finite step) may therefore be taken from these numbers. Two buffers take turns: a buffer is
+written again only after it was read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SIGTERM, SIGINT and SIGUSR1 end the run in a checkpoint.
 
-The handler only sets a flag. The flag rides on the gradient all-reduce of the next step, so every rank learns of it in the
-same step and no rank saves alone. A second signal exits at once: the user means it.
+The handler only sets a flag. The flag rides on the gradient all-reduce of the next step, so every rank learns of it in
+the same step and no rank saves alone. A second signal exits at once: the user means it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward of every micro-batch, one all-reduce, one predicated update.
 
-Nothing here waits for the device. What the host wants to know leaves as one small vector (``training/late_metrics.py``).
+Nothing here waits for the device. What the host wants to know leaves as one small vector
+(``training/late_metrics.py``).
 """
 
 from __future__ import annotations

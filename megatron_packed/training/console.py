@@ -1,0 +1,83 @@
+"""What a person sees: one line a step, on rank 0, coloured on a terminal and plain in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+
+from megatron_packed.training.metrics import StepRecord
+
+
+class Console:
+    """Prints on rank 0 only.
+
+    Args:
+        rank: this process's global rank.
+        total_steps: the run's last step, for progress and ETA.
+        log_interval: print every so many steps.
+    """
+
+    def __init__(self, rank: int, total_steps: int, log_interval: int = 1) -> None:
+        self._silent = rank != 0
+        self._total, self._interval = total_steps, log_interval
+        self._rich = RichConsole(highlight=False, soft_wrap=True) if sys.stdout.isatty() else None
+        self._recent_seconds: list[float] = []
+
+    def say(self, text: str, *, style: str = "") -> None:
+        """One line of prose. Control characters of data or paths never reach the terminal."""
+        if self._silent:
+            return
+        text = "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+        if self._rich is not None:
+            self._rich.print(escape(text), style=style)
+        else:
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"WARNING: {text}", style="bold yellow")
+
+    def step(self, record: StepRecord) -> None:
+        self._recent_seconds = [*self._recent_seconds[-19:], record.step_time_ms / 1e3]
+        if record.iteration % self._interval and record.iteration != self._total:
+            return
+        self.say(self._step_line(record), style="red" if record.skipped else "")
+
+    def _step_line(self, record: StepRecord) -> str:
+        # The median forgives the first step, which compiles and warms up.
+        seconds = sorted(self._recent_seconds)[len(self._recent_seconds) // 2]
+        eta = timedelta(seconds=round(seconds * (self._total - record.iteration)))
+        parts = [
+            f"step {record.iteration:>{len(str(self._total))}}/{self._total}",
+            f"ETA {eta}",
+            f"loss {record.lm_loss:.4f}",
+            f"lr {record.learning_rate:.2e}",
+            f"grad norm {record.grad_norm:.3f}",
+            f"{record.step_time_ms:,.0f} ms",
+            f"{record.tokens_per_second:,.0f} tok/s",
+        ]
+        if record.mfu is not None:
+            parts.append(f"{record.tflops_per_gpu:.1f} TFLOP/s/GPU, MFU {100 * record.mfu:.1f} %")
+        parts += [
+            f"fill {100 * record.pack_fill:.1f} %",
+            f"{record.docs_per_pack:.1f} docs/pack",
+            f"{record.memory_gib:.1f} GiB",
+        ]
+        if record.skipped:
+            parts.append("SKIPPED: non-finite")
+        return " | ".join(parts)
+
+
+class Timer:
+    """Seconds between calls."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds

@@ -1,0 +1,127 @@
+"""What one step reports: host facts from the plan, device values read late, and rates computed from both."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+# Dense bf16 peak in FLOP/s by the vendor's datasheets, without sparsity; the first name found in the device's counts.
+PEAK_BF16_FLOPS = {
+    "H200": 989.5e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.5e12,
+    "H800": 989.5e12,
+    "GH200": 989.5e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device in FLOP/s; None on a CPU or an unknown GPU (then no MFU is shown)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this process in GiB: the allocator's on a GPU, the resident set on a CPU. No device sync."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1024 if sys.platform != "darwin" else 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What the host knows of a step before the device runs it. All counts are over all data-parallel ranks."""
+
+    iteration: int
+    learning_rate: float
+    real_tokens: int
+    target_tokens: int
+    padded_tokens: int
+    consumed_tokens: int
+    num_seqs: int
+    num_packs: int
+    epoch: int
+    flops: float
+    plan_hash: str
+
+    @property
+    def pack_fill(self) -> float:
+        slots = self.real_tokens + self.padded_tokens
+        return self.real_tokens / slots if slots else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of the log: units are tokens, milliseconds, GiB, nats per target token."""
+
+    iteration: int
+    lm_loss: float
+    aux_loss: float
+    grad_norm: float
+    learning_rate: float
+    step_time_ms: float
+    real_tokens: int
+    target_tokens: int
+    padded_tokens: int
+    consumed_tokens: int
+    num_seqs: int
+    docs_per_pack: float
+    pack_fill: float
+    epoch: int
+    tokens_per_second: float
+    tflops_per_gpu: float
+    mfu: float | None
+    memory_gib: float
+    skipped: bool
+    plan_hash: str
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def step_record(
+    facts: StepFacts,
+    *,
+    loss: float,
+    aux_loss: float,
+    grad_norm: float,
+    skipped: bool,
+    seconds: float,
+    world_size: int,
+    peak: float | None,
+    memory: float,
+) -> StepRecord:
+    """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of this one."""
+    flops_per_second = facts.flops / seconds / world_size
+    return StepRecord(
+        iteration=facts.iteration,
+        lm_loss=loss,
+        aux_loss=aux_loss,
+        grad_norm=grad_norm,
+        learning_rate=facts.learning_rate,
+        step_time_ms=seconds * 1e3,
+        real_tokens=facts.real_tokens,
+        target_tokens=facts.target_tokens,
+        padded_tokens=facts.padded_tokens,
+        consumed_tokens=facts.consumed_tokens,
+        num_seqs=facts.num_seqs,
+        docs_per_pack=facts.num_seqs / max(1, facts.num_packs),
+        pack_fill=facts.pack_fill,
+        epoch=facts.epoch,
+        tokens_per_second=facts.real_tokens / seconds,
+        tflops_per_gpu=flops_per_second / 1e12,
+        mfu=flops_per_second / peak if peak else None,
+        memory_gib=memory,
+        skipped=skipped,
+        plan_hash=facts.plan_hash,
+    )

@@ -1,0 +1,86 @@
+"""Where a run's numbers go beside the console: JSONL, and TensorBoard when a folder is given."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class Writer(Protocol):
+    def write(self, record: dict[str, object]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN: a non-finite number becomes its name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class JsonlWriter:
+    """Appends one object per line, each in a single write, so that a killed run leaves whole lines.
+
+    Args:
+        path: the file; its folder is made. A line cut off by a killed run is removed before the first write.
+        first_iteration: lines of this step and later are from a run that was killed after its last checkpoint; they are
+            dropped, so that a resumed run's file reads like the file of a run that was never stopped.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], first_iteration: int) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._keep_lines_before(first_iteration)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  one write per line, no buffer
+
+    def _keep_lines_before(self, first_iteration: int) -> None:
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            try:
+                iteration = json.loads(line)["iteration"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            if line.endswith(b"\n") and iteration < first_iteration:
+                kept.append(line)
+        part = self._path.with_name(self._path.name + ".part")
+        part.write_bytes(b"".join(kept))
+        os.replace(part, self._path)
+
+    def write(self, record: dict[str, object]) -> None:
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard.
+
+    Raises:
+        ValueError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"--tensorboard-dir {folder} needs TensorBoard: pip install 'megatron-packed[log]' ({error})."
+            ) from error
+        self._writer = SummaryWriter(folder)
+
+    def write(self, record: dict[str, object]) -> None:
+        step = int(record["iteration"])  # type: ignore[call-overload]
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "iteration":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,81 @@
+"""Records, writers, the console line and the report page."""
+
+import json
+import math
+
+import pytest
+
+from megatron_packed.training.console import Console
+from megatron_packed.training.metrics import StepFacts, step_record
+from megatron_packed.training.report import read_jsonl, write_report
+from megatron_packed.training.writers import JsonlWriter
+
+
+def record(iteration: int, loss: float = 2.0, *, skipped: bool = False):
+    facts = StepFacts(
+        iteration=iteration, learning_rate=1e-3, real_tokens=900, target_tokens=500, padded_tokens=100,
+        consumed_tokens=900 * iteration, num_seqs=12, num_packs=4, epoch=0, flops=4e12, plan_hash="abc",
+    )  # fmt: skip
+    values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skipped": skipped}
+    return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, memory=1.5)
+
+
+def test_rates_follow_from_facts():
+    made = record(3)
+    assert made.tokens_per_second == 1800
+    assert made.tflops_per_gpu == 4.0  # 4e12 FLOP in half a second on two GPUs
+    assert made.mfu == 0.25
+    assert made.pack_fill == 0.9
+    assert made.docs_per_pack == 3.0
+    assert made.step_time_ms == 500
+
+
+def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path):
+    path = tmp_path / "log.jsonl"
+    writer = JsonlWriter(path, first_iteration=1)
+    for iteration in (1, 2, 3):
+        writer.write(record(iteration).as_dict())
+    writer.close()
+    with open(path, "ab") as file:
+        file.write(b'{"iteration": 4, "lm_lo')  # killed in the middle of a line
+    writer = JsonlWriter(path, first_iteration=3)  # resumed from the checkpoint of step 2
+    writer.write(record(3, loss=math.nan).as_dict())
+    writer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["lm_loss"] == "nan"
+
+
+def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
+    Console(rank=1, total_steps=10).step(record(3))
+    assert capsys.readouterr().out == ""
+    Console(rank=0, total_steps=10).step(record(3, skipped=True))
+    line = capsys.readouterr().out
+    for part in ("step  3/10", "ETA 0:00:04", "loss 2.0000", "lr 1.00e-03", "grad norm 1.000", "500 ms", "1,800 tok/s",
+                 "MFU 25.0 %", "fill 90.0 %", "3.0 docs/pack", "1.5 GiB", "SKIPPED"):  # fmt: skip
+        assert part in line, part
+
+
+def test_console_shows_no_control_characters(capsys):
+    Console(rank=0, total_steps=1).say("path \x1b[31mred")
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
+    pytest.importorskip("matplotlib")
+    log = tmp_path / "log.jsonl"
+    lines = [record(i, loss=5 - 0.3 * i).as_dict() for i in range(1, 11)]
+    lines.insert(5, {"iteration": 5, "valid_loss": 3.25})
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
+    assert len(read_jsonl(log)) == 11
+    page = write_report(
+        log, tmp_path / "r" / "report.html", reference_losses={"unigram entropy": 4.5}, notes=[("Answer", "<b>&")]
+    ).read_text()
+    for part in ("<svg", "4.7000 → 2.0000", "unigram entropy 4.50", "&lt;b&gt;&amp;", "3.2500"):
+        assert part in page, part
+
+
+def test_report_of_an_empty_log_is_refused(tmp_path):
+    (tmp_path / "log.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no training step"):
+        write_report(tmp_path / "log.jsonl", tmp_path / "r.html")
