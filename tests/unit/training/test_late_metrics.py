@@ -1,0 +1,31 @@
+"""Metrics arrive one step late, in order, none lost."""
+
+import os
+import signal
+
+import torch
+
+from megatron_packed.training.late_metrics import LateMetrics
+from megatron_packed.training.signals import SignalFlag
+
+
+def test_values_arrive_one_step_late_and_are_not_those_of_the_next_step():
+    late, vector = LateMetrics(2, torch.device("cpu")), torch.zeros(2)
+    got = []
+    for step in range(5):
+        vector.fill_(step)  # the device vector is the same memory every step
+        got.append(late.push(step, vector))
+    assert got == [None, *[(step, [float(step)] * 2) for step in range(4)]]
+    assert late.flush() == (4, [4.0, 4.0])
+    assert late.flush() is None
+
+
+def test_first_signal_sets_the_flag_second_exits_at_once():
+    codes = []
+    before = signal.getsignal(signal.SIGUSR1)
+    with SignalFlag(exit_now=codes.append) as flag:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert flag.received == signal.SIGUSR1 and codes == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert codes == [128 + signal.SIGTERM]
+    assert signal.getsignal(signal.SIGUSR1) == before
