@@ -1,0 +1,305 @@
+"""Forward + backward of one micro-batch: our model beside megatron-core's, same weights, same packs, same run.
+
+    python benchmarks/model_step.py [shard8b] [hybrid1b]
+
+``shard8b`` is one rank's TP8 share of a Nemotron-H-8B-like model at 4,096 tokens, ``hybrid1b`` a whole 797 M model at
+8,192. Both models get the same weights and four packings of 12 documents. Reported: loss and gradient norm of both,
+wall-clock and GPU-busy time, and ours captured by hand in one CUDA graph and replayed over the other packings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+
+import harness
+import torch
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.models.flops import model_flops
+from megatron_packed.models.hybrid_model import HybridModel
+
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.metrics import peak_flops
+
+DOCUMENTS = 12
+CONFIGS = {
+    "shard8b": {"T": 4096, "pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-", "hidden": 4096, "heads": 4, "groups": 1, "ffn": 2688,
+                "mamba_heads": 16, "mamba_groups": 1, "vocab": 16384},
+    "hybrid1b": {"T": 8192, "pattern": "M-M-M*-M-M-M*-M-M-M*-M-", "hidden": 2048, "heads": 16, "groups": 4, "ffn": 8192,
+                 "mamba_heads": 64, "mamba_groups": 8, "vocab": 32768},
+}  # fmt: skip
+
+
+def packings(T: int, count: int) -> list[list[int]]:
+    """Document lengths of ``count`` packs, DOCUMENTS each, filling T."""
+    lengths = []
+    for seed in range(count):
+        weights = torch.rand(DOCUMENTS, generator=torch.Generator().manual_seed(seed + 1)) + 0.05
+        row = (weights / weights.sum() * T).long()
+        row[-1] += T - row.sum()
+        lengths.append(row.tolist())
+    return lengths
+
+
+def our_model(c: dict) -> HybridModel:
+    config = ModelConfig(
+        hybrid_layer_pattern=c["pattern"], hidden_size=c["hidden"], num_attention_heads=c["heads"],
+        group_query_attention=True, num_query_groups=c["groups"], kv_channels=128, ffn_hidden_size=c["ffn"],
+        squared_relu=True, normalization="RMSNorm", add_bias_linear=False, position_embedding_type="none",
+        untie_embeddings_and_output_weights=True, mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
+        mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], vocab_size=c["vocab"],
+    )  # fmt: skip
+    return HybridModel(
+        config, vocab_size=c["vocab"], max_positions=c["T"], device="cuda", dtype=torch.bfloat16, seed=1234
+    )
+
+
+def megatron_model(c: dict) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybridModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
+    config = TransformerConfig(
+        num_layers=len(c["pattern"]), hidden_size=c["hidden"], num_attention_heads=c["heads"], kv_channels=128,
+        num_query_groups=c["groups"], ffn_hidden_size=c["ffn"], mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
+        mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], bf16=True, params_dtype=torch.bfloat16,
+        normalization="RMSNorm", add_bias_linear=False, activation_func=squared_relu, gated_linear_unit=False,
+        attention_dropout=0.0, hidden_dropout=0.0, pipeline_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = MegatronHybridModel(
+        config=config, hybrid_stack_spec=hybrid_stack_spec, vocab_size=c["vocab"], max_sequence_length=c["T"],
+        hybrid_layer_pattern=c["pattern"], position_embedding_type="none",
+    )  # fmt: skip
+    return model.cuda().bfloat16()
+
+
+# Our parameter name inside layer N -> theirs, by kind of layer.
+_LAYER_NAMES = {
+    "M": {"norm.weight": "mixer.in_proj.layer_norm_weight", "mixer.in_proj.weight": "mixer.in_proj.weight",
+          "mixer.conv1d.weight": "mixer.conv1d.weight", "mixer.conv1d.bias": "mixer.conv1d.bias",
+          "mixer.A_log": "mixer.A_log", "mixer.D": "mixer.D", "mixer.dt_bias": "mixer.dt_bias",
+          "mixer.norm.weight": "mixer.norm.weight", "mixer.out_proj.weight": "mixer.out_proj.weight"},
+    "*": {"norm.weight": "self_attention.linear_qkv.layer_norm_weight",
+          "mixer.qkv.weight": "self_attention.linear_qkv.weight",
+          "mixer.proj.weight": "self_attention.linear_proj.weight"},
+    "-": {"norm.weight": "mlp.linear_fc1.layer_norm_weight", "mixer.fc1.weight": "mlp.linear_fc1.weight",
+          "mixer.fc2.weight": "mlp.linear_fc2.weight"},
+}  # fmt: skip
+
+
+def copy_weights(ours: HybridModel, theirs: torch.nn.Module, pattern: str) -> None:
+    """Copies every parameter of ours into theirs; both must be used up."""
+    names = {
+        "embedding.weight": "embedding.word_embeddings.weight",
+        "final_norm.weight": "decoder.final_norm.weight",
+        "output.weight": "output_layer.weight",
+    }
+    for number, symbol in enumerate(pattern):
+        for mine, their in _LAYER_NAMES[symbol].items():
+            names[f"layers.{number}.{mine}"] = f"decoder.layers.{number}.{their}"
+    source, target = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    assert set(names) == set(source), set(names) ^ set(source)
+    assert set(names.values()) == set(target), set(names.values()) ^ set(target)
+    with torch.no_grad():
+        for mine, their in names.items():
+            target[their].copy_(source[mine].reshape(target[their].shape))
+
+
+class Ours:
+    def __init__(self, c: dict, model: HybridModel, batches: list[MicroBatch]) -> None:
+        self.model, self.batches = model, batches
+        self.buffers = FlatBuffers(model)
+        self.loss = torch.zeros((), device="cuda")
+
+    def step(self, number: int) -> None:
+        output = self.model(self.batches[number])
+        output.loss.backward()
+        self.loss.copy_(output.loss.detach())
+
+    def check(self, number: int) -> tuple[float, float]:
+        self.buffers.zero_grad()
+        self.step(number)
+        return self.loss.item(), self.buffers.grads.norm().item()
+
+
+class Theirs:
+    """megatron-core's model in eager mode with exact cu_seqlens, its fastest eager path."""
+
+    def __init__(self, c: dict, model: torch.nn.Module, batches: list[MicroBatch]) -> None:
+        self.model, self.batches = model, batches
+        self.loss = torch.zeros((), device="cuda")
+        self.packs = [batch.packed.to_megatron_core() for batch in batches]
+
+    def step(self, number: int) -> None:
+        batch = self.batches[number]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        per_token = self.model(
+            input_ids=batch.tokens.long()[None], position_ids=batch.packed.position_ids.long()[None],
+            attention_mask=None, labels=batch.labels.long()[None], packed_seq_params=self.packs[number],
+        )  # fmt: skip
+        loss = (per_token.float().view(-1) * batch.loss_mask).sum() * batch.scales[0]
+        loss.backward()
+        self.loss.copy_(loss.detach())
+
+    def check(self, number: int) -> tuple[float, float]:
+        self.step(number)
+        squares = [p.grad.float().square().sum() for p in self.model.parameters() if p.grad is not None]
+        return self.loss.item(), torch.stack(squares).sum().sqrt().item()
+
+
+def make_batches(
+    c: dict, lengths: list[list[int]], capacity: int, max_seqlen: int | None = None
+) -> list[MicroBatch]:
+    batches = []
+    for seed, row in enumerate(lengths):
+        random = torch.Generator().manual_seed(100 + seed)
+        documents = [(torch.randint(0, c["vocab"], (n,), generator=random).numpy(), None) for n in row]
+        targets = sum(n - 1 for n in row)
+        scales = (1 / targets, 1.0)
+        batches.append(MicroBatch.build(documents, c["T"], capacity, scales, max_seqlen).to("cuda"))
+    return batches
+
+
+def graph_replay(ours: Ours, c: dict, lengths: list[list[int]]) -> dict[str, object]:
+    """Captures one forward + backward by hand and replays it over the other packings."""
+    # A captured kernel keeps its grid: the capacity and max_seqlen must serve every packing that is replayed.
+    static = make_batches(c, lengths[:1], DOCUMENTS, max_seqlen=c["T"])[0]
+    batches = make_batches(c, lengths[1:], DOCUMENTS)
+    ours.batches = [static]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            ours.step(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step(0)
+    comparisons = []
+    for number, batch in enumerate(batches, start=1):
+        static.buffer.copy_(batch.buffer)
+        ours.buffers.zero_grad()
+        graph.replay()
+        replayed = ours.loss.item(), ours.buffers.grads.norm().item()
+        gradients = ours.buffers.grads.clone()
+        ours.batches = [batch]
+        eager = ours.check(0)
+        difference = (ours.buffers.grads - gradients).norm().item() / ours.buffers.grads.norm().item()
+        again = ours.check(0), ours.buffers.grads.clone()
+        second = ours.check(0)
+        spread = (ours.buffers.grads - again[1]).norm().item() / ours.buffers.grads.norm().item()
+        comparisons.append(
+            {"packing": number, "loss_replay": replayed[0], "loss_eager": eager[0], "grad_norm_replay": replayed[1],
+             "grad_norm_eager": eager[1], "grad_difference": difference, "eager_against_eager": spread,
+             "finite": bool(torch.isfinite(gradients).all()), "second_loss": second[0]}
+        )  # fmt: skip
+    busy = harness.gpu_busy(graph.replay)
+    wall = harness.wall(graph.replay)
+    del graph
+    return {
+        "packings": comparisons,
+        "wall_ms": wall,
+        "busy_ms": round(busy.milliseconds, 3),
+        "wall_over_busy": round(wall.median / busy.milliseconds, 4),
+    }
+
+
+def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
+    c = CONFIGS[name]
+    lengths = packings(c["T"], 4)
+    plan_hash = hashlib.sha256(repr(lengths).encode()).hexdigest()[:12]
+    batches = make_batches(c, lengths, DOCUMENTS)
+    model = our_model(c)
+    result: dict[str, object] = {
+        "tokens": c["T"], "plan_hash": plan_hash, "documents": DOCUMENTS,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }  # fmt: skip
+    sides: dict[str, object] = {}
+    if not skip_megatron:
+        theirs_model = megatron_model(c)
+        copy_weights(model, theirs_model, c["pattern"])
+        sides["megatron_core"] = Theirs(c, theirs_model, batches)
+    ours = Ours(c, model, batches)
+    sides["megatron_packed"] = ours
+    for label, side in sides.items():
+        loss, norm = side.check(0)
+        result[label] = {"loss": loss, "grad_norm": norm}
+
+    def cycling(side):
+        numbers = iter(range(1 << 30))
+        return lambda: side.step(next(numbers) % len(batches))
+
+    walls = harness.interleaved({label: cycling(side) for label, side in sides.items()})
+    flops = sum(model_flops(model.config, c["vocab"], row) for row in lengths) / len(lengths)
+    peak = peak_flops(torch.device("cuda"))
+    for label, side in sides.items():
+        torch.cuda.reset_peak_memory_stats()
+        busy = harness.gpu_busy(cycling(side), calls=4)
+        result[label] |= {
+            "wall_ms": walls[label],
+            "busy_ms": round(busy.milliseconds, 3),
+            "wall_over_busy": round(walls[label].median / busy.milliseconds, 3),
+            "launches": busy.launches,
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "mfu_of_wall": round(flops / (walls[label].median / 1e3) / peak, 4) if peak else None,
+            "mfu_of_busy": round(flops / (busy.milliseconds / 1e3) / peak, 4) if peak else None,
+        }
+        print(f"--- {name} {label}: {kernels} longest kernels (ms per call)")
+        for kernel, milliseconds in busy.kernels[:kernels]:
+            print(f"{milliseconds:9.3f}  {kernel[:120]}")
+    if not skip_megatron:
+        mine, other = result["megatron_packed"], result["megatron_core"]
+        result["busy_ratio"] = round(mine["busy_ms"] / other["busy_ms"], 4)
+        result["loss_difference"] = abs(mine["loss"] - other["loss"]) / abs(other["loss"])
+        result["grad_norm_difference"] = abs(mine["grad_norm"] - other["grad_norm"]) / other["grad_norm"]
+        sides.pop("megatron_core")
+        del theirs_model
+        torch.cuda.empty_cache()
+    result["graph"] = graph_replay(ours, c, lengths)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
+    parser.add_argument("--kernels", type=int, default=22, help="longest kernels to print of each side")
+    parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
+    parser.add_argument("--name", default="model_step", help="name of the result file")
+    arguments = parser.parse_args()
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1",
+                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
+        os.environ.setdefault(key, value)
+    torch.cuda.set_device(0)
+    results = {}
+    for name in arguments.configs or CONFIGS:
+        results[name] = run(name, kernels=arguments.kernels, skip_megatron=arguments.skip_megatron)
+        torch.cuda.empty_cache()
+    path = harness.save(arguments.name, results)
+    rows = []
+    for name, result in results.items():
+        for label in ("megatron_core", "megatron_packed", "graph"):
+            if label in result:
+                rows.append({"config": name, "path": label, **{
+                    key: result[label].get(key) for key in ("loss", "grad_norm", "wall_ms", "busy_ms", "wall_over_busy",
+                                                            "mfu_of_busy", "launches")}})  # fmt: skip
+        print({key: result[key] for key in ("busy_ratio", "loss_difference", "grad_norm_difference", "plan_hash")
+               if key in result})  # fmt: skip
+        print(*result["graph"]["packings"], sep="\n")
+    print(harness.table(rows))
+    print(path)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
