@@ -1,0 +1,91 @@
+"""Depthwise causal convolution over packed documents, with the SiLU that follows it in Mamba.
+
+    y[t, c] = act(bias[c] + sum_w weight[c, W - 1 - w] x[t - w, c])      over the w for which t - w is in t's document
+
+Letters: T tokens, C channels, W width of the filter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.dispatch import Backend, Op
+
+OP = Op(
+    "causal_conv1d",
+    (
+        Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library"),
+        Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the choice of a backend depends on."""
+
+    tokens: int
+    channels: int
+    width: int
+    row_stride: int
+    """Elements from one token to the next in x, which may be a view of a wider tensor."""
+    channel_stride: int
+    offset: int
+    """Elements from the start of x's storage to x."""
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    device_type: str
+
+
+def causal_conv1d(
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    seq_idx_1T: Tensor,
+    *,
+    activation: str | None = "silu",
+    backend: str = "auto",
+) -> Tensor:
+    """The convolution; every document starts from zeros.
+
+    Args:
+        x_TC: ``(T, C)``, may be a strided view (a column slice of the input projection's output).
+        weight_CW: ``(C, W)``.
+        bias_C: ``(C,)`` or None.
+        seq_idx_1T: ``(1, T)`` int32 document number of each token.
+        activation: ``"silu"`` or None.
+    Returns:
+        ``(T, C)`` in x's dtype, contiguous.
+    Raises:
+        ValueError: shapes that do not fit together, or an unknown activation.
+        NoBackendError: the backend asked for cannot serve these inputs.
+    """
+    if activation not in ("silu", None):
+        raise ValueError(f"causal_conv1d: activation is {activation!r}; choose 'silu' or None.")
+    if x_TC.dim() != 2 or weight_CW.dim() != 2 or weight_CW.shape[0] != x_TC.shape[1]:
+        raise ValueError(
+            f"causal_conv1d: x has shape {list(x_TC.shape)} and weight {list(weight_CW.shape)}; "
+            "they must be (T, C) and (C, W)."
+        )
+    if seq_idx_1T.shape != (1, x_TC.shape[0]):
+        raise ValueError(
+            f"causal_conv1d: seq_idx has shape {list(seq_idx_1T.shape)}; it must be (1, T) with T = {x_TC.shape[0]}."
+        )
+    inputs = Inputs(
+        tokens=x_TC.shape[0],
+        channels=x_TC.shape[1],
+        width=weight_CW.shape[1],
+        row_stride=x_TC.stride(0),
+        channel_stride=x_TC.stride(1),
+        offset=int(x_TC.storage_offset()),
+        dtype=x_TC.dtype,
+        weight_dtype=weight_CW.dtype,
+        bias_dtype=None if bias_C is None else bias_C.dtype,
+        device_type=x_TC.device.type,
+    )
+    y_TC: Tensor = OP.run(inputs, backend)(x_TC, weight_CW, bias_C, seq_idx_1T, activation=activation)
+    return y_TC

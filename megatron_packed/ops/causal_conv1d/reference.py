@@ -1,0 +1,39 @@
+"""The convolution as W shifted, masked products: fp32 inside (float64 for float64 inputs), any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.causal_conv1d.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Always empty: it runs wherever PyTorch runs."""
+    return []
+
+
+def run(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, seq_idx_1T: Tensor, *, activation: str | None
+) -> Tensor:
+    """See ``api.causal_conv1d``. A token of another document is replaced by zero before it is multiplied."""
+    dtype = torch.promote_types(x_TC.dtype, torch.float32)
+    x, weight_CW = x_TC.to(dtype), weight_CW.to(dtype)
+    tokens, width = x.shape[0], weight_CW.shape[1]
+    y_TC = x * weight_CW[:, width - 1]
+    for back in range(1, min(width, tokens)):
+        earlier_TC = pad(x[: tokens - back], (0, 0, back, 0))
+        y_TC = y_TC + earlier_TC.masked_fill(~reaches(seq_idx_1T, back), 0) * weight_CW[:, width - 1 - back]
+    if bias_C is not None:
+        y_TC = y_TC + bias_C.to(dtype)
+    return (silu(y_TC) if activation == "silu" else y_TC).to(x_TC.dtype)
+
+
+def reaches(seq_idx_1T: Tensor, back: int) -> Tensor:
+    """``(T, 1)`` bool: token t - back exists and is of token t's document."""
+    same = seq_idx_1T[0, back:] == seq_idx_1T[0, :-back]
+    return pad(same, (back, 0), value=False)[:, None]

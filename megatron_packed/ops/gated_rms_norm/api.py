@@ -1,0 +1,68 @@
+"""Mamba-2's gated normalisation: ``weight * rms_norm(x * silu(z))``, each group of channels normalised by itself.
+
+Letters: T tokens, D channels.  Source: Mamba-2 with ``norm_before_gate=False``, arXiv:2405.21060.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.dispatch import Backend, Op
+
+OP = Op(
+    "gated_rms_norm",
+    (
+        Backend("triton", "megatron_packed.ops.gated_rms_norm.triton_kernels"),
+        Backend("reference", "megatron_packed.ops.gated_rms_norm.reference"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the choice of a backend depends on."""
+
+    channels: int
+    group_size: int
+    unit_channel_stride: bool
+    """Whether neighbouring channels lie next to each other in both x and z."""
+    dtype: torch.dtype
+    device_type: str
+
+
+def gated_rms_norm(
+    x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size: int, backend: str = "auto"
+) -> Tensor:
+    """Gate x by silu(z), then divide every group of channels by its root mean square and multiply by the weight.
+
+    Args:
+        x_TD: ``(T, D)``.
+        z_TD: ``(T, D)``, may be a strided view (a column slice of the input projection's output).
+        weight_D: ``(D,)``.
+        eps: added to the mean square.
+        group_size: channels normalised together; divides D.
+    Returns:
+        ``(T, D)`` in x's dtype, contiguous. The arithmetic is fp32 (float64 for float64 inputs).
+    Raises:
+        ValueError: shapes that do not fit together.
+        NoBackendError: the backend asked for cannot serve these inputs.
+    """
+    if x_TD.dim() != 2 or z_TD.shape != x_TD.shape or weight_D.shape != x_TD.shape[1:]:
+        raise ValueError(
+            f"gated_rms_norm: x has shape {list(x_TD.shape)}, z {list(z_TD.shape)} and weight {list(weight_D.shape)}; "
+            "they must be (T, D), (T, D) and (D,)."
+        )
+    if group_size < 1 or x_TD.shape[1] % group_size:
+        raise ValueError(f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}.")
+    inputs = Inputs(
+        channels=x_TD.shape[1],
+        group_size=group_size,
+        unit_channel_stride=x_TD.stride(1) == z_TD.stride(1) == 1,
+        dtype=x_TD.dtype,
+        device_type=x_TD.device.type,
+    )
+    y_TD: Tensor = OP.run(inputs, backend)(x_TD, z_TD, weight_D, eps, group_size=group_size)
+    return y_TD

@@ -1,0 +1,25 @@
+"""The gated normalisation in plain PyTorch: fp32 inside (float64 for float64 inputs), row by row, any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.gated_rms_norm.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Always empty: it runs wherever PyTorch runs."""
+    return []
+
+
+def run(x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size: int) -> Tensor:
+    """See ``api.gated_rms_norm``."""
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    gated_TGH = (x_TD.to(dtype) * silu(z_TD.to(dtype))).view(x_TD.shape[0], -1, group_size)
+    normed_TGH = gated_TGH * torch.rsqrt(gated_TGH.square().mean(-1, keepdim=True) + eps)
+    return (normed_TGH.view(x_TD.shape) * weight_D.to(dtype)).to(x_TD.dtype)

@@ -1,0 +1,36 @@
+"""Every expert on all rows, then a mask: E times the work, and no row's result depends on where the others went.
+
+The shapes of the products never change, whatever the routing, so a row's result depends on nothing but the row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_packed.ops.activation.api import Kind
+from megatron_packed.ops.activation.api import activation as activate
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.grouped_mlp.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Always empty: it runs wherever PyTorch runs."""
+    return []
+
+
+def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind) -> Tensor:
+    """See ``api.grouped_mlp``."""
+    row_R1 = torch.arange(x_RD.shape[0], device=x_RD.device)[:, None]
+    start = torch.zeros_like(offsets_E[0])
+    y_RD = torch.zeros_like(x_RD)
+    for expert in range(w1_EFD.shape[0]):
+        mine_R1 = (row_R1 >= start) & (row_R1 < offsets_E[expert])
+        start = offsets_E[expert]
+        hidden_RF = activate(linear(x_RD, w1_EFD[expert]), activation, backend="reference")
+        y_RD = torch.where(mine_R1, linear(hidden_RF, w2_EDF[expert]), y_RD)
+    return y_RD

@@ -1,0 +1,78 @@
+"""Gathers in both directions, in plain PyTorch; no scatter-add anywhere, so sums have a fixed order.
+
+The gradient of a gather is a sum over the rows that a token was copied to. Autograd would make it an ``index_add`` (an
+atomic sum in changing order on a GPU); here it is the other gather, through the inverse index, summed over k in order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.permute.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Always empty: it runs wherever PyTorch runs."""
+    return []
+
+
+def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+    """``x[token_R]``, zero where the token is not valid; see ``api.permute``."""
+    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK, valid_T)  # type: ignore[no-untyped-call]
+    return rows_RD
+
+
+def tokens_of_rows(
+    y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
+) -> Tensor:
+    """The weighted sum of each token's rows; see ``api.unpermute``."""
+    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)  # type: ignore[no-untyped-call]
+    return y_TD
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: tokens to rows. Backward: each token adds up the gradients of its rows, k in order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK, valid_T)
+        return x_TD[token_R].masked_fill(~valid_T[token_R][:, None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        row_TK, valid_T = ctx.saved_tensors
+        return _sum_over_routes(dx_RD, None, row_TK, valid_T), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Forward: rows to tokens, weighted. Backward: rows from tokens, weighted; weights from products of the two."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)
+        return _sum_over_routes(y_RD, weights_TK, row_TK, valid_T)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        y_RD, weights_TK, token_R, route_R, row_TK, valid_T = ctx.saved_tensors
+        dtype = torch.promote_types(y_RD.dtype, torch.float32)
+        weight_R = weights_TK.masked_fill(~valid_T[:, None], 0).flatten()[route_R].to(dtype)
+        dy_RD = dy_TD[token_R].to(dtype).masked_fill(~valid_T[token_R][:, None], 0)
+        dot_R = (dy_RD * y_RD.to(dtype).masked_fill(~valid_T[token_R][:, None], 0)).sum(-1)
+        dweights_TK = dot_R[row_TK].to(weights_TK.dtype)
+        return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK, None, None, None, None
+
+
+def _sum_over_routes(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+    dtype = torch.promote_types(y_RD.dtype, torch.float32)
+    total_TD = y_RD.new_zeros(row_TK.shape[0], y_RD.shape[1], dtype=dtype)
+    for k in range(row_TK.shape[1]):
+        term_TD = y_RD[row_TK[:, k]].to(dtype)
+        total_TD = total_TD + (term_TD if weights_TK is None else term_TD * weights_TK[:, k, None].to(dtype))
+    return total_TD.masked_fill(~valid_T[:, None], 0).to(y_RD.dtype)

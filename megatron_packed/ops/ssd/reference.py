@@ -1,0 +1,130 @@
+"""The scan in chunks, in plain PyTorch: packs correctly, static shapes, any device; see README.md for the derivation.
+
+Isolation is exact. Wherever a term of another document appears in a sum, its factor is an exact zero, made by a mask
+before the exponential (exp(-inf)), never by subtracting something that was added. So a change in one document leaves
+every bit of the others' outputs and gradients alone.
+
+Letters besides the API's: Q chunks, L tokens of a chunk (L = chunk_size; the last chunk is padded), R heads per group.
+Accumulates in fp32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.ssd.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Always empty: it runs wherever PyTorch runs."""
+    return []
+
+
+def run(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    A_N: Tensor,
+    B_TGS: Tensor,
+    C_TGS: Tensor,
+    D_N: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """See ``api.ssd``."""
+    tokens, groups, padded = x_TNP.shape[0], B_TGS.shape[1], -x_TNP.shape[0] % chunk_size
+    dtype = torch.promote_types(x_TNP.dtype, torch.float32)
+    x_TNP_wide = x_TNP.to(dtype)
+
+    # Padding: dt = 0 writes nothing into the state and decays nothing; it counts as part of the last document.
+    dt_TN_wide = softplus(dt_TN.to(dtype) + dt_bias_N.to(dtype))
+    seq_idx_QL = torch.cat([seq_idx_1T, seq_idx_1T[:, -1:].expand(1, padded)], dim=1).view(-1, chunk_size)
+    dt_QLN = _chunked(dt_TN_wide, padded, chunk_size)
+    xdt_QGRLP = _by_group(_chunked(x_TNP_wide * dt_TN_wide[:, :, None], padded, chunk_size), groups)
+    B_QGLS = _chunked(B_TGS.to(dtype), padded, chunk_size).transpose(1, 2)
+    C_QGLS = _chunked(C_TGS.to(dtype), padded, chunk_size).transpose(1, 2)
+
+    # (Q, L, N) -> (Q, G, R, L)
+    logs_QGRL = _by_group(document_sum(dt_QLN * A_N.to(dtype), seq_idx_QL), groups)
+    y_QGRLP = _within_chunk(xdt_QGRLP, B_QGLS, C_QGLS, logs_QGRL, seq_idx_QL)
+    entering_QGRPS = _entering_states(_chunk_states(xdt_QGRLP, B_QGLS, logs_QGRL, seq_idx_QL), logs_QGRL, seq_idx_QL)
+    y_QGRLP = y_QGRLP + _from_entering(entering_QGRPS, C_QGLS, logs_QGRL, seq_idx_QL)
+
+    # (Q, G, R, L, P) -> (Q, L, G, R, P) -> (T, N, P)
+    y_TNP = y_QGRLP.permute(0, 3, 1, 2, 4).reshape(-1, *x_TNP.shape[1:])[:tokens]
+    return (y_TNP + D_N.to(dtype)[:, None] * x_TNP_wide).to(x_TNP.dtype)
+
+
+def document_sum(values_QLN: Tensor, seq_idx_QL: Tensor) -> Tensor:
+    """Running sum over the tokens of a chunk that starts anew at every document.
+
+    A product with a mask instead of a difference of running sums: other documents contribute 0 * value = 0.
+    """
+    mask_QLL = _same_document(seq_idx_QL).tril()
+    return mask_QLL.to(values_QLN.dtype) @ values_QLN
+
+
+def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
+    """What the tokens of a chunk receive from earlier tokens of the same document in the same chunk."""
+    mask_Q11LL = _same_document(seq_idx).tril()[:, None, None]
+    decay_QGRLL = (logs[..., :, None] - logs[..., None, :]).masked_fill(~mask_Q11LL, -torch.inf).exp()
+    scores_QG1LL = (c @ b.transpose(-1, -2))[:, :, None]
+    return (scores_QG1LL * decay_QGRLL) @ xdt
+
+
+def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
+    """The state that each chunk's own tokens leave at its end; only the chunk's last document reaches it."""
+    reaches_Q11L = (seq_idx == seq_idx[:, -1:])[:, None, None]
+    decay_QGRL = (logs[..., -1:] - logs).masked_fill(~reaches_Q11L, -torch.inf).exp()
+    # (Q, G, R, P, L) @ (Q, G, 1, L, S) -> (Q, G, R, P, S)
+    return (xdt * decay_QGRL[..., None]).transpose(-1, -2) @ b[:, :, None]
+
+
+def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
+    """The state at the start of each chunk: a decayed sum over the earlier chunks that end in the same document.
+
+    ``total_QGRQ[i, j]`` is the sum of the logarithms of the chunks j+1..i, formed by adding (no cancellation). It is
+    used only where chunks j and i end in the same document: then the chunks j+1..i hold nothing else.
+    """
+    chunks = seq_idx.shape[0]
+    later_QQ = torch.ones(chunks, chunks, dtype=torch.bool, device=seq_idx.device).tril(-1)
+    chunk_GRQ1 = logs[..., -1].permute(1, 2, 0)[..., None]
+    total_GRQQ = chunk_GRQ1.masked_fill(~later_QQ, 0).cumsum(-2)
+    ends_Q = seq_idx[:, -1]
+    reaches_QQ = (ends_Q[:, None] == ends_Q[None, :]).tril()
+    decay_GRQQ = total_GRQQ.masked_fill(~reaches_QQ, -torch.inf).exp()
+    # (G, R, Q, Q) @ (G, R, Q, P*S) -> (Q, G, R, P, S); the state leaving chunk i enters chunk i+1.
+    flat_GRQX = states_QGRPS.permute(1, 2, 0, 3, 4).flatten(-2)
+    leaving_QGRPS = (decay_GRQQ @ flat_GRQX).permute(2, 0, 1, 3).reshape(states_QGRPS.shape)
+    return torch.cat([torch.zeros_like(leaving_QGRPS[:1]), leaving_QGRPS[:-1]])
+
+
+def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
+    """What the tokens of a chunk receive from the chunks before: only those of the document that continues."""
+    previous_Q1 = torch.cat([seq_idx[:1, :1], seq_idx[:-1, -1:]])  # the first chunk's entering state is zero
+    continues_Q11L = (seq_idx == previous_Q1)[:, None, None]
+    decay_QGRL = logs.masked_fill(~continues_Q11L, -torch.inf).exp()
+    # (Q, G, 1, L, S) @ (Q, G, R, S, P) -> (Q, G, R, L, P)
+    return (c[:, :, None] @ entering_QGRPS.transpose(-1, -2)) * decay_QGRL[..., None]
+
+
+def _same_document(seq_idx_QL: Tensor) -> Tensor:
+    return seq_idx_QL[:, :, None] == seq_idx_QL[:, None, :]
+
+
+def _chunked(values: Tensor, padded: int, chunk_size: int) -> Tensor:
+    """``(T, ...)`` -> ``(Q, L, ...)``, zeros behind the last token."""
+    return pad(values, (0, 0) * (values.dim() - 1) + (0, padded)).reshape(-1, chunk_size, *values.shape[1:])
+
+
+def _by_group(values: Tensor, groups: int) -> Tensor:
+    """``(Q, L, N, ...)`` -> ``(Q, G, R, L, ...)``."""
+    chunks, length, heads = values.shape[:3]
+    return values.reshape(chunks, length, groups, heads // groups, *values.shape[3:]).movedim(1, 3)
