@@ -1,0 +1,39 @@
+"""Saving and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import Section, Sound, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section, title="checkpoint"):
+    """Where checkpoints go and which one a run starts from."""
+
+    save: str | None = option(None, "Directory that receives checkpoints.", path="output_directory")
+    save_interval: int | None = option(
+        None, "Save every so many iterations, beside the end of the run.", unit="iterations", minimum=1,
+        aliases=("persistent-save-interval",),
+    )
+    save_retain: int | None = option(
+        None, "Keep this many of the newest checkpoints; all when not given.", unit="checkpoints", minimum=1
+    )
+    load: str | None = option(
+        None, "Directory to resume from: its newest valid checkpoint. May still be missing when it is also --save.",
+        path="input_directory",
+    )
+    ckpt_step: int | None = option(None, "Load the checkpoint of this iteration.", unit="iteration", minimum=0)
+    finetune: bool = option(False, "Load only the weights, and start at iteration 0.")
+
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        for name in ("save_interval", "save_retain"):
+            if sound(name, "save") and getattr(self, name) is not None and self.save is None:
+                yield Problem(self.flag(name), str(getattr(self, name)), "needs --save", "give --save DIRECTORY")
+        for name in ("ckpt_step", "finetune"):
+            value = getattr(self, name)
+            if sound(name, "load") and value not in (None, False) and self.load is None:
+                shown = "" if value is True else str(value)
+                yield Problem(self.flag(name), shown, "needs --load", "give --load DIRECTORY")

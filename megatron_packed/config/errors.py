@@ -1,0 +1,48 @@
+"""What is wrong with a configuration, in a form that a person can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that a user can put right.
+
+    Args:
+        option: the flag as it is typed, e.g. ``--hidden-size`` (or the key or file that is wrong).
+        value: what was given, as text; empty when something is missing.
+        rule: which rule it breaks, with the values of the other options involved.
+        cure: what to do about it.
+        node_dependent: another machine of the same run may not have this problem (a path, a directory).
+    """
+
+    option: str
+    value: str
+    rule: str
+    cure: str
+    node_dependent: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.value}".rstrip() + f": {self.rule}; {self.cure}."
+
+
+class ConfigError(ValueError):
+    """Every problem of a configuration at once."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def format_problems(problems: Iterable[Problem]) -> str:
+    """The report that rank 0 prints: one numbered block per problem with option, value, rule and cure."""
+    listed = list(problems)
+    noun = "problem" if len(listed) == 1 else "problems"
+    lines = [f"{len(listed)} {noun} in the configuration; nothing was started."]
+    for number, problem in enumerate(listed, 1):
+        lines.append(f"{number:3}. {problem.option} {problem.value}".rstrip())
+        lines.append(f"     rule: {problem.rule}")
+        lines.append(f"     cure: {problem.cure}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,275 @@
+"""The shape of a hybrid Mamba-Transformer-MoE model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE, pattern_problems
+from megatron_packed.config.options import Section, Sound, option
+
+STACK, ATTN, SSM, EXPERTS, OUTPUT = "stack", "attention", "Mamba-2", "mixture of experts", "embedding and output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section, title="model"):
+    """Everything that decides which function the weights compute, and how they are initialised.
+
+    Fields that are derived (``ffn_hidden_size``, ``num_query_groups``, ``kv_channels``, ``mamba_num_heads``,
+    ``moe_ffn_hidden_size``) hold numbers once the config is made, if the pattern has a layer that uses them;
+    ``dataclasses.replace`` keeps those numbers.
+
+    Raises:
+        ConfigError: with every problem found.
+    Example:
+        ``ModelConfig(hybrid_layer_pattern="M*-", hidden_size=256, num_attention_heads=4)`` has 3 layers: 8 Mamba heads
+        of 64 channels in 8 groups, 4 attention heads of 64 channels, and an MLP of width 1024.
+    """
+
+    hybrid_layer_pattern: str = option(
+        help="Layers of the model, one character each: M Mamba-2, * attention, - MLP, E mixture of experts.",
+        group=STACK, deprecated=("hybrid-override-pattern",),
+    )
+    hidden_size: int = option(help="Width of the residual stream.", unit="channels", group=STACK, minimum=1)
+    ffn_hidden_size: int = option(
+        None, "Inner width of an MLP layer.", unit="channels", group=STACK, minimum=1, derived="4 x hidden size"
+    )
+    squared_relu: bool = option(False, "MLPs and experts apply max(x, 0)^2 instead of GELU.", group=STACK)
+    swiglu: bool = option(False, "MLPs and experts apply SiLU(gate) x up instead of GELU.", group=STACK)
+    add_bias_linear: bool = option(
+        True, "Linear layers have no bias.", group=STACK, flag="disable-bias-linear", negated=True
+    )
+    normalization: str = option(
+        "LayerNorm", "Norm in front of each layer and at the end.", group=STACK, choices=("LayerNorm", "RMSNorm")
+    )
+    norm_epsilon: float = option(1e-5, "Added to the variance in norms.", group=STACK, above=0, maximum=1)
+    hidden_dropout: float = option(
+        0.0, "Probability of dropping a channel of a layer's output.", group=STACK, minimum=0, below=1,
+        megatron=("0.1", "hybrid models are trained without dropout"), training_only=True,
+    )
+    init_method_std: float = option(
+        0.02, "Standard deviation of the initial weights.", group=STACK, above=0, training_only=True
+    )
+
+    num_attention_heads: int = option(0, "Query heads of an attention layer.", unit="heads", group=ATTN, minimum=0)
+    num_query_groups: int = option(
+        None, "Key-value heads; each serves an equal share of the query heads.", unit="heads", group=ATTN, minimum=1,
+        derived="one per query head", megatron=("ignored without --group-query-attention", "a number given is meant"),
+    )
+    kv_channels: int = option(
+        None, "Width of one attention head.", unit="channels", group=ATTN, minimum=1, derived="hidden size / heads"
+    )
+    add_qkv_bias: bool = option(False, "Query, key and value projections have a bias.", group=ATTN)
+    attention_dropout: float = option(
+        0.0, "Probability of dropping an attention weight; only 0 is built.", group=ATTN,
+        megatron=("0.1", "the packed attention kernels apply none"), training_only=True,
+    )
+    position_embedding_type: str = option(
+        "none", "How attention learns positions; they restart at 0 in every document.", group=ATTN,
+        choices=("none", "rope"), megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
+    rotary_percent: float = option(1.0, "Share of each head that is rotated.", group=ATTN, above=0, maximum=1)
+    max_position_embeddings: int | None = option(
+        None, "Longest document that the rotary tables cover; --seq-length when not given.", unit="tokens", group=ATTN,
+        minimum=2, training_only=True,
+    )
+
+    mamba_state_dim: int = option(
+        128, "Size of the state of a channel.", unit="numbers", group=SSM, minimum=1, maximum=256
+    )
+    mamba_head_dim: int = option(64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1)
+    mamba_num_groups: int = option(8, "Groups of heads that share B and C.", unit="groups", group=SSM, minimum=1)
+    mamba_num_heads: int = option(
+        None, "Mamba heads.", unit="heads", group=SSM, minimum=1, derived="2 x hidden size / head width"
+    )
+    mamba_chunk_size: int = option(
+        128, "Tokens that the scan handles as one matrix; a power of two.", unit="tokens", group=SSM, minimum=1,
+        maximum=1024, training_only=True,
+    )
+    mamba_d_conv: ClassVar[int] = 4
+    """Taps of the causal convolution, as in every published hybrid model."""
+
+    num_experts: int | None = option(
+        None, "Experts of an E layer.", unit="experts", group=EXPERTS, minimum=1, maximum=65536
+    )
+    moe_router_topk: int = option(2, "Experts that each token visits.", unit="experts", group=EXPERTS, minimum=1)
+    moe_ffn_hidden_size: int = option(
+        None, "Inner width of one expert.", unit="channels", group=EXPERTS, minimum=1, derived="the MLP's"
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "Inner width of an expert that every token visits; without it there is none.", unit="channels",
+        group=EXPERTS, minimum=1,
+    )
+    moe_router_score_function: str = option(
+        "softmax", "From router logits to scores.", group=EXPERTS, choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = option(False, "Scores are taken over all experts before the top k.", group=EXPERTS)
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "Factor on the scores of the chosen experts.", group=EXPERTS, above=0
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False, "Balance the load by a bias on each expert's score, used for the choice only.", group=EXPERTS
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "Step of that bias per iteration.", group=EXPERTS, minimum=0, training_only=True
+    )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss", "Auxiliary loss for an even load: per pack, over its real tokens.", group=EXPERTS,
+        choices=("aux_loss", "none"), training_only=True,
+    )
+    moe_aux_loss_coeff: float = option(
+        0.0, "Weight of the auxiliary loss.", group=EXPERTS, minimum=0, training_only=True
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, "Weight of the loss that keeps router logits small.", group=EXPERTS, minimum=0, training_only=True
+    )
+    moe_router_dtype: str = option(
+        "fp32", "Precision of the router; always fp32.", group=EXPERTS, choices=("fp32",),
+        megatron=("the model's precision", "routing in bf16 changes which experts are chosen"),
+    )
+
+    untie_embeddings_and_output_weights: bool = option(
+        False, "The output projection has weights of its own.", group=OUTPUT
+    )
+    vocab_size: int | None = option(
+        None, "Entries of the vocabulary before padding; the tokenizer's when not given.", unit="tokens", group=OUTPUT,
+        minimum=2,
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, "The vocabulary is padded to a multiple of this.", unit="tokens", group=OUTPUT, minimum=1
+    )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The layers in order, as symbols of the pattern."""
+        return list(self.hybrid_layer_pattern)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.hybrid_layer_pattern)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.kv_channels
+
+    @property
+    def d_inner(self) -> int:
+        """Channels inside a Mamba layer: heads x head width."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of each attention head."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def activation(self) -> str:
+        """``gelu``, ``squared_relu`` or ``swiglu``."""
+        return "squared_relu" if self.squared_relu else "swiglu" if self.swiglu else "gelu"
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
+    def derive(self, sound: Sound) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if sound("hidden_size"):
+            values["ffn_hidden_size"] = 4 * self.hidden_size
+        if sound("hidden_size", "mamba_head_dim") and 2 * self.hidden_size % self.mamba_head_dim == 0:
+            values["mamba_num_heads"] = 2 * self.hidden_size // self.mamba_head_dim
+        if sound("num_attention_heads") and self.num_attention_heads:
+            values["num_query_groups"] = self.num_attention_heads
+            if sound("hidden_size") and self.hidden_size % self.num_attention_heads == 0:
+                values["kv_channels"] = self.hidden_size // self.num_attention_heads
+        if sound("moe_ffn_hidden_size"):
+            ffn = self.ffn_hidden_size if self.ffn_hidden_size is not None else values.get("ffn_hidden_size")
+            values["moe_ffn_hidden_size"] = ffn
+        return values
+
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        if sound("hybrid_layer_pattern"):
+            yield from pattern_problems(self.hybrid_layer_pattern)
+        symbols = set(self.hybrid_layer_pattern) if sound("hybrid_layer_pattern") else set(LAYER_NAMES)
+        if ATTENTION in symbols:
+            yield from self._attention_rules(sound)
+        if MAMBA in symbols:
+            yield from self._mamba_rules(sound)
+        yield from self._expert_rules(sound, known=sound("hybrid_layer_pattern"), has_experts=MOE in symbols)
+        if self.squared_relu and self.swiglu:
+            yield Problem("--squared-relu", "", "contradicts --swiglu: an MLP has one activation",
+                          "give one of the two")
+
+    def _attention_rules(self, sound: Sound) -> Iterator[Problem]:
+        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
+            yield Problem("--num-attention-heads", "", "is required: the pattern has attention layers (*)",
+                          "give --num-attention-heads N")
+            return
+        if sound("num_attention_heads", "num_query_groups") and heads and heads % groups:
+            yield Problem("--num-query-groups", str(groups), f"must divide --num-attention-heads ({heads})",
+                          f"choose from {divisors(heads)}")
+        if sound("num_attention_heads", "hidden_size") and self.kv_channels is None:
+            yield Problem("--hidden-size", str(hidden), f"is not divisible by --num-attention-heads ({heads})",
+                          "change one of them, or give the width of a head by --kv-channels")
+        if self.attention_dropout != 0 and sound("attention_dropout"):
+            yield Problem("--attention-dropout", str(self.attention_dropout),
+                          "dropout of attention weights is not built", "leave it out, or use --hidden-dropout")
+        rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
+        if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            yield Problem("--rotary-percent", str(self.rotary_percent),
+                          f"rotates {self.rotary_dim} of {self.kv_channels} channels, and the number must be even",
+                          "choose a percentage or --kv-channels that gives an even number >= 2")
+
+    def _mamba_rules(self, sound: Sound) -> Iterator[Problem]:
+        hidden, width = self.hidden_size, self.mamba_head_dim
+        if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
+            yield Problem("--mamba-head-dim", str(width), f"must divide twice the --hidden-size ({2 * hidden})",
+                          f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads")
+        if sound("mamba_num_heads", "mamba_num_groups") and self.mamba_num_heads % self.mamba_num_groups:
+            yield Problem("--mamba-num-groups", str(self.mamba_num_groups),
+                          f"must divide the number of Mamba heads ({self.mamba_num_heads})",
+                          f"choose from {divisors(self.mamba_num_heads)}")
+        if sound("mamba_chunk_size") and self.mamba_chunk_size & (self.mamba_chunk_size - 1):
+            yield Problem("--mamba-chunk-size", str(self.mamba_chunk_size), "must be a power of two",
+                          f"give {1 << (self.mamba_chunk_size.bit_length() - 1)}")
+
+    def _expert_rules(self, sound: Sound, known: bool, has_experts: bool) -> Iterator[Problem]:
+        experts, topk = self.num_experts, self.moe_router_topk
+        if known and has_experts and experts is None and sound("num_experts"):
+            yield Problem("--num-experts", "", "is required: the pattern has expert layers (E)", "give --num-experts N")
+        if known and not has_experts:
+            for name in ("num_experts", "moe_shared_expert_intermediate_size"):
+                if getattr(self, name) is not None:
+                    yield Problem(self.flag(name), str(getattr(self, name)), "the pattern has no expert layer (E)",
+                                  f"put an E into --hybrid-layer-pattern, or leave {self.flag(name)} out")
+            return
+        if experts is not None and sound("num_experts", "moe_router_topk"):
+            if topk > experts:
+                yield Problem("--moe-router-topk", str(topk), f"must be at most --num-experts ({experts})",
+                              f"give 1 to {experts}")
+            if topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+                yield Problem("--moe-router-topk", "1",
+                              "the softmax over one chosen expert is always 1, so the router would not learn",
+                              "add --moe-router-pre-softmax, or choose two experts or more")
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
+            yield Problem("--moe-router-enable-expert-bias", "", "needs the sigmoid score function",
+                          "add --moe-router-score-function sigmoid")
+        if sound("moe_aux_loss_coeff") and self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
+            yield Problem("--moe-aux-loss-coeff", str(self.moe_aux_loss_coeff),
+                          "contradicts --moe-router-load-balancing-type none",
+                          "give aux_loss, or no coefficient")
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number in words, at most twelve of them."""
+    small = [d for d in range(1, min(int(number**0.5), 1 << 16) + 1) if number % d == 0]
+    every = sorted({*small, *(number // d for d in small)})
+    return ", ".join(str(d) for d in every[:12]) + (", ..." if len(every) > 12 else "")
+
+
+__all__ = ["ATTENTION", "MAMBA", "MLP", "MOE", "ModelConfig", "divisors"]

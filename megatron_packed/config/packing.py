@@ -1,0 +1,67 @@
+"""How documents share fixed-size token buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import INT32_MAX, Section, Sound, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig(Section, title="packing"):
+    """Batch sizes and the packer. One pack holds ``micro_batch_size * seq_length`` token slots."""
+
+    seq_length: int = option(help="Token slots of one sample.", unit="tokens", minimum=2)
+    micro_batch_size: int = option(
+        1, "Samples that one forward pass takes as one pack.", unit="samples", minimum=1,
+        megatron=("required", "one pack of --seq-length tokens is the usual micro-batch"),
+    )
+    global_batch_size: int = option(
+        None, "Samples of one optimizer step, over all ranks.", unit="samples", minimum=1,
+        derived="micro-batch size x data-parallel ranks",
+    )
+    packing_method: str = option(
+        "balanced",
+        "Which documents share a pack: balanced keeps their number even and small, best_fit_decreasing fills packs "
+        "most, sequential takes documents as they come.",
+        choices=("balanced", "best_fit_decreasing", "sequential"),
+    )
+    packing_window: int = option(
+        4096, "Documents of the shuffled stream that are packed together.", unit="documents", minimum=1
+    )
+    max_documents_per_pack: int | None = option(
+        None, "The packer puts no more documents into a pack; without it there is no limit.", unit="documents",
+        minimum=1,
+    )
+    overlong_policy: str = option(
+        "truncate", "What happens to a document longer than a pack: cut at the end, split into several, dropped, or an "
+        "error; all are counted.", choices=("truncate", "split", "drop", "error"),
+    )
+
+    @property
+    def tokens_per_pack(self) -> int:
+        """Token slots T of a micro-batch."""
+        return self.micro_batch_size * self.seq_length
+
+    def derive(self, sound: Sound) -> dict[str, Any]:
+        return {"global_batch_size": self.micro_batch_size} if sound("micro_batch_size") else {}
+
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        if sound("seq_length", "micro_batch_size") and self.tokens_per_pack > INT32_MAX:
+            yield Problem("--seq-length", str(self.seq_length),
+                          f"times --micro-batch-size ({self.micro_batch_size}) is {self.tokens_per_pack} token slots, "
+                          f"and offsets in a pack are 32-bit (at most {INT32_MAX})",
+                          "make one of them smaller")
+        if sound("global_batch_size", "micro_batch_size") and self.global_batch_size % self.micro_batch_size:
+            yield Problem("--global-batch-size", str(self.global_batch_size),
+                          f"must be a multiple of --micro-batch-size ({self.micro_batch_size})",
+                          nearest_multiples(self.global_batch_size, self.micro_batch_size))
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """A cure: the multiples around a number."""
+    lower = number // of * of
+    return f"give {lower} or {lower + of}" if lower else f"give {of}"

@@ -1,0 +1,150 @@
+"""The whole configuration of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.logging import LoggingConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.options import INT32_MAX, Section
+from megatron_packed.config.packing import PackingConfig, nearest_multiples
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.training import TrainingConfig
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "packing": PackingConfig,
+    "data": DataConfig,
+    "optim": OptimizerConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All sections. Rules between sections are checked here, rules about this machine in ``surroundings.py``.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+
+    model: ModelConfig
+    packing: PackingConfig
+    data: DataConfig
+    optim: OptimizerConfig
+    training: TrainingConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        found = list(cross_rules(self, lambda *keys: True))
+        if found:
+            raise ConfigError(found)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that rotary tables cover."""
+        return self.model.max_position_embeddings or self.packing.tokens_per_pack
+
+    @property
+    def decay_iters(self) -> int:
+        """Iteration at which the learning rate has decayed."""
+        return self.optim.lr_decay_iters or self.training.train_iters
+
+    @property
+    def warmup_iters(self) -> int:
+        """Iterations of the warm-up, however it was given."""
+        if self.optim.lr_warmup_fraction is None:
+            return self.optim.lr_warmup_iters
+        return int(self.optim.lr_warmup_fraction * self.decay_iters)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that train on different packs."""
+        parallel = self.parallel
+        model_ranks = (
+            parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+        )
+        return max(world_size // model_ranks, 1)
+
+    def micro_batches_per_step(self, data_parallel_size: int) -> int:
+        """Forward passes of each rank in one optimizer step."""
+        return self.packing.global_batch_size // (self.packing.micro_batch_size * data_parallel_size)
+
+    def packs_per_step(self) -> int:
+        """Packs of one optimizer step over all ranks."""
+        return self.packing.global_batch_size // self.packing.micro_batch_size
+
+
+def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
+    """Problems between sections. ``sound("model.hidden_size", ...)``: no problem was found with those fields."""
+    model, packing, data, optim, training = run.model, run.packing, run.data, run.optim, run.training
+    if sound("model.max_position_embeddings", "packing.seq_length", "packing.micro_batch_size"):
+        given = model.max_position_embeddings
+        if given is not None and given < packing.tokens_per_pack and model.position_embedding_type == "rope":
+            yield Problem("--max-position-embeddings", str(given),
+                          f"is less than the longest document of a pack ({packing.tokens_per_pack} tokens)",
+                          "raise it, or leave it out")
+    if sound("model.moe_router_topk", "model.num_experts", "packing.seq_length", "packing.micro_batch_size"):
+        rows = packing.tokens_per_pack * model.moe_router_topk
+        if model.num_experts is not None and rows > INT32_MAX and packing.tokens_per_pack <= INT32_MAX:
+            yield Problem("--moe-router-topk", str(model.moe_router_topk),
+                          f"makes {rows} rows of a pack of {packing.tokens_per_pack} tokens, and offsets are 32-bit",
+                          "make the pack smaller by --seq-length or --micro-batch-size")
+    if sound("training.eval_interval", "data.valid_data_path"):
+        if training.eval_interval is not None and not data.valid_data_path:
+            yield Problem("--eval-interval", str(training.eval_interval), "there is no validation data",
+                          "give --valid-data-path FILE [FILE ...], or leave it out")
+        if training.eval_interval is None and data.valid_data_path:
+            yield Problem("--valid-data-path", " ".join(data.valid_data_path), "is never used without --eval-interval",
+                          "give --eval-interval N, or leave it out")
+    if sound("data.train_data_path", "data.data_path", "data.valid_data_path"):
+        both = sorted(set(data.train_paths) & set(data.valid_data_path))
+        if both:
+            yield Problem("--valid-data-path", " ".join(both), "is training data too, so it would validate nothing",
+                          "name files that are not trained on")
+    on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
+    if on_gpus and sound("training.device") and training.device == "cpu":
+        yield Problem("--distributed-backend", "nccl", "cannot run on --device cpu", "give gloo, or leave it out")
+    yield from _schedule_rules(run, optim, sound)
+
+
+def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
+    keys = ("optim.lr_decay_iters", "optim.lr_warmup_iters", "optim.lr_warmup_fraction", "optim.lr_decay_style")
+    if not sound(*keys, "training.train_iters"):
+        return
+    end, warmup = run.decay_iters, run.warmup_iters
+    name = "--lr-warmup-iters" if optim.lr_warmup_fraction is None else "--lr-warmup-fraction"
+    value = str(optim.lr_warmup_iters if optim.lr_warmup_fraction is None else optim.lr_warmup_fraction)
+    source = "--train-iters" if optim.lr_decay_iters is None else "--lr-decay-iters"
+    last = end if optim.lr_decay_style == "constant" else end - 1
+    if warmup > last:
+        yield Problem(name, value, f"warms up for {warmup} iterations, and the decay ends at {end} ({source})",
+                      f"warm up for at most {last} iterations")
+    elif optim.lr_decay_style == "WSD" and sound("optim.lr_wsd_decay_iters"):
+        annealing = optim.lr_wsd_decay_iters
+        if annealing is not None and warmup + annealing > end:
+            yield Problem("--lr-wsd-decay-iters", str(annealing),
+                          f"and a warm-up of {warmup} iterations do not fit into {end} ({source})",
+                          f"give at most {end - warmup}")
+
+
+def batch_rule(run: RunConfig, world_size: int, sound: Callable[..., bool]) -> Iterator[Problem]:
+    """The global batch divides into micro-batches for every data-parallel rank."""
+    packing, ranks = run.packing, run.data_parallel_size(world_size)
+    if not sound("packing.global_batch_size", "packing.micro_batch_size"):
+        return
+    unit = packing.micro_batch_size * ranks
+    splits_into_micro_batches = packing.global_batch_size % packing.micro_batch_size == 0  # else PackingConfig says so
+    if splits_into_micro_batches and packing.global_batch_size % unit:
+        yield Problem("--global-batch-size", str(packing.global_batch_size),
+                      f"must be a multiple of {unit}: --micro-batch-size ({packing.micro_batch_size}) x data-parallel "
+                      f"ranks ({ranks})", nearest_multiples(packing.global_batch_size, unit))

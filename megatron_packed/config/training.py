@@ -1,0 +1,66 @@
+"""The training loop: how long, how exact, on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_packed.config.options import Section, option
+
+LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section, title="training"):
+    """The loop, its precision and the choice of kernels."""
+
+    train_iters: int = option(help="Optimizer steps of the whole run, resumed ones included.", unit="iterations",
+                              group=LOOP, minimum=1)
+    eval_interval: int | None = option(
+        None, "Validate every so many iterations; never when not given.", unit="iterations", group=LOOP, minimum=1
+    )
+    eval_iters: int = option(
+        100, "Steps of one validation, at most; fewer when the data is used up.", unit="iterations", group=LOOP,
+        minimum=1,
+    )
+    exit_interval: int | None = option(
+        None, "Save and stop at the next multiple of this.", unit="iterations", group=LOOP, minimum=1
+    )
+    exit_duration_in_mins: int | None = option(
+        None, "Save and stop after this time.", unit="minutes", group=LOOP, minimum=1
+    )
+
+    seed: int = option(1234, "Seed of weights, dropout and data order.", group=EXACT, minimum=0)
+    bf16: bool = option(False, "Weights and activations in bfloat16, with fp32 masters; fp32 otherwise.", group=EXACT)
+    deterministic_mode: bool = option(
+        False, "Only kernels whose result is the same in every run; slower.", group=EXACT
+    )
+    on_nonfinite: str = option(
+        "stop", "After a step with a non-finite loss or gradient, which never changes a weight: stop, or skip it.",
+        group=EXACT, choices=("stop", "skip"),
+    )
+    isolation_self_test: bool = option(
+        True, "Do not check at the start that documents of a pack cannot see each other.", group=EXACT,
+        flag="no-isolation-self-test", negated=True,
+    )
+
+    device: str = option("auto", "Where to train; auto takes the GPU when there is one.", group=KERNELS,
+                         choices=("auto", "cuda", "cpu"))
+    attention_backend: str = option(
+        "auto", "Attention kernel; auto takes the fastest measured one that fits.", group=KERNELS,
+        choices=("auto", "reference", "flash_attn_4", "transformer_engine", "flash_attn_2", "torch_varlen", "flex",
+                 "sdpa"),
+        value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
+    )
+    ssd_backend: str = option("auto", "Mamba-2 scan kernel.", group=KERNELS, choices=("auto", "reference", "mamba_ssm"))
+    conv_backend: str = option(
+        "auto", "Causal convolution kernel.", group=KERNELS, choices=("auto", "reference", "causal_conv1d")
+    )
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """The backend asked for, by op."""
+        return {
+            "varlen_attention": self.attention_backend,
+            "ssd": self.ssd_backend,
+            "causal_conv1d": self.conv_backend,
+        }
