@@ -1,0 +1,239 @@
+"""The directory of a run's checkpoints: names, durable writes, the lock, the hint, scanning, removal.
+
+root/
+  step_00000010/                    a checkpoint: manifest.json, rank_00000.safetensors, ...
+  step_00000020.tmp-<id>/           a save under way, or dead: never read
+  step_00000010.replaced-<id>/      the previous checkpoint of a step that was saved again; a checkpoint
+  step_00000010.deleting-<id>/      being removed: never read
+  latest                            a hint, sealed; what counts is the scan
+  .lock                             held (flock) by rank 0 while it saves
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.checkpoint.seal import Json, read_small_file, seal, unseal
+
+LATEST = "latest"
+LOCK = ".lock"
+
+_ID = r"[0-9a-f]{12}"
+_CHECKPOINT = re.compile(rf"step_(\d{{8,18}})(?:\.replaced-{_ID})?")
+_LEFTOVER = re.compile(rf"(?:step_\d{{8,18}}|{LATEST})\.(?:tmp|deleting)-{_ID}")
+
+
+def step_name(step: int) -> str:
+    """``10`` -> ``"step_00000010"``."""
+    return f"step_{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return _CHECKPOINT.fullmatch(name) is not None
+
+
+def temporary_name(name: str, save_id: str) -> str:
+    return f"{name}.tmp-{save_id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A directory named like a checkpoint; ``problem`` says why it cannot be one."""
+
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+
+    @property
+    def age(self) -> tuple[int, int, str]:
+        """Sort key: the newest checkpoint has the highest; one without a manifest is older than all."""
+        if self.manifest is None:
+            return (-1, -1, self.path.name)
+        return (self.manifest.sequence, self.manifest.step, self.path.name)
+
+
+def scan(root: Path) -> list[Candidate]:
+    """All directories under ``root`` that are named like checkpoints, the last published first.
+
+    Only manifests are read. The order is that of publication, not of steps: after a return to an earlier checkpoint the
+    steps of the abandoned line are higher, but older.
+    """
+    try:
+        names = [entry.name for entry in os.scandir(root) if _CHECKPOINT.fullmatch(entry.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            "cannot be listed",
+            path=root,
+            expected="a directory of checkpoints",
+            found=str(error),
+            cure="check the path and its permissions",
+        ) from None
+    return sorted((examine(root / name) for name in names), key=lambda candidate: candidate.age, reverse=True)
+
+
+def examine(path: Path) -> Candidate:
+    """Read the manifest of one directory."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            raise CheckpointError(
+                "not a checkpoint",
+                path=path,
+                expected="a directory",
+                found="a symbolic link" if path.is_symlink() else "something else or nothing",
+                cure="name the directory itself",
+            )
+        manifest = read_manifest(path)
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match is not None and int(match[1]) != manifest.step:
+            raise CheckpointError(
+                "the directory holds another step than its name says",
+                path=path / MANIFEST,
+                expected=f"step {int(match[1])}",
+                found=f"step {manifest.step}",
+                cure="restore the directory's name",
+            )
+    except (CheckpointError, OSError) as error:
+        return Candidate(path=path, manifest=None, problem=str(error))
+    return Candidate(path=path, manifest=manifest, problem=None)
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Compare the sizes of all files with the manifest (milliseconds; finds what is missing or cut).
+
+    Raises:
+        CheckpointError: a file is missing, no regular file, or has another size.
+    """
+    for record in manifest.files:
+        path = directory / record.name
+        try:
+            status = os.stat(path, follow_symlinks=False)
+            found = f"{status.st_size} bytes"
+        except OSError as error:
+            status, found = None, error.strerror or str(error)
+        if status is None or status.st_size != record.size or path.is_symlink() or not path.is_file():
+            raise CheckpointError(
+                f"file of rank {record.rank} as rank 0 sees it",
+                path=path,
+                expected=f"{record.size} bytes",
+                found=found,
+                cure="use a file system that all ranks share, with room and rights",
+            )
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes, save_id: str, on_site: Callable[[str], None], site: str) -> None:
+    """Put ``data`` at ``path``, all or nothing: temporary file, fsync, rename, fsync of the directory."""
+    temporary = path.with_name(temporary_name(path.name, save_id))
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        on_site(f"{site}.written")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    on_site(f"{site}.synced")
+    os.rename(temporary, path)
+    on_site(f"{site}.renamed")
+    sync_directory(path.parent)
+    on_site(f"{site}.durable")
+
+
+def encode_hint(name: str, sequence: int) -> bytes:
+    return seal({"checkpoint": name, "sequence": sequence})
+
+
+def read_hint(root: Path) -> dict[str, Json] | None:
+    """What ``latest`` says: ``{"checkpoint": directory name, "sequence": int}``; ``None`` where there is no hint.
+
+    Raises:
+        CheckpointError: the hint is damaged (a checkpoint is still found by scanning).
+    """
+    path = root / LATEST
+    if not os.path.lexists(path):
+        return None
+    fields = unseal(read_small_file(path, 1 << 16), path)
+    name, sequence = fields.get("checkpoint"), fields.get("sequence")
+    if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name) or type(sequence) is not int:
+        raise CheckpointError(
+            "the hint names no checkpoint",
+            path=path,
+            expected="step_<8 digits> and a sequence number",
+            found=repr(fields)[:200],
+            cure="the next save rewrites it",
+        )
+    return fields
+
+
+class RootLock:
+    """Keeps a second process from saving under the same root; released by ``close`` or by the process's end."""
+
+    def __init__(self, root: Path) -> None:
+        """
+        Raises:
+            CheckpointError: another process is saving here.
+        """
+        path = root / LOCK
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self.warning: str | None = None
+        """Set where the file system cannot lock."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(self.descriptor)
+                raise CheckpointError(
+                    "another process is saving here",
+                    path=root,
+                    expected="one job per checkpoint directory",
+                    found=f"{path.name} is locked",
+                    cure="give each job its own --save directory",
+                ) from None
+            self.warning = f"{path} cannot be locked ({error.strerror}); leftovers of dead saves are not removed"
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what dead saves left behind. Only under the lock: then nobody else is writing here."""
+    for entry in os.scandir(root):
+        if _LEFTOVER.fullmatch(entry.name):
+            _remove_tree(root / entry.name)
+
+
+def remove_checkpoint(path: Path, save_id: str) -> None:
+    """Remove a checkpoint; a crash half way leaves a leftover, not a damaged checkpoint."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    assert match is not None, path
+    doomed = path.with_name(f"step_{match[1]}.deleting-{save_id}")
+    os.rename(path, doomed)
+    sync_directory(path.parent)
+    _remove_tree(doomed)
+
+
+def _remove_tree(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,336 @@
+"""The manifest of a checkpoint: which file holds which range of which tensor, and what every byte must be.
+
+``manifest.json`` is a sealed JSON file (`seal.py`) written last; a directory without a valid one is no checkpoint.
+Everything in it is checked when read: names are plain, sizes are bounded, the ranges of every tensor cover it exactly,
+and the ranges in every file fill it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megatron_packed.checkpoint.checksum import ALGORITHMS
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
+from megatron_packed.checkpoint.seal import Json, read_small_file, seal, unseal
+from megatron_packed.checkpoint.state import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
+
+MANIFEST = "manifest.json"
+FORMAT = "megatron_packed checkpoint 1"
+MAX_MANIFEST_BYTES = 256 << 20
+"""Bounds the memory of reading one; 4 MiB blocks make about 3 MiB of manifest per TiB of checkpoint."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_BLOCK_BYTES_RANGE = (1 << 12, 1 << 26)
+_CURE = "the manifest is not one of ours; use another checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What the bytes of one file must be."""
+
+    name: str
+    rank: int
+    size: int
+    header_bytes: int
+    algorithm: str
+    header_checksum: str
+    block_bytes: int
+    block_checksums: tuple[str, ...]
+    """One per ``block_bytes`` of the data section; the last block may be short."""
+
+    @property
+    def data_bytes(self) -> int:
+        return self.size - self.header_bytes
+
+    def to_json(self) -> dict[str, Json]:
+        return {**self.__dict__, "block_checksums": list(self.block_checksums)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRecord:
+    """A tensor and the files its flat ranges lie in: ``(start, end, index into files)``, in order, without holes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranges: tuple[tuple[int, int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything known about a checkpoint besides its tensors' values."""
+
+    run_id: str
+    save_id: str
+    """Unique to one save, so files of two saves of the same step cannot be mixed."""
+    step: int
+    sequence: int
+    """Counts the checkpoints published under one root: the newest has the highest, whatever its step or the clock."""
+    world_size: int
+    config_hash: str
+    metadata: dict[str, Json]
+    files: tuple[FileRecord, ...]
+    tensors: dict[str, TensorRecord] = field(repr=False)
+
+    @cached_property
+    def held(self) -> list[list[tuple[str, torch.dtype, int, int]]]:
+        """For each file the ranges in it: ``(name, dtype, start, end)``."""
+        held: list[list[tuple[str, torch.dtype, int, int]]] = [[] for _ in self.files]
+        for name, record in self.tensors.items():
+            for start, end, index in record.ranges:
+                held[index].append((name, record.dtype, start, end))
+        return held
+
+    def header_metadata(self, rank: int) -> dict[str, str]:
+        """The strings that the header of ``rank``'s file must carry."""
+        return header_metadata(
+            run_id=self.run_id,
+            save_id=self.save_id,
+            step=self.step,
+            rank=rank,
+            world_size=self.world_size,
+            config_hash=self.config_hash,
+        )
+
+
+def header_metadata(
+    *, run_id: str, save_id: str, step: int, rank: int, world_size: int, config_hash: str
+) -> dict[str, str]:
+    return {
+        "format": "pt",
+        "run_id": run_id,
+        "save_id": save_id,
+        "step": str(step),
+        "rank": str(rank),
+        "world_size": str(world_size),
+        "config_hash": config_hash,
+    }
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return seal(
+        {
+            "format": FORMAT,
+            "run_id": manifest.run_id,
+            "save_id": manifest.save_id,
+            "step": manifest.step,
+            "sequence": manifest.sequence,
+            "world_size": manifest.world_size,
+            "config_hash": manifest.config_hash,
+            "metadata": manifest.metadata,
+            "files": [record.to_json() for record in manifest.files],
+            "tensors": {
+                name: {
+                    "shape": list(record.shape),
+                    "dtype": DTYPE_NAMES[record.dtype],
+                    "ranges": [list(part) for part in record.ranges],
+                }
+                for name, record in manifest.tensors.items()
+            },
+        }
+    )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: missing, damaged, or not one of ours.
+    """
+    path = directory / MANIFEST
+    return decode_manifest(read_small_file(path, MAX_MANIFEST_BYTES), path)
+
+
+def decode_manifest(data: bytes, path: Path) -> Manifest:
+    """Check and decode the bytes of a manifest; ``path`` is for messages.
+
+    Raises:
+        CheckpointError: a wrong seal, an unknown format, a missing or ill-typed field, a file name that is no plain
+            name, ranges that do not cover their tensor exactly or do not fill their file.
+    """
+    fields = unseal(data, path)
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(
+            "unknown format",
+            path=path,
+            expected=repr(FORMAT),
+            found=repr(fields.get("format"))[:100],
+            cure="read it with the version that wrote it",
+        )
+    check = _Fields(fields, path, "the manifest")
+    files = tuple(_file_record(value, path) for value in check.take("files", list))
+    names = [record.name for record in files]
+    if len(set(names)) != len(names):
+        raise CheckpointError("a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE)
+    manifest = Manifest(
+        run_id=check.take("run_id", str),
+        save_id=check.take("save_id", str),
+        step=check.size("step"),
+        sequence=check.size("sequence"),
+        world_size=check.size("world_size"),
+        config_hash=check.take("config_hash", str),
+        metadata=check.take("metadata", dict),
+        files=files,
+        tensors={
+            name: _tensor_record(name, value, len(files), path) for name, value in check.take("tensors", dict).items()
+        },
+    )
+    for record, held in zip(files, manifest.held):
+        found = sum((end - start) * dtype.itemsize for _, dtype, start, end in held)
+        if found != record.data_bytes:
+            raise CheckpointError(
+                f"the ranges in file {record.name} do not fill it",
+                path=path,
+                expected=f"{record.data_bytes} bytes",
+                found=f"{found} bytes",
+                cure=_CURE,
+            )
+    return manifest
+
+
+def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, TensorRecord]:
+    """The tensors of a checkpoint from what each file holds: ``parts[file index][name] = {shape, dtype, ranges}``.
+
+    Raises:
+        CheckpointError: two ranks disagree on a shape or dtype, an element is held twice or by nobody.
+    """
+    merged: dict[str, dict[str, Json]] = {}
+    for index, part in enumerate(parts):
+        for name, value in part.items():
+            known = merged.setdefault(name, {"shape": value["shape"], "dtype": value["dtype"], "ranges": []})
+            if (known["shape"], known["dtype"]) != (value["shape"], value["dtype"]):
+                raise CheckpointError(
+                    f"rank {index} and a lower rank disagree on tensor {name}",
+                    path=path,
+                    expected=f"{known['dtype']} {known['shape']}",
+                    found=f"{value['dtype']} {value['shape']}",
+                    cure="give every tensor one global shape and dtype",
+                )
+            known["ranges"].extend([start, end, index] for start, end in value["ranges"])
+    for value in merged.values():
+        value["ranges"].sort()
+    return {name: _tensor_record(name, merged[name], len(parts), path) for name in sorted(merged)}
+
+
+def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> TensorRecord:
+    if not TENSOR_NAME.fullmatch(name):
+        raise CheckpointError("a tensor's name is not allowed", path=path, found=repr(name)[:100], cure=_CURE)
+    check = _Fields(value, path, f"tensor {name}")
+    shape, dtype = check.take("shape", list), NAMED_DTYPES.get(check.take("dtype", str))
+    if not is_sizes(shape) or dtype is None:
+        raise CheckpointError(
+            f"shape or dtype of tensor {name}",
+            path=path,
+            expected=f"sizes and one of {', '.join(NAMED_DTYPES)}",
+            found=f"{shape!r} and {value['dtype']!r}"[:200],
+            cure=_CURE,
+        )
+    numel = math.prod(shape)
+    ranges = check.take("ranges", list)
+    offset = 0
+    for part in ranges:
+        whole = is_sizes(part) and len(part) == 3 and part[2] < num_files
+        if not whole or part[0] != offset or not (part[0] < part[1] or numel == 0) or part[1] > numel:
+            raise CheckpointError(
+                f"the ranges of tensor {name} do not cover its {numel} elements once each",
+                path=path,
+                expected=f"a range that starts at {offset} and ends at most at {numel}",
+                found=repr(part)[:100],
+                cure="each element must have exactly one owner",
+            )
+        offset = part[1]
+    if offset != numel or not ranges:
+        raise CheckpointError(
+            f"the ranges of tensor {name} end early",
+            path=path,
+            expected=f"{numel} elements",
+            found=offset,
+            cure="each element must have exactly one owner",
+        )
+    return TensorRecord(
+        shape=tuple(shape), dtype=dtype, ranges=tuple((start, end, index) for start, end, index in ranges)
+    )
+
+
+def _file_record(value: Json, path: Path) -> FileRecord:
+    check = _Fields(value, path, "a file")
+    name = check.take("name", str)
+    if not _FILE_NAME.fullmatch(name):
+        raise CheckpointError(
+            "a file's name leads out of the checkpoint",
+            path=path,
+            expected="a plain file name",
+            found=repr(name)[:200],
+            cure=_CURE,
+        )
+    checksums = check.take("block_checksums", list)
+    record = FileRecord(
+        name=name,
+        rank=check.size("rank"),
+        size=check.size("size"),
+        header_bytes=check.size("header_bytes"),
+        algorithm=check.take("algorithm", str),
+        header_checksum=check.take("header_checksum", str),
+        block_bytes=check.size("block_bytes"),
+        block_checksums=tuple(checksums),
+    )
+    low, high = _BLOCK_BYTES_RANGE
+    sound = (
+        record.algorithm in ALGORITHMS
+        and low <= record.block_bytes <= high
+        and record.block_bytes % 8 == 0
+        and 8 <= record.header_bytes <= min(record.size, MAX_HEADER_BYTES + 8)
+        and len(checksums) == -(-record.data_bytes // record.block_bytes)
+        and all(isinstance(c, str) and _CHECKSUM.fullmatch(c) for c in [record.header_checksum, *checksums])
+    )
+    if not sound:
+        raise CheckpointError(
+            f"the record of file {name} does not add up",
+            path=path,
+            expected=f"algorithm in {ALGORITHMS}, blocks of {low} to {high} bytes, one checksum each",
+            found=f"{record.algorithm}, {record.size} bytes, header {record.header_bytes}, "
+            f"blocks of {record.block_bytes}, {len(checksums)} checksums",
+            cure=_CURE,
+        )
+    return record
+
+
+class _Fields:
+    """Typed access to one JSON object of the manifest."""
+
+    def __init__(self, value: Json, path: Path, owner: str) -> None:
+        if not isinstance(value, dict):
+            raise CheckpointError(owner, path=path, expected="an object", found=repr(value)[:100], cure=_CURE)
+        self.value, self.path, self.owner = value, path, owner
+
+    def take(self, key: str, kind: type) -> Json:
+        found = self.value.get(key)
+        if type(found) is not kind:
+            raise CheckpointError(
+                f"field {key!r} of {self.owner}",
+                path=self.path,
+                expected=kind.__name__,
+                found=repr(found)[:100],
+                cure=_CURE,
+            )
+        return found
+
+    def size(self, key: str) -> int:
+        found = self.take(key, int)
+        if not 0 <= found < 1 << 62:
+            raise CheckpointError(
+                f"field {key!r} of {self.owner}", path=self.path, expected="0 to 2**62", found=found, cure=_CURE
+            )
+        return int(found)

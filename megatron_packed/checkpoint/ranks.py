@@ -1,0 +1,96 @@
+"""Agreement between the ranks of a save or a load: each does its part, all learn how it went, none waits in vain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from megatron_packed.checkpoint.seal import Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one rank fared: its ``value``, or why it failed."""
+
+    value: Json = None
+    problem: str | None = None
+    mismatch: bool = False
+    """The problem is what the caller asked for, not the state of a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes of one save or load. Size 1 needs no process group."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not in [0, world_size {self.world_size}).")
+        if self.world_size > 1:
+            if not dist.is_initialized():
+                raise ValueError(f"world_size {self.world_size} needs torch.distributed; initialise it, or pass 1.")
+            found = (dist.get_rank(self.group), dist.get_world_size(self.group))
+            if found != (self.rank, self.world_size):
+                raise ValueError(
+                    f"rank {self.rank} of {self.world_size} was passed, but the process group says rank {found[0]} of "
+                    f"{found[1]}; pass the group's own numbers."
+                )
+
+    def gather(self, value: Json) -> list[Json]:
+        """The values of all ranks, in rank order, on every rank (JSON through two all-gathers, no pickle)."""
+        if self.world_size == 1:
+            return [value]
+        on_gpu = dist.get_backend(self.group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device), group=self.group)
+        lengths = sizes.tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(data)] = data
+        everything = torch.empty(self.world_size * len(padded), dtype=torch.uint8, device=device)
+        dist.all_gather_into_tensor(everything, padded, group=self.group)
+        rows = everything.cpu().view(self.world_size, -1).numpy()
+        return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+    def try_all(self, action: Callable[[], Json]) -> list[Outcome]:
+        """Run ``action`` on every rank and gather the outcomes; an exception becomes a problem that all ranks learn."""
+        return [Outcome(**fields) for fields in self.gather(attempt(action).__dict__)]
+
+    def agree(self, action: Callable[[], Json], what: str, *, cure: str) -> list[Json]:
+        """Run ``action`` on every rank; the values of all, or the same error on all.
+
+        Raises:
+            CheckpointError: it failed somewhere; every failing rank is named (the first eight).
+        """
+        outcomes = self.try_all(action)
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.problem is not None]
+        if failed:
+            lines = "".join(f"\n  rank {rank}: {outcome.problem}" for rank, outcome in failed[:8])
+            kind = CheckpointMismatchError if all(outcome.mismatch for _, outcome in failed) else CheckpointError
+            raise kind(f"{what} failed on {len(failed)} of {self.world_size} ranks; {cure}:{lines}")
+        return [outcome.value for outcome in outcomes]
+
+
+def attempt(action: Callable[[], Json]) -> Outcome:
+    """Run ``action``; its value or, for any exception that is not a wish to stop the process, its message."""
+    try:
+        return Outcome(value=action())
+    except CheckpointError as error:
+        return Outcome(problem=str(error), mismatch=isinstance(error, CheckpointMismatchError))
+    except Exception as error:
+        return Outcome(problem=f"{type(error).__name__}: {error}")
+
+
+def on_rank_0(rank: int, action: Callable[[], Any]) -> Callable[[], Any]:
+    """``action`` on rank 0, nothing elsewhere."""
+    return action if rank == 0 else lambda: None

@@ -1,0 +1,192 @@
+"""The header of a safetensors file: written by us, read strictly.
+
+A file is 8 bytes (length n of the header, little endian), n bytes of JSON ``{key: {dtype, shape, data_offsets}}`` with
+strings under ``__metadata__``, and the data. We write the container ourselves, because the safetensors library wants
+all of a file's tensors in host memory at once and returns nothing to checksum or sync; what we write, it reads. We read
+the header ourselves, because a header decides how much memory is taken: every number is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.seal import parse_object
+from megatron_packed.checkpoint.state import DTYPE_NAMES, NAMED_DTYPES
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 16 << 20
+"""Largest header read or written: bounds the memory that a forged length can take."""
+MAX_TENSORS = 100_000
+"""Most tensors in one file, for the same reason."""
+
+_METADATA = "__metadata__"
+_CURE = "the file is damaged or not a safetensors file; use another checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of a file: bytes ``[begin, end)`` of the data section."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """A header whose entries are sorted by offset, cover the data section without holes and do not overlap."""
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    num_bytes: int
+    """Bytes before the data section: 8 plus the JSON."""
+
+    @property
+    def data_bytes(self) -> int:
+        return self.entries[-1].end if self.entries else 0
+
+
+def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[Entry]:
+    """Entries for ``(key, dtype, shape)``, widest dtype first, then by key, so that every tensor is aligned."""
+    entries = []
+    offset = 0
+    for key, dtype, shape in sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0])):
+        end = offset + math.prod(shape) * dtype.itemsize
+        entries.append(Entry(key=key, dtype=dtype, shape=shape, begin=offset, end=end))
+        offset = end
+    return entries
+
+
+def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -> bytes:
+    """The bytes before the data section, padded with spaces to a multiple of 8.
+
+    Raises:
+        CheckpointError: more tensors or bytes than a reader accepts.
+    """
+    fields: dict[str, object] = {_METADATA: dict(metadata)}
+    for entry in entries:
+        fields[entry.key] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(entries) > MAX_TENSORS or len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            "too many tensors for one file",
+            path=path,
+            expected=f"at most {MAX_TENSORS} tensors and {MAX_HEADER_BYTES} header bytes",
+            found=f"{len(entries)} tensors and {len(text)} header bytes",
+            cure="save fewer, larger ranges per rank",
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def header_length(first_bytes: bytes, file_size: int, path: Path) -> int:
+    """Bytes before the data section, from the first 8 bytes of a file of ``file_size`` bytes.
+
+    Raises:
+        CheckpointError: the header would not fit the file, or is larger than ``MAX_HEADER_BYTES``.
+    """
+    if len(first_bytes) < LENGTH_BYTES:
+        raise CheckpointError(
+            "too short for a safetensors header",
+            path=path,
+            expected="at least 8 bytes",
+            found=f"{len(first_bytes)} bytes",
+            cure=_CURE,
+        )
+    (length,) = struct.unpack("<Q", first_bytes[:LENGTH_BYTES])
+    limit = min(MAX_HEADER_BYTES, file_size - LENGTH_BYTES)
+    if length > limit:
+        raise CheckpointError(
+            "the header length is out of bounds",
+            path=path,
+            expected=f"at most {limit} bytes",
+            found=f"{length} bytes",
+            cure=_CURE,
+        )
+    return LENGTH_BYTES + int(length)
+
+
+def parse_header(data: bytes, file_size: int, path: Path) -> Header:
+    """The header in ``data`` (the first ``header_length`` bytes of the file), all of it checked.
+
+    Raises:
+        CheckpointError: not strict JSON, a duplicate name, an unknown dtype, a shape that does not match its bytes,
+            offsets that overlap, leave a hole, leave the file or are not aligned to their dtype.
+    """
+    count = data.count(b'"data_offsets"')
+    if count > MAX_TENSORS:
+        raise CheckpointError(
+            "too many tensors in one file", path=path, expected=f"at most {MAX_TENSORS}", found=count, cure=_CURE
+        )
+    fields = parse_object(data[LENGTH_BYTES:], path)
+    metadata = fields.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{_METADATA} is not an object of strings", path=path, cure=_CURE)
+    entries = sorted((_entry(key, value, path) for key, value in fields.items()), key=lambda e: (e.begin, e.end, e.key))
+    offset = 0
+    for entry in entries:
+        if entry.begin != offset:
+            kind = "overlaps the one before it" if entry.begin < offset else "leaves a hole before it"
+            raise CheckpointError(
+                f"tensor {entry.key!r} {kind}",
+                path=path,
+                expected=f"data offset {offset}",
+                found=entry.begin,
+                cure=_CURE,
+            )
+        offset = entry.end
+    if len(data) + offset != file_size:
+        raise CheckpointError(
+            "the tensors do not fill the file",
+            path=path,
+            expected=f"{len(data) + offset} bytes",
+            found=f"{file_size} bytes",
+            cure=_CURE,
+        )
+    return Header(entries=tuple(entries), metadata=metadata, num_bytes=len(data))
+
+
+def _entry(key: str, value: object, path: Path) -> Entry:
+    def wrong(what: str, expected: object, found: object) -> CheckpointError:
+        return CheckpointError(f"{what} of tensor {key!r}", path=path, expected=expected, found=found, cure=_CURE)
+
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise wrong("the description", "an object with dtype, shape, data_offsets", repr(value)[:200])
+    dtype = NAMED_DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise wrong("the dtype", "one of " + ", ".join(NAMED_DTYPES), repr(value["dtype"])[:50])
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not is_sizes(shape):
+        raise wrong("the shape", "a list of at most 64 sizes", repr(shape)[:100])
+    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("the data offsets", "[begin, end], begin <= end", repr(offsets)[:100])
+    begin, end = offsets
+    size = math.prod(shape) * dtype.itemsize
+    if end - begin != size:
+        raise wrong("the bytes", f"{size} ({value['dtype']} of shape {shape})", end - begin)
+    if begin % dtype.itemsize:
+        raise wrong("the data offset", f"a multiple of {dtype.itemsize}", begin)
+    return Entry(key=key, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+
+
+def is_sizes(value: object) -> bool:
+    """Whether ``value`` is a short list of non-negative integers below 2**62 (``True`` is not an integer here)."""
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )

@@ -1,0 +1,345 @@
+"""Saving: all ranks write their files, rank 0 publishes them as one checkpoint.
+
+[Note: commit protocol]
+ 1. rank 0 takes the lock, removes leftovers of dead saves and makes ``step_N.tmp-<id>/``
+ 2. every rank writes its file there, with checksums of what was in memory, and syncs file and directory
+ 3. rank 0 gathers what the files are, compares their sizes as it sees them, writes ``manifest.json`` (temporary, sync,
+    rename) and syncs the directory: from here on the directory is complete
+ 4. rank 0 renames it to ``step_N``: the checkpoint is published. An older checkpoint of the same step is first renamed
+    to ``step_N.replaced-<id>``, under which it is still found
+ 5. rank 0 syncs the root, reads the manifest back and compares the sizes once more, writes the hint ``latest``, and
+    only then removes old checkpoints (renamed first, so that half a checkpoint never bears a checkpoint's name)
+Whatever dies wherever, the previous or the new checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_packed.checkpoint.directory import (
+    LATEST,
+    Candidate,
+    RootLock,
+    check_sizes,
+    encode_hint,
+    read_hint,
+    remove_checkpoint,
+    remove_leftovers,
+    scan,
+    step_name,
+    sync_directory,
+    temporary_name,
+    write_durably,
+)
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    encode_manifest,
+    header_metadata,
+    merge_tensors,
+    read_manifest,
+)
+from megatron_packed.checkpoint.ranks import Ranks, on_rank_0
+from megatron_packed.checkpoint.seal import Json
+from megatron_packed.checkpoint.shard_file import write_shard_file
+from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard
+
+SAVE_SITES = (
+    "save.begin",
+    "save.directory_made",
+    "shard.opened",
+    "shard.header_written",
+    "shard.piece_written",
+    "shard.before_sync",
+    "shard.synced",
+    "shard.directory_synced",
+    "save.gathered",
+    "manifest.written",
+    "manifest.synced",
+    "manifest.renamed",
+    "manifest.durable",
+    "save.old_moved",
+    "save.published",
+    "save.durable",
+    "save.verified",
+    "latest.written",
+    "latest.synced",
+    "latest.renamed",
+    "latest.durable",
+    "save.old_removed",
+)
+"""Points of the protocol, in order; a save calls ``on_site`` with each that it passes (tests crash there)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A published checkpoint."""
+
+    path: Path
+    step: int
+    sequence: int
+    num_bytes: int
+    seconds: float
+    removed: tuple[str, ...]
+    """Names of older checkpoints that were removed."""
+    warnings: tuple[str, ...]
+    """What went wrong after publication (hint, removal); the checkpoint itself is sound."""
+
+
+def _no_fault(site: str) -> None:
+    """The default of ``on_site``."""
+
+
+def save_checkpoint(
+    root: str | os.PathLike[str],
+    step: int,
+    shards: Sequence[TensorShard],
+    metadata: dict[str, Json],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    run_id: str = "run",
+    config_hash: str = "",
+    keep_last: int | None = None,
+    on_site: Callable[[str], None] = _no_fault,
+) -> SavedCheckpoint:
+    """Write a checkpoint of ``step``; a collective of all ranks, on return durable and published.
+
+    Args:
+        root: directory of the run's checkpoints, on a file system that all ranks share; made if missing.
+        shards: what this rank writes. Over all ranks, every element of every tensor exactly once (`split_replicated`).
+        metadata: JSON object (configuration, position in the data, ...) returned by the load; rank 0's counts.
+        run_id: who writes; only checkpoints of the same run are removed by ``keep_last``. Keep it when resuming.
+        config_hash: fingerprint of the configuration, carried by manifest and files.
+        keep_last: checkpoints of this run to keep, the new one included; ``None`` keeps all.
+        on_site: called with the name of each of `SAVE_SITES` passed.
+    Raises:
+        CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it says so), the
+            previous checkpoint is untouched.
+    """
+    begin = time.monotonic()
+    ranks = Ranks(rank=rank, world_size=world_size, group=group)
+    save = _Save(
+        root=Path(root),
+        step=step,
+        metadata=metadata,
+        run_id=run_id,
+        config_hash=config_hash,
+        keep_last=keep_last,
+        ranks=ranks,
+        on_site=on_site,
+    )
+    with ExitStack() as stack:
+        try:
+            [plan, *_] = ranks.agree(
+                lambda: save.prepare(stack, shards), f"preparing to save {save.root / step_name(step)}", cure=_NOTHING
+            )
+            temporary = save.root / temporary_name(step_name(step), plan["save_id"])
+            facts = ranks.agree(
+                lambda: save.write(temporary, plan["save_id"], shards), f"writing {temporary}", cure=_NOTHING
+            )
+            [manifest, *_] = ranks.agree(
+                on_rank_0(rank, lambda: save.publish(temporary, plan, facts)), f"publishing {temporary}", cure=_NOTHING
+            )
+        except CheckpointError:
+            save.discard()
+            raise
+        [report, *_] = ranks.agree(
+            on_rank_0(rank, lambda: save.finish(plan["save_id"])),
+            f"finishing {save.root / step_name(step)}",
+            cure="it was published, but may not be durable",
+        )
+    return SavedCheckpoint(
+        path=save.root / step_name(step),
+        step=step,
+        sequence=manifest["sequence"],
+        num_bytes=manifest["num_bytes"],
+        seconds=time.monotonic() - begin,
+        removed=tuple(report["removed"]),
+        warnings=tuple(plan["warnings"] + report["warnings"]),
+    )
+
+
+_NOTHING = "nothing was published and the previous checkpoint is untouched"
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """One rank's part in one save. See [Note: commit protocol]."""
+
+    root: Path
+    step: int
+    metadata: dict[str, Json]
+    run_id: str
+    config_hash: str
+    keep_last: int | None
+    ranks: Ranks
+    on_site: Callable[[str], None]
+    temporary: Path | None = None
+    """Set on rank 0 while there is an unpublished directory of ours."""
+
+    def prepare(self, stack: ExitStack, shards: Sequence[TensorShard]) -> Json:
+        """All ranks check their arguments; rank 0 takes the lock, cleans up and makes the temporary directory."""
+        self.on_site("save.begin")
+        self._check_arguments(shards)
+        if self.ranks.rank != 0:
+            return None
+        self.root.mkdir(parents=True, exist_ok=True)
+        lock = RootLock(self.root)
+        stack.callback(lock.close)
+        warnings = [lock.warning] if lock.warning else []
+        if lock.warning is None:
+            remove_leftovers(self.root)
+        sequences = [c.manifest.sequence for c in scan(self.root) if c.manifest is not None]
+        try:
+            hint = read_hint(self.root)
+            sequences.append(hint["sequence"] if hint else 0)
+        except CheckpointError as error:
+            warnings.append(f"{error} (rewritten by this save)")
+        save_id = uuid.uuid4().hex[:12]
+        temporary = self.root / temporary_name(step_name(self.step), save_id)
+        temporary.mkdir()
+        self.temporary = temporary
+        self.on_site("save.directory_made")
+        return {"save_id": save_id, "sequence": max(sequences, default=0) + 1, "warnings": warnings}
+
+    def write(self, temporary: Path, save_id: str, shards: Sequence[TensorShard]) -> Json:
+        """Write this rank's file; what it is and what it holds."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        strings = header_metadata(
+            run_id=self.run_id,
+            save_id=save_id,
+            step=self.step,
+            rank=rank,
+            world_size=world_size,
+            config_hash=self.config_hash,
+        )
+        path = temporary / f"rank_{rank:05d}.safetensors"
+        record = write_shard_file(path, rank, shards, strings, self.on_site)
+        sync_directory(temporary)
+        self.on_site("shard.directory_synced")
+        held: dict[str, Json] = {}
+        for shard in shards:
+            entry = held.setdefault(
+                shard.name, {"shape": list(shard.global_shape), "dtype": DTYPE_NAMES[shard.dtype], "ranges": []}
+            )
+            entry["ranges"].append([shard.start, shard.end])
+        return {"file": record.to_json(), "tensors": held}
+
+    def publish(self, temporary: Path, plan: Json, facts: Sequence[Json]) -> Json:
+        """Rank 0: manifest, then the name that makes it a checkpoint."""
+        self.on_site("save.gathered")
+        files = [FileRecord(**{**f["file"], "block_checksums": tuple(f["file"]["block_checksums"])}) for f in facts]
+        manifest = Manifest(
+            run_id=self.run_id,
+            save_id=plan["save_id"],
+            step=self.step,
+            sequence=plan["sequence"],
+            world_size=self.ranks.world_size,
+            config_hash=self.config_hash,
+            metadata=self.metadata,
+            files=tuple(files),
+            tensors=merge_tensors([f["tensors"] for f in facts], temporary),
+        )
+        check_sizes(temporary, manifest)
+        write_durably(temporary / MANIFEST, encode_manifest(manifest), manifest.save_id, self.on_site, "manifest")
+        final = self.root / step_name(self.step)
+        if os.path.lexists(final):
+            os.rename(final, final.with_name(f"{final.name}.replaced-{manifest.save_id}"))
+            self.on_site("save.old_moved")
+        os.rename(temporary, final)
+        self.temporary = None
+        return {"sequence": manifest.sequence, "num_bytes": sum(record.size for record in files)}
+
+    def finish(self, save_id: str) -> Json:
+        """Rank 0: hint, verification, removal of old checkpoints. A hint or a removal that fails is a warning."""
+        self.on_site("save.published")
+        sync_directory(self.root)
+        self.on_site("save.durable")
+        final = self.root / step_name(self.step)
+        warnings: list[str] = []
+        removed: list[str] = []
+        manifest = read_manifest(final)
+        check_sizes(final, manifest)
+        self.on_site("save.verified")
+        try:
+            hint = encode_hint(final.name, manifest.sequence)
+            write_durably(self.root / LATEST, hint, save_id, self.on_site, "latest")
+        except OSError as error:
+            warnings.append(f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning.")
+        try:
+            for path in self._superseded():
+                remove_checkpoint(path, save_id)
+                removed.append(path.name)
+                self.on_site("save.old_removed")
+        except OSError as error:
+            warnings.append(f"an old checkpoint was not removed: {error}.")
+        return {"removed": removed, "warnings": warnings}
+
+    def discard(self) -> None:
+        """Rank 0: remove the unpublished directory (all ranks have stopped writing)."""
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _superseded(self) -> list[Path]:
+        """Checkpoints to remove: replaced ones whose step is there again, and this run's beyond ``keep_last``."""
+        candidates = scan(self.root)
+        complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
+        doomed: list[Path] = []
+        kept = 0
+        for candidate in candidates:
+            name = candidate.path.name
+            if candidate.manifest is None:
+                continue
+            if step_name(candidate.manifest.step) != name and step_name(candidate.manifest.step) in complete:
+                doomed.append(candidate.path)
+            elif candidate.manifest.run_id == self.run_id:
+                if self.keep_last is not None and kept >= self.keep_last:
+                    doomed.append(candidate.path)
+                elif name in complete:
+                    kept += 1
+        return doomed
+
+    def _check_arguments(self, shards: Sequence[TensorShard]) -> None:
+        if type(self.step) is not int or not 0 <= self.step < 10**18:
+            raise ValueError(f"step must be an integer from 0 to 10**18, not {self.step!r}.")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(f"keep_last must be None (keep all) or at least 1, not {self.keep_last}.")
+        keys = [shard.key for shard in shards]
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{twice} is among the shards of rank {self.ranks.rank} twice.")
+        try:
+            text = json.dumps([self.metadata, self.run_id, self.config_hash], allow_nan=False)
+            same = json.loads(text) == [self.metadata, self.run_id, self.config_hash]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metadata cannot be written as JSON: {error}.") from None
+        if not same or not isinstance(self.metadata, dict) or not isinstance(self.run_id, str):
+            raise ValueError(
+                "metadata, run_id and config_hash would come back changed: metadata must be a dict with str keys and "
+                "without tuples, run_id and config_hash must be str."
+            )
+
+
+def _is_complete(candidate: Candidate) -> bool:
+    """Whether a checkpoint has a valid manifest and all files at their sizes."""
+    if candidate.manifest is None:
+        return False
+    try:
+        check_sizes(candidate.path, candidate.manifest)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,277 @@
+"""One file of a checkpoint: streamed out with checksums of what was in memory, read back block by block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint import checksum as crc
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import FileRecord
+from megatron_packed.checkpoint.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    encode_header,
+    header_length,
+    lay_out,
+    parse_header,
+)
+from megatron_packed.checkpoint.seal import open_plain_file
+from megatron_packed.checkpoint.state import TensorShard
+from megatron_packed.checkpoint.transfer import ReadBuffers, host_pieces
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_BYTES = 4 << 20
+"""Bytes under one checksum: the unit of reading, of verifying and of host memory."""
+
+_CURE = "the file is damaged; use another checkpoint"
+
+
+def write_shard_file(
+    path: Path,
+    rank: int,
+    shards: Sequence[TensorShard],
+    metadata: Mapping[str, str],
+    on_site: Callable[[str], None],
+    block_bytes: int = BLOCK_BYTES,
+) -> FileRecord:
+    """Write ``shards`` as one safetensors file, durable on return, and tell what its bytes are.
+
+    Checksums are taken from the memory that is written, so they also witness against the way to the disk. Host memory:
+    two blocks, for CUDA tensors only.
+
+    Raises:
+        OSError: the disk's answer (full, read-only, ...).
+    """
+    entries = lay_out([(shard.key, shard.dtype, tuple(shard.tensor.shape)) for shard in shards])
+    header = encode_header(entries, metadata, path)
+    tensors = {shard.key: shard.tensor for shard in shards}
+    blocks = _RunningBlocks(block_bytes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        on_site("shard.opened")
+        _write_all(descriptor, memoryview(header))
+        on_site("shard.header_written")
+        for piece in host_pieces([tensors[entry.key] for entry in entries], block_bytes):
+            blocks.add(piece)
+            _write_all(descriptor, piece.data)
+            on_site("shard.piece_written")
+        on_site("shard.before_sync")
+        os.fsync(descriptor)
+        on_site("shard.synced")
+    finally:
+        os.close(descriptor)
+    return FileRecord(
+        name=path.name,
+        rank=rank,
+        size=len(header) + blocks.total,
+        header_bytes=len(header),
+        algorithm=crc.WRITING_ALGORITHM,
+        header_checksum=crc.to_hex(crc.checksum(crc.WRITING_ALGORITHM, np.frombuffer(header, dtype=np.uint8))),
+        block_bytes=block_bytes,
+        block_checksums=tuple(blocks.finish()),
+    )
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class _RunningBlocks:
+    """Checksums of consecutive blocks of a stream that comes in pieces of any size."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.total = 0
+        self.checksums: list[str] = []
+        self.value = 0
+
+    def add(self, piece: Bytes) -> None:
+        while len(piece):
+            part = piece[: self.block_bytes - self.total % self.block_bytes]
+            self.value = crc.extend(crc.WRITING_ALGORITHM, self.value, part)
+            self.total += len(part)
+            piece = piece[len(part) :]
+            if self.total % self.block_bytes == 0:
+                self._close()
+
+    def finish(self) -> list[str]:
+        if self.total % self.block_bytes:
+            self._close()
+        return self.checksums
+
+    def _close(self) -> None:
+        self.checksums.append(crc.to_hex(self.value))
+        self.value = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that receives them."""
+
+    begin: int
+    end: int
+    key: str
+    dtype: torch.dtype
+    target: Tensor | None = None
+
+
+class ShardReader:
+    """A file whose size and header were checked against the manifest; blocks are checked as they are read.
+
+    Use as a context manager. Host memory: the header and two blocks.
+    """
+
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        """
+        Raises:
+            CheckpointError: missing, not a regular file, another size or another header than recorded.
+        """
+        self.path, self.record = path, record
+        self.descriptor = open_plain_file(path)
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def scan(self, segments: Sequence[Segment], *, all_blocks: bool = False) -> Iterator[tuple[Segment, Bytes]]:
+        """Read every block that ``segments`` touch, check it, yield each segment's bytes in it, and fill its target.
+
+        A target is filled when the caller resumes, so a caller that raises leaves it alone. With ``all_blocks`` blocks
+        that no segment touches are read and checked, too.
+
+        Raises:
+            CheckpointError: a block is not what was written.
+        """
+        block_bytes = self.record.block_bytes
+        touched: dict[int, list[Segment]] = {}
+        for segment in segments:
+            for index in range(segment.begin // block_bytes, -(-segment.end // block_bytes)):
+                touched.setdefault(index, []).append(segment)
+        indices = range(len(self.record.block_checksums)) if all_blocks else sorted(touched)
+        pinned = any(segment.target is not None and segment.target.is_cuda for segment in segments)
+        buffers = ReadBuffers(min(block_bytes, max(self.record.data_bytes, 1)), pinned=pinned)
+        for index in indices:
+            start = index * block_bytes
+            block = self._read_block(index, buffers.next())
+            for segment in touched.get(index, ()):
+                low, high = max(segment.begin - start, 0), min(segment.end - start, len(block))
+                yield segment, block[low:high]
+                if segment.target is not None:
+                    offset = start + low - segment.begin
+                    buffers.copy_out(low, high, segment.target[offset : offset + high - low])
+        buffers.finish()
+
+    def _read_block(self, index: int, buffer: Bytes) -> Bytes:
+        start = index * self.record.block_bytes
+        block = buffer[: min(self.record.block_bytes, self.record.data_bytes - start)]
+        position = self.record.header_bytes + start
+        self._read_into(block, position)
+        found = crc.to_hex(crc.checksum(self.record.algorithm, block))
+        if found != self.record.block_checksums[index]:
+            raise CheckpointError(
+                f"bytes {position} to {position + len(block)} are not what was written",
+                path=self.path,
+                expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
+                found=found,
+                cure=_CURE,
+            )
+        return block
+
+    def _read_header(self) -> Header:
+        size = os.fstat(self.descriptor).st_size
+        if size != self.record.size:
+            raise CheckpointError(
+                "the file has another size",
+                path=self.path,
+                expected=f"{self.record.size} bytes",
+                found=f"{size} bytes",
+                cure=_CURE,
+            )
+        first = np.empty(min(LENGTH_BYTES, size), dtype=np.uint8)
+        self._read_into(first, 0)
+        length = header_length(first.tobytes(), size, self.path)
+        if length != self.record.header_bytes:
+            raise CheckpointError(
+                "the header has another length",
+                path=self.path,
+                expected=f"{self.record.header_bytes} bytes",
+                found=f"{length} bytes",
+                cure=_CURE,
+            )
+        data = np.empty(length, dtype=np.uint8)
+        self._read_into(data, 0)
+        found = crc.to_hex(crc.checksum(self.record.algorithm, data))
+        if found != self.record.header_checksum:
+            raise CheckpointError(
+                "the header is not what was written",
+                path=self.path,
+                expected=f"{self.record.algorithm} {self.record.header_checksum}",
+                found=found,
+                cure=_CURE,
+            )
+        return parse_header(data.tobytes(), size, self.path)
+
+    def _read_into(self, target: Bytes, position: int) -> None:
+        view = target.data
+        while view:
+            try:
+                count = os.preadv(self.descriptor, [view], position)
+            except OSError as error:
+                raise CheckpointError(
+                    f"byte {position} cannot be read",
+                    path=self.path,
+                    expected=f"{len(view)} bytes",
+                    found=str(error),
+                    cure=_CURE,
+                ) from None
+            if count == 0:
+                raise CheckpointError(
+                    "the file ends early",
+                    path=self.path,
+                    expected=f"{position + len(view)} bytes",
+                    found=f"{position} bytes",
+                    cure=_CURE,
+                )
+            view, position = view[count:], position + count
+
+
+def check_values(segment: Segment, data: Bytes, path: Path) -> None:
+    """Refuse NaN, infinities and booleans other than 0 and 1 in ``data``, whole elements of ``segment``.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    if segment.dtype is torch.bool:
+        low, high = 0.0, float(data.max(initial=0))
+        sound = high <= 1
+    elif segment.dtype.is_floating_point and len(data):
+        extremes = torch.aminmax(torch.from_numpy(data).view(segment.dtype))  # NaN propagates: one pass, no copy
+        low, high = float(extremes.min), float(extremes.max)
+        sound = low - low == 0 and high - high == 0
+    else:
+        return
+    if not sound:
+        raise CheckpointError(
+            f"values of {segment.key}",
+            path=path,
+            expected="0 and 1" if segment.dtype is torch.bool else "finite",
+            found=f"{low} to {high}",
+            cure="load an earlier step, or pass check_finite=False to look at these values",
+        )

@@ -1,0 +1,100 @@
+"""Bytes between tensors and host buffers, in pieces of one block, so that a checkpoint never doubles memory.
+
+CPU tensors are read where they lie. CUDA tensors pass through two pinned buffers: while the caller checksums and writes
+one piece, the next one is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.state import byte_view
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[Bytes]:
+    """The bytes of 1-D tensors, one after another, in pieces of at most ``piece_bytes``.
+
+    A piece is valid until the next one is asked for. CUDA copies run on the current stream, after what is queued there.
+    """
+    waiting: Bytes | None = None
+    copied: torch.cuda.Event | None = None
+    buffers = _PinnedPair(piece_bytes)
+    for tensor in tensors:
+        data = byte_view(tensor)
+        for begin in range(0, data.numel(), piece_bytes):
+            piece = data[begin : begin + piece_bytes]
+            array, event = buffers.stage(piece) if piece.is_cuda else (piece.numpy(), None)
+            if waiting is not None:
+                if copied is not None:
+                    copied.synchronize()
+                yield waiting
+            waiting, copied = array, event
+    if waiting is not None:
+        if copied is not None:
+            copied.synchronize()
+        yield waiting
+
+
+class _PinnedPair:
+    """Two pinned buffers used in turn, made when the first CUDA tensor comes."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        self.piece_bytes = piece_bytes
+        self.buffers: list[Tensor] = []
+        self.turn = 0
+
+    def stage(self, piece: Tensor) -> tuple[Bytes, torch.cuda.Event]:
+        """Start copying ``piece``; the array may be read once the event has passed."""
+        if not self.buffers:
+            self.buffers = [torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.turn ^= 1
+        target = self.buffers[self.turn][: piece.numel()]
+        with torch.cuda.device(piece.device):
+            target.copy_(piece, non_blocking=True)
+            event = torch.cuda.current_stream().record_event()
+        return target.numpy(), event
+
+
+class ReadBuffers:
+    """Two block buffers used in turn for reading files; pinned when blocks go on to CUDA tensors.
+
+    A buffer is handed out again only after the copies from it have finished.
+    """
+
+    def __init__(self, block_bytes: int, *, pinned: bool) -> None:
+        self._buffers = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._copies: list[list[torch.cuda.Event]] = [[], []]
+        self._turn = 0
+
+    def next(self) -> Bytes:
+        self._turn ^= 1
+        self._wait(self._turn)
+        return self._buffers[self._turn].numpy()
+
+    def copy_out(self, begin: int, end: int, target: Tensor) -> None:
+        """Copy bytes ``[begin, end)`` of the buffer handed out last to ``target`` (uint8, CPU or CUDA)."""
+        source = self._buffers[self._turn][begin:end]
+        if not target.is_cuda:
+            target.copy_(source)
+            return
+        with torch.cuda.device(target.device):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.current_stream().record_event()
+        self._copies[self._turn].append(event)
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        self._wait(0)
+        self._wait(1)
+
+    def _wait(self, turn: int) -> None:
+        for event in self._copies[turn]:
+            event.synchronize()
+        self._copies[turn].clear()
