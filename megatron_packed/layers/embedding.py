@@ -1,0 +1,63 @@
+"""Token embedding. Letters: T tokens, V rows of the (padded) vocabulary, D hidden size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.layers.linear import main_grad_of
+from megatron_packed.layers.parameters import new_parameter
+
+
+@torch.no_grad()
+def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> None:
+    """``main_grad[tokens[t]] += grad[t]``, summed in float32, in the same order every time.
+
+    On CUDA ``index_put_`` sorts the tokens and sums equal ones in order; ``index_add_`` would race atomic additions.
+    On the CPU ``index_add_`` goes through the rows one by one and is the faster of the two.
+    """
+    if main_grad_VD.is_cuda:
+        main_grad_VD.index_put_((tokens_T.long(),), grad_TD.float(), accumulate=True)
+    else:
+        main_grad_VD.index_add_(0, tokens_T, grad_TD.float())
+
+
+class _EmbeddingIntoMainGrad(torch.autograd.Function):
+    """Forward ``weight[tokens]``; backward adds the rows into the weight's ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_T: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_T)
+        ctx.main_grad = main_grad_of(weight_VD)
+        return F.embedding(tokens_T, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None]:
+        (tokens_T,) = ctx.saved_tensors
+        accumulate_rows(ctx.main_grad, tokens_T, grad_TD)
+        return None, None
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token number.
+
+    Args:
+        num_rows: V, the padded vocabulary.
+        hidden_size: D.
+    """
+
+    def __init__(self, num_rows: int, hidden_size: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = new_parameter(num_rows, hidden_size, device=device, dtype=dtype)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """``(T,)`` int32 or int64 token numbers -> ``(T, D)``."""
+        if main_grad_of(self.weight) is not None and torch.is_grad_enabled():
+            result: Tensor = _EmbeddingIntoMainGrad.apply(tokens_T, self.weight)
+            return result
+        return F.embedding(tokens_T, self.weight)

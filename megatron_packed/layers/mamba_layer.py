@@ -1,0 +1,29 @@
+"""The layer of the pattern symbol ``M``. Letters: T tokens, D hidden size."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.mamba_mixer import MambaMixer
+from megatron_packed.layers.transformer_layer import layer_norm_of
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class MambaLayer(nn.Module):
+    """``h + dropout(mamba(norm(h)))``."""
+
+    def __init__(
+        self, config: ModelConfig, *, backends: Backends, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.norm = layer_norm_of(config, backends, device, dtype)
+        self.mixer = MambaMixer(config, backends=backends, device=device, dtype=dtype)
+
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        update_TD = self.mixer(self.norm(hidden_TD), packed)
+        return hidden_TD + F.dropout(update_TD, self.dropout, self.training)

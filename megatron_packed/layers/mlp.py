@@ -1,0 +1,47 @@
+"""Dense feed-forward network. Letters: T tokens, D hidden size, F inner size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.linear import Linear
+from megatron_packed.ops.activation.api import activation
+from megatron_packed.packed.params import PackedSeqParams
+
+
+def fc1_width(inner_size: int, kind: str) -> int:
+    """Rows of the first projection: SwiGLU needs a gate and a value (``[gate | up]``), the others a value only."""
+    return 2 * inner_size if kind == "swiglu" else inner_size
+
+
+class MLP(nn.Module):
+    """Two projections around an activation.
+
+    Args:
+        hidden_size: D.
+        inner_size: F; SwiGLU's first projection is ``[gate | up]``, 2F rows.
+        kind: ``gelu``, ``squared_relu`` or ``swiglu``.
+        bias: on both projections.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        kind: str,
+        bias: bool,
+        backends: Backends,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.kind, self.backend = kind, backends.activation
+        self.fc1 = Linear(hidden_size, fc1_width(inner_size, kind), bias=bias, device=device, dtype=dtype)
+        self.fc2 = Linear(inner_size, hidden_size, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+        """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""
+        return self.fc2(activation(self.fc1(x_TD), self.kind, backend=self.backend))

@@ -1,0 +1,42 @@
+"""Normalisation over the hidden dimension. Letters: T tokens, D hidden size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm with a learned scale (LayerNorm: and a shift); statistics in float32.
+
+    Args:
+        hidden_size: D.
+        kind: ``RMSNorm`` or ``LayerNorm``.
+        eps: added to the variance (or mean square).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        kind: str,
+        eps: float,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        assert kind in ("RMSNorm", "LayerNorm"), kind
+        self.eps, self.backend = eps, backend
+        self.weight = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None = None
+        if kind == "LayerNorm":
+            self.bias = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x_TD, self.weight, self.eps, backend=self.backend)
+        return layer_norm(x_TD, self.weight, self.bias, self.eps)

@@ -1,0 +1,88 @@
+"""Layers of the pattern symbols ``*``, ``-`` and ``E``: one norm, one mixer, one residual addition each.
+
+Letters: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.attention import Attention, Rotary
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.moe.layer import MoE, MoEOutput
+from megatron_packed.layers.norm import Norm
+from megatron_packed.packed.params import PackedSeqParams
+
+
+def layer_norm_of(config: ModelConfig, backends: Backends, device: torch.device | str, dtype: torch.dtype) -> Norm:
+    """The norm in front of a mixer, or behind the last layer."""
+    return Norm(
+        config.hidden_size,
+        kind=config.normalization,
+        eps=config.norm_epsilon,
+        device=device,
+        dtype=dtype,
+        backend=backends.rms_norm,
+    )
+
+
+class TransformerLayer(nn.Module):
+    """``h + dropout(mixer(norm(h)))`` with attention (``*``) or an MLP (``-``).
+
+    Args:
+        symbol: ``*`` or ``-``.
+        rotary: shared position tables for attention, or None.
+    """
+
+    def __init__(
+        self,
+        symbol: str,
+        config: ModelConfig,
+        *,
+        rotary: Rotary | None,
+        backends: Backends,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.norm = layer_norm_of(config, backends, device, dtype)
+        self.mixer: nn.Module
+        if symbol == "*":
+            self.mixer = Attention(config, rotary=rotary, backends=backends, device=device, dtype=dtype)
+        else:
+            assert symbol == "-", symbol
+            self.mixer = MLP(
+                config.hidden_size,
+                config.ffn_hidden_size,
+                kind=config.activation,
+                bias=config.add_bias_linear,
+                backends=backends,
+                device=device,
+                dtype=dtype,
+            )
+
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        update_TD = self.mixer(self.norm(hidden_TD), packed)
+        return hidden_TD + F.dropout(update_TD, self.dropout, self.training)
+
+
+class MoETransformerLayer(nn.Module):
+    """``h + dropout(moe(norm(h)))`` (``E``), with what the mixture reports passed on."""
+
+    def __init__(
+        self, config: ModelConfig, *, backends: Backends, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.norm = layer_norm_of(config, backends, device, dtype)
+        self.mixer = MoE(config, backends=backends, device=device, dtype=dtype)
+
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
+        output: MoEOutput = self.mixer(self.norm(hidden_TD), packed)
+        update_TD = F.dropout(output.hidden_TD, self.dropout, self.training)
+        return output._replace(hidden_TD=hidden_TD + update_TD)

@@ -1,0 +1,117 @@
+"""Floating-point operations of a packed micro-batch, from the real lengths of its documents.
+
+A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. Counted are matrix products, attention,
+the state-space scan and its convolution; not norms, activations and other elementwise work, nor the tail of a pack, nor
+what a kernel repeats or computes only to mask it. Per token, forward, with h the hidden size:
+
+* ``*``  projections ``2 h (N + 2 K) H + 2 N H h``; scores and weighted sum ``4 N H`` per visible pair, of which a
+  document of L tokens has ``L^2 / 2`` (the causal half). The pairs of 8 documents of 1,024 tokens are so an eighth of
+  those of one of 8,192, and counting the pack as one document would report too high an MFU.
+* ``-``  ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
+* ``E``  router ``2 h E``, K experts like ``-``, and the shared expert.
+* ``M``  projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; the scan in chunks of Q:
+  ``2 G S + 2 I`` per pair of tokens within a chunk (``q^2 / 2`` pairs for a piece of q tokens), ``4 I S`` per token
+  into and out of the chunk states, ``2 I S`` per chunk to carry a state on, ``2 I`` per token for the skip.
+* output ``2 h V`` with V the padded vocabulary.
+
+The backward pass has two products for each of the forward's: twice its operations. ``six_n_t`` is the usual estimate
+``6 N T`` for comparison: N active parameters that are multiplied with, T tokens; it knows no attention and no scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.config.model import ATTENTION, MAMBA, MLP, MOE, ModelConfig
+from megatron_packed.models.size import conv_channels, count_parameters, feed_forward, qkv_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Operations by kind of work."""
+
+    projections: float
+    """Linear layers, experts and routers included, the output layer excluded."""
+    attention: float
+    scan: float
+    """State-space scan and its convolution."""
+    output: float
+    """The product with the vocabulary."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def scaled(self, factor: float) -> Flops:
+        return Flops(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
+
+
+class FlopCounter:
+    """Operations of one model for any document lengths; host only, a few microseconds a call.
+
+    Args:
+        config: the model.
+        vocab_size: entries of the tokenizer.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        self.chunk = config.mamba_chunk_size
+        symbols = config.layer_types
+        count = {symbol: symbols.count(symbol) for symbol in (ATTENTION, MAMBA, MLP, MOE)}
+        hidden, inner = config.hidden_size, config.d_inner if MAMBA in symbols else 0
+        self.projections_per_token = sum(2 * projection_weights(config, symbol) for symbol in symbols)
+        self.output_per_token = 2 * hidden * config.padded_vocab_size(vocab_size)
+        self.attention_per_pair = count[ATTENTION] * 4 * config.num_attention_heads * config.head_dim
+        states = config.mamba_num_groups * config.mamba_state_dim
+        self.scan_per_pair = count[MAMBA] * (2 * states + 2 * inner)
+        per_token = 4 * inner * config.mamba_state_dim + 2 * inner + 2 * config.mamba_d_conv * (inner + 2 * states)
+        self.scan_per_token = count[MAMBA] * per_token
+        self.scan_per_chunk = count[MAMBA] * 2 * inner * config.mamba_state_dim
+        self.multiplied_parameters = count_parameters(config, vocab_size).multiplied
+
+    def forward(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
+        """Operations of the forward pass over documents of ``lengths`` tokens."""
+        length = np.asarray(lengths, dtype=np.float64)
+        tokens, pairs = float(length.sum()), float(np.square(length).sum()) / 2
+        whole_chunks = np.floor(length / self.chunk)
+        rest = length - whole_chunks * self.chunk
+        chunk_pairs = float((whole_chunks * self.chunk**2 + np.square(rest)).sum()) / 2
+        chunks = float(np.ceil(length / self.chunk).sum())
+        return Flops(
+            projections=self.projections_per_token * tokens,
+            attention=self.attention_per_pair * pairs,
+            scan=self.scan_per_pair * chunk_pairs + self.scan_per_token * tokens + self.scan_per_chunk * chunks,
+            output=self.output_per_token * tokens,
+        )
+
+    def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
+        """Operations of forward and backward pass: three times the forward's."""
+        return self.forward(lengths).scaled(3.0)
+
+    def six_n_t(self, tokens: int) -> float:
+        """``6 N T``, forward and backward."""
+        return 6.0 * self.multiplied_parameters * tokens
+
+
+def model_flops(config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]) -> float:
+    """Operations of forward and backward pass over documents of ``lengths`` tokens, in one number."""
+    return FlopCounter(config, vocab_size).training(lengths).total
+
+
+def projection_weights(config: ModelConfig, symbol: str) -> int:
+    """Weights of one layer that every token is multiplied with; of the routed experts the K that it visits."""
+    hidden = config.hidden_size
+    if symbol == ATTENTION:
+        return hidden * (qkv_rows(config) + config.num_attention_heads * config.head_dim)
+    if symbol == MLP:
+        return feed_forward(config, config.ffn_hidden_size)
+    if symbol == MAMBA:
+        return hidden * (2 * config.d_inner + conv_channels(config) + config.mamba_num_heads)
+    assert symbol == MOE and config.num_experts is not None, symbol
+    experts = config.moe_router_topk * feed_forward(config, config.moe_ffn_hidden_size)
+    shared = feed_forward(config, config.moe_shared_expert_intermediate_size or 0)
+    return hidden * config.num_experts + experts + shared

@@ -1,0 +1,238 @@
+"""The hybrid Mamba-Transformer-MoE language model on packed documents.
+
+Letters: T tokens, D hidden size, V entries of the vocabulary, P positions, L mixture-of-experts layers, E experts.
+
+Nothing in here asks the device a question, and no shape depends on the documents of a pack: forward and backward can be
+captured in a CUDA graph and replayed over another pack of the same T and capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_packed.config.model import ATTENTION, MAMBA, MOE, ModelConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.attention import Rotary
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.embedding import Embedding
+from megatron_packed.layers.linear import main_grad_of
+from megatron_packed.layers.mamba_layer import MambaLayer
+from megatron_packed.layers.moe.layer import MoEOutput, count_valid
+from megatron_packed.layers.moe.router import update_expert_bias
+from megatron_packed.layers.parameters import new_parameter
+from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
+from megatron_packed.models.init import initialize
+from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
+from megatron_packed.ops.varlen_attention.api import prepare_tables
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class HybridOutput(NamedTuple):
+    """What one micro-batch gives; all of it on the device."""
+
+    loss: Tensor
+    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's share of the step's."""
+    loss_sum: Tensor
+    """0-d float32, detached: cross-entropy in nats, summed over the target tokens."""
+    aux_loss: Tensor
+    """0-d float32, detached: balance and z-losses of all E layers, coefficients applied."""
+    per_token_loss_T: Tensor
+    """``(T,)`` float32, detached; 0 where there is no target."""
+    tokens_per_expert: Tensor
+    """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without any."""
+
+
+class Output(nn.Module):
+    """Weight of an untied output projection; the product is part of the loss (`ops.cross_entropy`)."""
+
+    def __init__(self, num_rows: int, hidden_size: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = new_parameter(num_rows, hidden_size, device=device, dtype=dtype)
+
+
+class HybridModel(nn.Module):
+    """Embedding, one layer for each symbol of the pattern, final norm, output projection.
+
+    Parameter names: ``embedding.weight``, ``layers.N.norm.weight``, ``layers.N.mixer.*``, ``final_norm.weight``, and
+    ``output.weight`` where it is not tied to the embedding.
+
+    Args:
+        config: the model; its layer pattern decides what is built.
+        vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size)`` rows; rows beyond
+            ``vocab_size`` take no part in the loss.
+        max_positions: longest document, P; only rotary positions need it.
+        groups: of this rank. Sizes other than 1 are possible for data parallelism alone.
+        device: where parameters live.
+        dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias, router).
+        seed: of the initial values.
+        backends: which implementation of each op, by op name; the fastest that fits where not named.
+    Raises:
+        ValueError: a layout that is not built, or biases together with E layers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        groups: ParallelGroups | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 1234,
+        backends: Backends | Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_model_parallelism(groups)
+        self.config, self.vocab_size, self.max_positions, self.dtype = config, vocab_size, max_positions, dtype
+        self.backends = Backends.of(backends)
+        num_rows = config.padded_vocab_size(vocab_size)
+        self.embedding = Embedding(num_rows, config.hidden_size, device=device, dtype=dtype)
+        self.rotary = self._build_rotary(device)
+        self.layers = nn.ModuleList(self._build_layer(symbol, device) for symbol in config.layer_types)
+        self.final_norm = layer_norm_of(config, self.backends, device, dtype)
+        self.output: Output | None = None
+        if config.untie_embeddings_and_output_weights:
+            self.output = Output(num_rows, config.hidden_size, device=device, dtype=dtype)
+        self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoETransformerLayer)]
+        self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
+        initialize(self, config, seed)
+
+    def _build_rotary(self, device: torch.device | str) -> Rotary | None:
+        config = self.config
+        if config.position_embedding_type != "rope" or ATTENTION not in config.layer_types:
+            return None
+        return Rotary(
+            max_positions=self.max_positions,
+            rotary_dim=config.rotary_dim,
+            base=config.rotary_base,
+            device=device,
+            backend=self.backends.rope,
+        )
+
+    def _build_layer(self, symbol: str, device: torch.device | str) -> nn.Module:
+        options = {"backends": self.backends, "device": device, "dtype": self.dtype}
+        if symbol == MAMBA:
+            return MambaLayer(self.config, **options)
+        if symbol == MOE:
+            return MoETransformerLayer(self.config, **options)
+        return TransformerLayer(symbol, self.config, rotary=self.rotary, **options)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable numbers; tied weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """``(padded vocabulary, D)``."""
+        return self.embedding.weight if self.output is None else self.output.weight
+
+    def prepare(self, packed: PackedSeqParams) -> PackedSeqParams:
+        """``packed`` with the tables that all layers share, derived once per micro-batch; itself if it has them.
+
+        Raises:
+            ValueError: a document is longer than the rotary tables.
+        """
+        if "prepared" in packed.tables:
+            return packed
+        config = self.config
+        tables: dict[str, object] = {"prepared": True}
+        if ATTENTION in config.layer_types:
+            tables["varlen_attention"] = prepare_tables(
+                self.backends.varlen_attention,
+                packed.seq_idx,
+                packed.cu_seqlens,
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_query_groups,
+                head_dim=config.head_dim,
+                dtype=self.dtype,
+                deterministic=self.backends.deterministic,
+            )
+        if self.rotary is not None:
+            longest = int(packed.document_lengths.max(initial=0))
+            if longest > self.max_positions:
+                raise ValueError(
+                    f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
+                    f"{self.max_positions}; raise --max-position-embeddings or truncate the document."
+                )
+            # The tail may be longer than any document; where it rotates to matters to nobody.
+            tables["rope_position_ids"] = packed.position_ids * packed.valid
+        if self.moe_layers:
+            tables["num_valid"] = count_valid(packed)
+        return packed.with_tables(**tables)
+
+    def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEOutput]]:
+        """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included)."""
+        hidden_TD = self.embedding(tokens_T)
+        reports = []
+        for layer in self.layers:
+            result = layer(hidden_TD, packed)
+            if isinstance(result, MoEOutput):
+                reports.append(result)
+                hidden_TD = result.hidden_TD
+            else:
+                hidden_TD = result
+        return self.final_norm(hidden_TD), reports
+
+    def forward(self, micro_batch: MicroBatch) -> HybridOutput:
+        """Losses of one pack.
+
+        In training mode, with parameters that have ``main_grad``, call ``output.loss.backward()`` exactly once for each
+        forward: the output projection's gradient is then added while its logits exist.
+        """
+        packed = self.prepare(micro_batch.packed)
+        hidden_TD, reports = self.hidden_states(micro_batch.tokens, packed)
+        loss_scale, aux_scale = micro_batch.scales.unbind()
+        weight_VD = self.output_weight
+        promised = self.training and torch.is_grad_enabled() and main_grad_of(weight_VD) is not None
+        loss_sum, per_token_loss_T = linear_cross_entropy(
+            hidden_TD,
+            weight_VD,
+            micro_batch.labels,
+            micro_batch.loss_mask,
+            vocab_size=self.vocab_size,
+            grad_scale=loss_scale if promised else None,
+            backend=self.backends.cross_entropy,
+        )
+        loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
+        if reports:
+            aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
+            counts = torch.stack([report.tokens_per_expert_E for report in reports])
+            loss = loss + aux_loss * aux_scale
+        return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts)
+
+    def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
+        """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once."""
+        hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
+        return F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
+
+    def update_expert_bias(self, tokens_per_expert: Tensor, *, skip: Tensor | None = None) -> None:
+        """Nudge the expert biases of all E layers after an optimizer step; nothing without them.
+
+        Args:
+            tokens_per_expert: ``(L, E)`` or flat, assignments over the whole global batch (ranks and micro-batches).
+            skip: 0-d bool on the device; True leaves them as they are (the step was not taken either).
+        """
+        biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
+        if biases and biases[0] is not None:
+            counts_LE = tokens_per_expert.view(len(biases), -1)
+            update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)
+
+
+def _refuse_model_parallelism(groups: ParallelGroups | None) -> None:
+    for name in ("tp_size", "cp_size", "ep_size"):
+        size = 1 if groups is None else getattr(groups, name)
+        if size != 1:
+            raise ValueError(f"{name} is {size}; this model runs data parallel only, so it must be 1.")

@@ -1,0 +1,114 @@
+"""Initial values of all parameters, as Megatron draws them.
+
+Weights are normal with standard deviation ``init_method_std``; projections that write into the residual stream divide
+it by the square root of the number of layers, so that the variance of the stream does not grow with depth. Each layer of
+a hybrid pattern adds to the stream once, so Megatron divides by ``sqrt(L)`` here; a classical Transformer block is two of
+our layers and adds twice, hence the ``sqrt(2 L)`` of GPT-2, which is the same number.
+Biases are 0 and norms 1. Mamba-2: ``A`` uniform in [1, 16], ``D`` 1, the step ``softplus(dt_bias)`` log-uniform in
+[0.001, 0.1], the convolution uniform in +-1/sqrt(width).
+
+Every parameter has a generator of its own, on the CPU, seeded by (seed, name): a value depends neither on the device
+nor on which other parameters exist, nor on how a parallel layout cuts the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from hashlib import blake2b
+
+import torch
+from torch import Generator, Tensor, nn
+
+from megatron_packed.config.model import ModelConfig
+
+Fill = Callable[[Tensor, Generator, ModelConfig], None]
+
+A_RANGE = (1.0, 16.0)
+DT_RANGE = (1e-3, 1e-1)
+DT_FLOOR = 1e-4
+
+
+def _normal(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    value.normal_(0.0, config.init_method_std, generator=generator)
+
+
+def _residual_normal(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    value.normal_(0.0, config.init_method_std / math.sqrt(config.num_layers), generator=generator)
+
+
+def _ones(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    value.fill_(1.0)
+
+
+def _zeros(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    value.zero_()
+
+
+def _convolution(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    bound = 1 / math.sqrt(config.mamba_d_conv)
+    value.uniform_(-bound, bound, generator=generator)
+
+
+def _a_log(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    value.uniform_(*A_RANGE, generator=generator).log_()
+
+
+def _dt_bias(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    low, high = (math.log(bound) for bound in DT_RANGE)
+    dt = value.uniform_(low, high, generator=generator).exp().clamp_(min=DT_FLOOR)
+    value.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+
+RULES: dict[str, Fill] = {
+    "embedding.weight": _normal,
+    "output.weight": _normal,
+    "final_norm.weight": _ones,
+    "final_norm.bias": _zeros,
+    "norm.weight": _ones,
+    "norm.bias": _zeros,
+    "qkv.weight": _normal,
+    "qkv.bias": _zeros,
+    "proj.weight": _residual_normal,
+    "proj.bias": _zeros,
+    "fc1.weight": _normal,
+    "fc1.bias": _zeros,
+    "fc2.weight": _residual_normal,
+    "fc2.bias": _zeros,
+    "router.weight": _normal,
+    "experts.fc1": _normal,
+    "experts.fc2": _residual_normal,
+    "in_proj.weight": _normal,
+    "out_proj.weight": _residual_normal,
+    "conv1d.weight": _convolution,
+    "conv1d.bias": _convolution,
+    "mixer.A_log": _a_log,
+    "mixer.D": _ones,
+    "mixer.dt_bias": _dt_bias,
+}
+"""By the last two components of a parameter's name."""
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A 63-bit seed for one parameter; equal on every machine, unlike Python's ``hash``."""
+    digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+    """The whole tensor of one parameter, float32 on the CPU.
+
+    Example:
+        ``initial_value("layers.0.mixer.D", torch.Size([4]), config, 1234)`` is four ones.
+    """
+    value = torch.empty(shape, dtype=torch.float32)
+    rule = RULES[".".join(name.split(".")[-2:])]
+    rule(value, torch.Generator().manual_seed(seed_of(seed, name)), config)
+    return value
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Fill every parameter of ``model``, in place, one at a time."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_value(name, parameter.shape, config, seed))
