@@ -1,0 +1,227 @@
+"""All parameters of a model in flat buffers at fixed addresses, with flat float32 gradients of the same layout.
+
+One buffer per dtype holds the parameters, one float32 buffer all gradients and, behind them, named slots that ride on
+the same all-reduce. Addresses never change after construction, so captured graphs stay valid, an optimizer step is a
+few kernels over whole slices, and data parallelism is one collective.
+
+Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from their dtype's start)::
+
+    bf16 with decay | bf16 without | fp32 with decay | fp32 without, padded to 4,096 | extras | counters
+
+Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is zero and stays zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.distributed.counters import LIMBS, ExactCounter
+from megatron_packed.distributed.grad_sync import all_reduce_gradients, attach_accumulation
+from megatron_packed.distributed.groups import ParallelGroups
+
+ALIGN_BYTES = 128
+ALIGN_ELEMENTS = 64
+"""128 bytes of bf16: one offset in elements serves a parameter and its float32 gradient."""
+GRAIN_ELEMENTS = 4096
+"""The gradients' total is a multiple of this, so that their norm can be taken in rows (``optim/clipping.py``)."""
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSlot:
+    """Where one parameter lives: elements ``[start, end)`` of the gradient buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    decay: bool
+    """Whether weight decay applies (``param.no_weight_decay`` is not set)."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatRange:
+    """Contiguous elements ``[start, end)`` of one dtype and one weight-decay rule, padding included."""
+
+    dtype: torch.dtype
+    decay: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatLayout:
+    """Order and place of every parameter; a pure function of names, shapes, dtypes and decay rules."""
+
+    slots: tuple[ParamSlot, ...]
+    ranges: tuple[FlatRange, ...]
+    numel: int
+
+    @classmethod
+    def plan(cls, parameters: Iterable[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> FlatLayout:
+        """Lay out ``(name, shape, dtype, decay)`` in the order given, grouped by (dtype, decay).
+
+        Raises:
+            ValueError: no parameter at all, or a dtype other than bf16 and float32.
+        """
+        parameters = list(parameters)
+        if not parameters:
+            raise ValueError("the module has no parameter that requires a gradient; there is nothing to train.")
+        for name, _, dtype, _ in parameters:
+            if dtype not in DTYPES:
+                raise ValueError(f"parameter {name} has dtype {dtype}; train in torch.bfloat16 or torch.float32.")
+        slots: list[ParamSlot] = []
+        ranges: list[FlatRange] = []
+        offset = 0
+        for dtype in DTYPES:
+            for decay in (True, False):
+                begin = offset
+                for name, shape, its_dtype, its_decay in parameters:
+                    if (its_dtype, its_decay) == (dtype, decay):
+                        end = offset + math.prod(shape)
+                        slots.append(ParamSlot(name=name, shape=shape, dtype=dtype, decay=decay, start=offset, end=end))
+                        offset = _round_up(end, ALIGN_ELEMENTS)
+                if offset > begin:
+                    ranges.append(FlatRange(dtype=dtype, decay=decay, start=begin, end=offset))
+        numel = _round_up(offset, GRAIN_ELEMENTS)
+        last = ranges.pop()
+        ranges.append(FlatRange(dtype=last.dtype, decay=last.decay, start=last.start, end=numel))
+        return cls(slots=tuple(slots), ranges=tuple(ranges), numel=numel)
+
+    def span(self, dtype: torch.dtype) -> tuple[int, int]:
+        """First and last element of all parameters of ``dtype``; (0, 0) when there are none."""
+        ranges = [item for item in self.ranges if item.dtype == dtype]
+        return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
+
+
+class FlatBuffers:
+    """Flat parameters and gradients of one module.
+
+    The module's parameters become views (same ``Parameter`` objects, same values) and get ``main_grad``, a float32 view
+    of their shape; see [Note: main_grad protocol]. A parameter that is used twice (tied weights) has one place. Frozen
+    parameters (``requires_grad`` False) are left alone. Create it after the module is on its device and in its final
+    dtype: ``module.to(...)`` afterwards would move the parameters out (``check_addresses`` tells).
+
+    Args:
+        module: its trainable parameters must share one device.
+        extras: name -> number of float32 slots that ride on the gradient all-reduce (a sum): losses, flags.
+        counters: name -> number of exact integer counters; use them for counts that may pass 2**24 in one step.
+    Raises:
+        ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters sharing memory.
+    """
+
+    def __init__(
+        self, module: nn.Module, extras: Mapping[str, int] | None = None, counters: Mapping[str, int] | None = None
+    ) -> None:
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.layout = FlatLayout.plan(
+            (name, tuple(p.shape), p.dtype, not getattr(p, "no_weight_decay", False)) for name, p in trainable.items()
+        )
+        self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
+            {slot.name: trainable[slot.name] for slot in self.layout.slots}
+        )
+        self.device = _only_device(self.parameters)
+        extras, counters = dict(extras or {}), dict(counters or {})
+        sizes = {f"extras/{name}": size for name, size in extras.items()}
+        sizes |= {f"counters/{name}": LIMBS * size for name, size in counters.items()}
+        tail = _round_up(sum(sizes.values()), ALIGN_ELEMENTS)
+        self.storage = _aligned_zeros(self.layout.numel + tail, torch.float32, self.device)
+        """Gradients, extras and counters: what one all-reduce moves."""
+        self.grads = self.storage[: self.layout.numel]
+        """``(numel,)`` float32: all gradients, padding included."""
+        views = _carve(self.storage[self.layout.numel :], sizes)
+        self.extras: Mapping[str, Tensor] = MappingProxyType({name: views[f"extras/{name}"] for name in extras})
+        """Name -> 1-D float32 view; add to it before the all-reduce, read the sum over ranks after it."""
+        self.counters: Mapping[str, ExactCounter] = MappingProxyType(
+            {name: ExactCounter(views[f"counters/{name}"]) for name in counters}
+        )
+        self.params: Mapping[torch.dtype, Tensor] = MappingProxyType(self._adopt_parameters())
+        """Dtype -> flat buffer of all parameters of that dtype."""
+        self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
+        attach_accumulation(self.parameters.values())
+
+    def _adopt_parameters(self) -> dict[torch.dtype, Tensor]:
+        flat = {}
+        for dtype in DTYPES:
+            start, end = self.layout.span(dtype)
+            if end > start:
+                flat[dtype] = _aligned_zeros(end - start, dtype, self.device)
+        with torch.no_grad():
+            for slot in self.layout.slots:
+                parameter = self.parameters[slot.name]
+                view = self.param_view(slot, flat).view(slot.shape)
+                view.copy_(parameter)
+                parameter.data = view
+                parameter.grad = None
+                parameter.main_grad = self.grads[slot.start : slot.end].view(slot.shape)  # type: ignore[attr-defined]
+        return flat
+
+    def param_view(self, slot: ParamSlot, flat: Mapping[torch.dtype, Tensor] | None = None) -> Tensor:
+        """1-D view of a parameter's elements in its dtype's flat buffer."""
+        offset = self.layout.span(slot.dtype)[0]
+        return (self.params if flat is None else flat)[slot.dtype][slot.start - offset : slot.end - offset]
+
+    def zero_grad(self) -> None:
+        """Set gradients, extras and counters to zero: one kernel, same addresses."""
+        self.storage.zero_()
+
+    def all_reduce(self, groups: ParallelGroups) -> None:
+        """Sum gradients, extras and counters over the data-parallel group in one collective (identity for one rank)."""
+        all_reduce_gradients(self.storage, groups)
+
+    def check_addresses(self) -> None:
+        """Host-only check that no parameter has left its place.
+
+        Raises:
+            RuntimeError: names the first that did.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.data_ptr() != self._addresses[name]:
+                raise RuntimeError(
+                    f"parameter {name} left its flat buffer (module.to(), .data = or load with assign=True after "
+                    "FlatBuffers was built); copy values in place instead: parameter.data.copy_(...)."
+                )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that start at a multiple of 128 bytes; the CPU's allocator promises only 64."""
+    spare = ALIGN_BYTES // dtype.itemsize
+    zeros = torch.zeros(numel + spare, dtype=dtype, device=device)
+    first = -zeros.data_ptr() % ALIGN_BYTES // dtype.itemsize
+    return zeros[first : first + numel]
+
+
+def _carve(flat: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    views, offset = {}, 0
+    for name, size in sizes.items():
+        views[name] = flat[offset : offset + size]
+        offset += size
+    return views
+
+
+def _only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    by_address: dict[int, str] = {}
+    devices = {p.device: name for name, p in parameters.items()}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"the parameters are on {len(devices)} devices ({places}); move the module to one first.")
+    for name, p in parameters.items():
+        if p.numel() and p.device.type != "meta":
+            other = by_address.setdefault(p.data_ptr(), name)
+            if other != name:
+                raise ValueError(
+                    f"parameters {other} and {name} are different Parameter objects over the same memory; tie weights "
+                    "by assigning the same Parameter to both modules."
+                )
+    return next(iter(devices))

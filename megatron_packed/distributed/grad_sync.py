@@ -1,0 +1,52 @@
+"""From autograd's ``.grad`` to the flat float32 gradients, and from there over the data-parallel group.
+
+[Note: main_grad protocol]
+Every parameter of a ``FlatBuffers`` carries ``main_grad``, a float32 view into one flat buffer. A gradient reaches it
+in one of two ways, and a tied weight uses both in one backward pass:
+
+* autograd accumulates into ``.grad``; the hook here adds that to ``main_grad`` and drops it at once, so that at most a
+  few parameters hold a second gradient at any time, and micro-batches accumulate in float32;
+* a layer's own backward adds to ``main_grad`` and returns None for the parameter: autograd then has nothing to
+  accumulate and the hook does not run, so nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.groups import ParallelGroups
+
+
+def accumulate_into_main_grad(parameter: Tensor) -> None:
+    """Add ``parameter.grad`` to ``parameter.main_grad`` (float32, whatever the dtype of the former) and drop it."""
+    if parameter.grad is not None:
+        with torch.no_grad():
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+
+
+def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
+    """Call ``accumulate_into_main_grad`` whenever autograd has accumulated into one of ``parameters``.
+
+    Reads: [Note: main_grad protocol].
+    """
+    return [
+        parameter.register_post_accumulate_grad_hook(accumulate_into_main_grad)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+    ]
+
+
+def all_reduce_gradients(storage: Tensor, groups: ParallelGroups) -> None:
+    """One all-reduce (sum) of the flat gradients and the slots behind them over the data-parallel group.
+
+    A sum and no mean: losses are already divided by the target tokens of the whole global batch.
+
+    Args:
+        storage: ``(gradients + extras,)`` float32, summed in place. Queued on the current stream on CUDA.
+    """
+    all_reduce_sum(storage, groups.dp_group)

@@ -1,0 +1,151 @@
+"""Two gloo processes: groups, collectives, the gradient all-reduce, and the harness itself."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_packed.distributed.collectives import (
+    all_gather_json,
+    all_reduce_max,
+    all_reduce_sum,
+    barrier,
+    broadcast_json,
+)
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import DistributedError, run_distributed
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4))
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def describe(groups: ParallelGroups) -> dict:
+    ones = torch.full((3,), float(groups.rank + 1))
+    result = {
+        "sizes": (groups.world_size, groups.dp_size, groups.dp_cp_size, groups.expert_dp_size, groups.tp_size),
+        "ranks": (groups.rank, groups.dp_rank, groups.dp_cp_rank, groups.expert_dp_rank, groups.tp_rank),
+        "axes": groups.mesh.mesh_dim_names,
+        "sum": all_reduce_sum(ones.clone(), groups.dp_group),
+        "max": all_reduce_max(ones.clone(), groups.dp_group),
+        "decided": broadcast_json({"step": 7, "from": groups.rank}, groups),
+        "decided_by_1": broadcast_json("ü" * groups.rank, groups, source=1),
+        "gathered": all_gather_json(list(range(groups.rank * 3)), groups),
+    }
+    barrier(groups)
+    return result
+
+
+def test_groups_and_collectives() -> None:
+    for rank, found in enumerate(run_distributed(describe, 2)):
+        assert found["sizes"] == (2, 2, 2, 2, 1) and found["ranks"] == (rank, rank, rank, rank, 0)
+        assert found["axes"] == ("dp",)
+        assert found["sum"].tolist() == [3.0] * 3 and found["max"].tolist() == [2.0] * 3
+        assert found["decided"] == {"step": 7, "from": 0} and found["decided_by_1"] == "ü"
+        assert found["gathered"] == [[], [0, 1, 2]]
+
+
+def gradients(groups: ParallelGroups) -> dict:
+    """One step on this rank's batch: gradients, an extra, a counter and a flag through one all-reduce."""
+    module = model()
+    buffers = FlatBuffers(module, extras={"loss": 1, "bad": 2}, counters={"experts": 3})
+    calls = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: calls.append(args[0].numel()) or original(*args, **kwargs)
+    buffers.zero_grad()
+    for rank in (groups.dp_rank,) if groups.world_size == 2 else (0, 1):
+        loss = module(batch(rank)).square().sum()
+        loss.backward()
+        buffers.extras["loss"].add_(loss.detach())
+        buffers.extras["bad"][rank] = rank + 1
+        buffers.counters["experts"].add_(torch.tensor([2**24 + 1, 0, rank + 2**30]))
+    buffers.all_reduce(groups)
+    dist.all_reduce = original
+    return {
+        "grads": {name: p.main_grad.clone() for name, p in buffers.parameters.items()},
+        "loss": buffers.extras["loss"].clone(),
+        "bad": buffers.extras["bad"].tolist(),
+        "experts": buffers.counters["experts"].value().tolist(),
+        "all_reduces": calls,
+        "elements": buffers.storage.numel(),
+    }
+
+
+def test_two_processes_get_the_gradients_of_one_on_all_batches() -> None:
+    alone = gradients(ParallelGroups.single())
+    whole = model()
+    whole(torch.cat([batch(0), batch(1)])).square().sum().backward()
+    first, second = run_distributed(gradients, 2)
+    assert alone["all_reduces"] == [] and first["all_reduces"] == [first["elements"]]
+    for name, p in whole.named_parameters():
+        assert torch.equal(first["grads"][name], second["grads"][name])
+        assert torch.equal(first["grads"][name], alone["grads"][name])
+        torch.testing.assert_close(first["grads"][name], p.grad, rtol=1e-5, atol=1e-6)
+    for found in (alone, first, second):
+        assert torch.equal(found["loss"], alone["loss"])
+        assert found["bad"] == [1.0, 2.0]
+        assert found["experts"] == [2**25 + 2, 0, 2**31 + 1]
+
+
+def misbehave(groups: ParallelGroups, how: str) -> None:
+    if groups.rank == 1:
+        if how == "raise":
+            raise KeyError("the cause")
+        if how == "die":
+            os._exit(7)
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "first_line", "timeout"),
+    [
+        ("raise", "rank 1 failed:", 30),
+        ("die", "exit code 7", 30),
+        ("hang", r"rank [01] did not finish in time and was killed. Its stacks:", 3),
+    ],
+)
+def test_the_harness_reports_the_cause_and_never_hangs(how: str, first_line: str, timeout: float) -> None:
+    start = time.monotonic()
+    with pytest.raises(DistributedError, match=first_line) as raised:
+        run_distributed(misbehave, 2, how, timeout=timeout)
+    assert time.monotonic() - start < 15
+    if how == "raise":
+        assert "KeyError: 'the cause'" in str(raised.value).split("\n\n")[0]
+    if how == "hang":
+        assert "misbehave" in str(raised.value)
+
+
+def leave(groups: ParallelGroups) -> tuple[bool, bool]:
+    if groups.rank == 1:
+        return groups.shutdown(timeout_seconds=5), dist.is_initialized()
+    time.sleep(1.0)  # the peer is gone by now
+    start = time.monotonic()
+    groups.shutdown(timeout_seconds=5)
+    return time.monotonic() - start < 11, dist.is_initialized()
+
+
+def test_shutdown_after_a_peer_has_gone() -> None:
+    assert run_distributed(leave, 2) == [(True, False), (True, False)]
+
+
+def test_results_of_every_dtype_come_back() -> None:
+    for rank, found in enumerate(run_distributed(results, 2)):
+        assert found[0].dtype == torch.bfloat16 and found[0].tolist() == [float(rank)] * 2
+        assert found[1]["empty"].shape == (0, 3) and found[1]["scalar"] == rank and found[1]["scalar"].shape == ()
+
+
+def results(groups: ParallelGroups) -> tuple:
+    return (
+        torch.full((2,), groups.rank, dtype=torch.bfloat16),
+        {"empty": torch.empty(0, 3), "scalar": torch.tensor(groups.rank)},
+    )

@@ -1,0 +1,194 @@
+"""Flat buffers: the layout, fixed addresses, and gradients that arrive exactly once."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_packed.distributed.flat_buffers import FlatBuffers, FlatLayout
+from megatron_packed.distributed.groups import ParallelGroups
+
+
+class MainGradLinear(torch.autograd.Function):
+    """A layer that adds its weight gradient to main_grad itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        weight.main_grad.addmm_(grad.float().t(), x.float())
+        return grad @ weight, None
+
+
+class Mixed(nn.Module):
+    """bf16 and fp32, decayed and not, one frozen, one never used, sizes that are no multiple of anything."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def make(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
+
+        self.norm = make(5)
+        self.weight = make(7, 5)
+        self.router = make(3, 7, dtype=torch.float32)
+        self.a_log = make(1, dtype=torch.float32)
+        self.unused = make(2, 2)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.norm.no_weight_decay = True
+        self.a_log.no_weight_decay = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = (x.to(self.weight.dtype) * self.norm) @ self.weight.t()
+        return (hidden.float() @ self.router.t() * self.a_log).square().sum()
+
+
+def test_layout_orders_by_dtype_then_decay_and_aligns() -> None:
+    layout = FlatLayout.plan(
+        [
+            ("norm", (5,), torch.bfloat16, False),
+            ("router", (3, 7), torch.float32, True),
+            ("w", (130,), torch.bfloat16, True),
+            ("v", (2, 2), torch.bfloat16, True),
+            ("a", (1,), torch.float32, False),
+        ]
+    )
+    assert [(s.name, s.start, s.end) for s in layout.slots] == [
+        ("w", 0, 130), ("v", 192, 196), ("norm", 256, 261), ("router", 320, 341), ("a", 384, 385),
+    ]  # fmt: skip
+    assert [(r.dtype, r.decay, r.start, r.end) for r in layout.ranges] == [
+        (torch.bfloat16, True, 0, 256),
+        (torch.bfloat16, False, 256, 320),
+        (torch.float32, True, 320, 384),
+        (torch.float32, False, 384, 4096),
+    ]
+    assert layout.span(torch.bfloat16) == (0, 320)
+    assert layout.span(torch.float32) == (320, 4096)
+
+
+def test_parameters_become_aligned_views_with_the_same_values() -> None:
+    reference, module = Mixed(), Mixed()
+    identities = {name: id(p) for name, p in module.named_parameters()}
+    frozen_address = module.frozen.data_ptr()
+    buffers = FlatBuffers(module)
+    for name, p in module.named_parameters():
+        assert id(p) == identities[name]
+        assert torch.equal(p, reference.get_parameter(name))
+    for slot in buffers.layout.slots:
+        p = buffers.parameters[slot.name]
+        view = buffers.param_view(slot)
+        assert view.data_ptr() == p.data_ptr() and p.data_ptr() % 128 == 0 and p.main_grad.data_ptr() % 128 == 0
+        assert p.main_grad.shape == p.shape and p.main_grad.dtype == torch.float32
+        view.fill_(2.0)
+        assert (p == 2).all()
+    assert module.frozen.data_ptr() == frozen_address and "frozen" not in buffers.parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_accumulate_in_float32_over_micro_batches(dtype: torch.dtype) -> None:
+    reference, module = Mixed(dtype), Mixed(dtype)
+    buffers = FlatBuffers(module)
+    batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    expected = {name: torch.zeros(p.shape) for name, p in reference.named_parameters()}
+    for x in batches:
+        module(x).backward()
+        reference.zero_grad()
+        reference(x).backward()
+        for name, p in reference.named_parameters():
+            if p.grad is not None:
+                expected[name] += p.grad.float()
+    for name, p in buffers.parameters.items():
+        assert p.grad is None
+        assert torch.equal(p.main_grad, expected[name]), name
+    assert not module.unused.main_grad.any() and module.weight.main_grad.any()
+    # Nothing but gradients in the flat buffer: the padding is still zero.
+    assert buffers.grads.count_nonzero() == sum(int(e.count_nonzero()) for e in expected.values())
+
+
+def test_a_layer_that_writes_main_grad_is_not_counted_twice() -> None:
+    """Tied: the weight is used by autograd (embedding) and by a layer that writes main_grad (output)."""
+    embedding, output = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+    output.weight = embedding.weight
+    model = nn.ModuleDict({"embedding": embedding, "output": output})
+    tokens = torch.tensor([1, 3, 3, 10])
+    (embedding(tokens) @ output.weight.t()).square().sum().backward()
+    expected = embedding.weight.grad.clone()
+    buffers = FlatBuffers(model)
+    assert list(buffers.parameters) == ["embedding.weight"] and embedding.weight.grad is None
+    MainGradLinear.apply(embedding(tokens), output.weight).square().sum().backward()
+    torch.testing.assert_close(embedding.weight.main_grad, expected, rtol=1e-6, atol=1e-6)
+    assert output.weight.grad is None and output.weight.main_grad.any()
+
+
+def test_addresses_are_fixed() -> None:
+    module = Mixed()
+    buffers = FlatBuffers(module, extras={"loss": 1})
+
+    def addresses() -> list[int]:
+        tensors = [*buffers.parameters.values(), *(p.main_grad for p in buffers.parameters.values())]
+        return [t.data_ptr() for t in [*tensors, buffers.extras["loss"], buffers.storage, *buffers.params.values()]]
+
+    before = addresses()
+    for _ in range(3):
+        buffers.zero_grad()
+        module(torch.randn(4, 5)).backward()
+        buffers.all_reduce(ParallelGroups.single())
+    module.load_state_dict({name: torch.full_like(v, 0.5) for name, v in module.state_dict().items()})
+    assert (module.weight == 0.5).all()
+    assert addresses() == before
+    buffers.check_addresses()
+    module.weight.data = module.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"parameter weight left its flat buffer"):
+        buffers.check_addresses()
+
+
+def test_zero_grad_clears_gradients_extras_and_counters() -> None:
+    module = Mixed()
+    buffers = FlatBuffers(module, extras={"loss": 1, "none": 0, "flags": 3}, counters={"experts": 2})
+    assert buffers.extras["flags"].shape == (3,) and buffers.extras["none"].shape == (0,)
+    buffers.extras["flags"][1] = 4.0
+    buffers.counters["experts"].add_(torch.tensor([1, 5]))
+    module(torch.randn(4, 5)).backward()
+    assert not buffers.grads[-1] and buffers.storage.sum() != 0
+    buffers.zero_grad()
+    assert buffers.storage.count_nonzero() == 0
+
+
+def test_counters_are_exact_above_two_to_the_24() -> None:
+    buffers = FlatBuffers(nn.Linear(2, 2), counters={"experts": 2})
+    counter = buffers.counters["experts"]
+    total = [0, 0]
+    for a, b in [(2**24 + 1, 3), (123_456_789, 0), (1, 2**33 - 7)]:
+        counter.add_(torch.tensor([a, b]))
+        total = [total[0] + a, total[1] + b]
+    assert counter.value().tolist() == total
+    # Nine more ranks with the same counts, summed in float32 as an all-reduce would.
+    one = buffers.storage.clone()
+    for _ in range(9):
+        buffers.storage.add_(one)
+    assert buffers.storage.dtype == torch.float32
+    assert counter.value()[0] == 10 * total[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Linear(2, 2, dtype=torch.float16), r"weight has dtype torch.float16; train in torch.bfloat16"),
+        (lambda: nn.ReLU(), "no parameter that requires a gradient"),
+        (lambda: shared_memory(), "first and second are different Parameter objects over the same memory"),
+    ],
+)
+def test_refusals_name_the_parameter(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlatBuffers(make())
+
+
+def shared_memory() -> nn.Module:
+    module = nn.Module()
+    module.first = nn.Parameter(torch.zeros(4))
+    module.second = nn.Parameter(module.first.data)
+    return module

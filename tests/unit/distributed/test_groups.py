@@ -1,0 +1,89 @@
+"""Process groups of a world of one, and the environments that are refused."""
+
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_packed.distributed.collectives import (
+    all_gather_json,
+    all_reduce_max,
+    all_reduce_sum,
+    barrier,
+    broadcast_json,
+)
+from megatron_packed.distributed.groups import ParallelGroups
+
+
+@dataclass
+class Config:
+    distributed_backend: str | None = None
+    distributed_timeout_minutes: float = 1.0
+
+
+def test_one_process_is_the_identity_without_a_process_group() -> None:
+    environment = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    for groups in (
+        ParallelGroups.single(),
+        ParallelGroups.create(Config(), "cpu", {}),
+        ParallelGroups.create(Config(), "cpu", environment),
+    ):
+        assert not dist.is_initialized()
+        assert (groups.world_size, groups.rank, groups.dp_size, groups.dp_rank, groups.dp_group) == (1, 0, 1, 0, None)
+        assert (groups.tp_size, groups.cp_size, groups.ep_size, groups.dp_cp_size, groups.expert_dp_size) == (1,) * 5
+        tensor = torch.arange(3.0)
+        assert all_reduce_sum(tensor, groups.dp_group) is tensor and all_reduce_max(tensor, groups.dp_group) is tensor
+        assert broadcast_json({"a": [1]}, groups) == {"a": [1]} and all_gather_json(5, groups) == [5]
+        barrier(groups)
+        assert groups.shutdown()
+    with pytest.raises(FrozenInstanceError):
+        groups.dp_size = 2
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "message"),
+    [
+        (Config(), {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT are not set; start"),
+        (Config(), {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not an integer"),
+        (Config(), {"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not in \[0, WORLD_SIZE 2\)"),
+        (
+            Config(distributed_backend="nccl"),
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "nccl needs CUDA devices, but the device is cpu; choose gloo",
+        ),
+        (
+            Config(distributed_backend="mpi"),
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "backend 'mpi' is unknown; choose nccl",
+        ),
+    ],
+)
+def test_wrong_environments_are_refused_before_anything_starts(config, environment, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelGroups.create(config, "cpu", environment)
+    assert not dist.is_initialized()
+
+
+def test_more_processes_than_devices_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ValueError, match="local rank 1 wants CUDA device 1, but 1 are visible; start at most 1 processes"
+    ):
+        ParallelGroups.create(Config(), "cuda", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
+
+
+def test_shutdown_gives_up_on_a_library_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+    import time
+
+    release = threading.Event()
+    aborted = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: release.wait(30))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append(True))
+    groups = ParallelGroups(device=torch.device("cpu"), world_size=2, owns_process_group=True)
+    start = time.monotonic()
+    assert groups.shutdown(timeout_seconds=0.1) is False
+    assert time.monotonic() - start < 5 and aborted == [True]
+    release.set()
