@@ -1,0 +1,25 @@
+"""Plain PyTorch, fp32 (fp64 for fp64 inputs). The oracle, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_packed.ops.activation.api import Inputs, Kind
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    return []
+
+
+def run(x_TF: Tensor, kind: Kind) -> Tensor:
+    x = x_TF.to(torch.promote_types(x_TF.dtype, torch.float32))
+    if kind == "gelu":
+        y = F.gelu(x)
+    elif kind == "squared_relu":
+        y = F.relu(x).square()
+    else:
+        gate, up = x.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y.to(x_TF.dtype)

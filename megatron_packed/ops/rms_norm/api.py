@@ -1,0 +1,89 @@
+"""Root-mean-square and layer normalisation over the last dimension.
+
+Shapes: T token slots, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_packed.ops.dispatch import Backend, Op
+
+OP = Op(
+    "rms_norm",
+    (
+        Backend("triton", "megatron_packed.ops.rms_norm.triton_kernel"),
+        Backend("torch", "megatron_packed.ops.rms_norm.torch_fused"),
+        Backend("reference", "megatron_packed.ops.rms_norm.reference"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the choice of a backend depends on."""
+
+    features: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device_type: str
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` per row.
+
+    Mean, root and product in fp32; rounded once, to the dtype of x. Rows are independent of each other, bit for bit,
+    and so are their input gradients. The weight's gradient is a sum over rows in a fixed order: the same bits run
+    after run.
+
+    Args:
+        x_TD: any leading dimensions.
+        weight_D: ``(D,)`` in any floating dtype.
+    Raises:
+        ValueError: the weight does not fit x.
+    Source: Zhang and Sennrich, arXiv:1910.07467.
+    """
+    _check(x_TD, weight_D)
+    y_TD: Tensor = OP.run(_inputs(x_TD, weight_D), backend)(x_TD, weight_D, eps)
+    return y_TD
+
+
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """``residual + x`` and its ``rms_norm``, in one pass over memory.
+
+    Returns:
+        ``(normed, new_residual)``. The sum is rounded to the residual's dtype before it is normalised, exactly as
+        ``rms_norm(residual + x)`` would see it.
+    Raises:
+        ValueError: shapes or dtypes of x and residual differ, or the weight does not fit.
+    """
+    _check(x_TD, weight_D)
+    if x_TD.shape != residual_TD.shape or x_TD.dtype != residual_TD.dtype:
+        raise ValueError(
+            f"x {x_TD.dtype} {tuple(x_TD.shape)} and residual {residual_TD.dtype} {tuple(residual_TD.shape)} differ."
+        )
+    module = OP.select(_inputs(x_TD, weight_D), backend).load()
+    outputs: tuple[Tensor, Tensor] = module.run_add(x_TD, residual_TD, weight_D, eps)
+    return outputs
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """PyTorch's fused layer normalisation: fp32 statistics, the result in the dtype of x. Any weight dtype."""
+    _check(x_TD, weight_D)
+    bias = None if bias_D is None else bias_D.to(x_TD.dtype)
+    return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), bias, eps)
+
+
+def _inputs(x_TD: Tensor, weight_D: Tensor) -> Inputs:
+    return Inputs(features=x_TD.shape[-1], dtype=x_TD.dtype, weight_dtype=weight_D.dtype, device_type=x_TD.device.type)
+
+
+def _check(x_TD: Tensor, weight_D: Tensor) -> None:
+    if weight_D.shape != x_TD.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight_D.shape)} must have the last dimension of x {tuple(x_TD.shape)}.")

@@ -1,0 +1,23 @@
+"""Plain PyTorch, fp32 (fp64 for fp64 inputs). The oracle, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.rms_norm.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    return []
+
+
+def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight_D.to(x.dtype)).to(x_TD.dtype)
+
+
+def run_add(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total_TD = residual_TD + x_TD
+    return run(total_TD, weight_D, eps), total_TD

@@ -1,0 +1,109 @@
+"""Rotary position embedding of queries and keys, with a position per token.
+
+Shapes: T token slots, N query heads, K key heads, H head dimension, P positions in the tables, R rotated pairs (2 R
+    <= H).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.dispatch import Backend, Op
+
+OP = Op(
+    "rope",
+    (
+        Backend("triton", "megatron_packed.ops.rope.triton_kernel"),
+        Backend("reference", "megatron_packed.ops.rope.reference"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the choice of a backend depends on."""
+
+    dtype: torch.dtype
+    device_type: str
+    head_dim: int
+    rotary_dim: int
+
+
+def rope_tables(
+    max_positions: int, rotary_dim: int, base: float, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 ``(P, R)`` with R = rotary_dim / 2: angle ``position * base ** (-2 r / rotary_dim)``.
+
+    Angles are formed in fp64, so that position 1,000,000 is as exact as position 1. Create them once, not per step.
+
+    Raises:
+        ValueError: an odd or non-positive rotary_dim, or no positions.
+    Source: Su et al., arXiv:2104.09864.
+    """
+    if rotary_dim < 2 or rotary_dim % 2 or max_positions < 1:
+        raise ValueError(
+            f"rotary_dim ({rotary_dim}) must be even and positive, and max_positions ({max_positions}) at least 1; "
+            "choose a rotary percent that rotates an even number of dimensions."
+        )
+    frequency_R = float(base) ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    angle_PR = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequency_R)
+    return angle_PR.cos().to(device, torch.float32), angle_PR.sin().to(device, torch.float32)
+
+
+def apply_rope(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    position_ids_T: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first 2 R dimensions of every head by its token's position; the rest passes through.
+
+    'Half' rotation: dimension r pairs with r + R. Math in fp32, results in the inputs' dtype, new contiguous tensors.
+    The backward pass is the same rotation by the negated angle. No host sync; a position outside the tables cannot be
+    seen by the host, so it yields NaN in that token's row (the step's non-finite flag then stops it), never a wild
+    read.
+
+    Args:
+        q_TNH, k_TKH: any strides (for instance views of one fused projection), one dtype.
+        position_ids_T: int32 or int64 ``(T,)``, from 0 in each document.
+        cos_PR, sin_PR: fp32 from ``rope_tables``.
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    _check(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR)
+    inputs = Inputs(
+        dtype=q_TNH.dtype, device_type=q_TNH.device.type, head_dim=q_TNH.shape[2], rotary_dim=2 * cos_PR.shape[1]
+    )
+    rotated: tuple[Tensor, Tensor] = OP.run(inputs, backend)(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR)
+    return rotated
+
+
+def _check(q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> None:
+    if q_TNH.dim() != 3 or k_TKH.dim() != 3 or q_TNH.shape[0] != k_TKH.shape[0] or q_TNH.shape[2] != k_TKH.shape[2]:
+        raise ValueError(f"Expected q (T, N, H) and k (T, K, H); got {tuple(q_TNH.shape)} and {tuple(k_TKH.shape)}.")
+    if position_ids_T.shape != q_TNH.shape[:1] or position_ids_T.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"position_ids must be int32 or int64 of shape ({q_TNH.shape[0]},); "
+            f"got {position_ids_T.dtype} {tuple(position_ids_T.shape)}."
+        )
+    if (
+        cos_PR.shape != sin_PR.shape
+        or cos_PR.dim() != 2
+        or cos_PR.dtype != torch.float32
+        or sin_PR.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"cos and sin must be fp32 tables of one shape (P, R) from rope_tables; "
+            f"got {cos_PR.dtype} {tuple(cos_PR.shape)} and {sin_PR.dtype} {tuple(sin_PR.shape)}."
+        )
+    if 2 * cos_PR.shape[1] > q_TNH.shape[2] or q_TNH.dtype != k_TKH.dtype:
+        raise ValueError(
+            f"The tables rotate {2 * cos_PR.shape[1]} of {q_TNH.shape[2]} dimensions of {q_TNH.dtype}, {k_TKH.dtype}: "
+            "rotate at most the head dimension, with one dtype."
+        )

@@ -1,0 +1,31 @@
+"""Plain PyTorch: gather cos and sin by position, rotate in fp32 (or fp64). The oracle, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.rope.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    return []
+
+
+def run(q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> tuple[Tensor, Tensor]:
+    cos_T1R, sin_T1R = (_rows(table_PR, position_ids_T)[:, None, :] for table_PR in (cos_PR, sin_PR))
+    return _rotate(q_TNH, cos_T1R, sin_T1R), _rotate(k_TKH, cos_T1R, sin_T1R)
+
+
+def _rows(table_PR: Tensor, position_ids_T: Tensor) -> Tensor:
+    """The table's row of each token; NaN for a position that the table does not have."""
+    last = table_PR.shape[0] - 1
+    inside_T1 = ((position_ids_T >= 0) & (position_ids_T <= last))[:, None]
+    return torch.where(inside_T1, table_PR[position_ids_T.clamp(0, last)], float("nan"))
+
+
+def _rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    half = cos_T1R.shape[-1]
+    first, second = x_TNH[..., :half], x_TNH[..., half : 2 * half]  # promoted to fp32 by the tables
+    rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
+    return torch.cat([*(part.to(x_TNH.dtype) for part in rotated), x_TNH[..., 2 * half :]], dim=-1)

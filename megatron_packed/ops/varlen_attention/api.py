@@ -1,0 +1,224 @@
+"""Causal attention inside each document of a pack.
+
+Shapes: T token slots of the pack, N query heads, K key/value heads (N a multiple of K), H head dimension, D documents.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.varlen_attention.tables import Tables, build_tables
+
+_HERE = "megatron_packed.ops.varlen_attention"
+_INT32_LIMIT = 2**31
+
+# Fastest first on an H200 (README, 'Order'). 'auto' takes the first that can serve.
+OP = Op(
+    "varlen_attention",
+    (
+        Backend("flash_attn_4", f"{_HERE}.flash_attn_4"),
+        Backend("transformer_engine", f"{_HERE}.transformer_engine"),
+        Backend("flex", f"{_HERE}.flex"),
+        Backend("flash_attn_2", f"{_HERE}.flash_attn_2"),
+        Backend("torch_varlen", f"{_HERE}.torch_varlen"),
+        Backend("reference", f"{_HERE}.reference"),
+        Backend("sdpa", f"{_HERE}.sdpa", automatic=False),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the choice of a backend depends on. Equal for all micro-batches of a run: the choice is made once."""
+
+    tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device_type: str
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None on a CPU."""
+    window_size: int | None
+    deterministic: bool
+    oversized_backward: int = 0
+    """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else 0."""
+
+
+def varlen_attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: int | None = None,
+    deterministic: bool = False,
+    tables: Tables | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal softmax attention in which a token sees only earlier tokens of its own document, and itself.
+
+    Args:
+        q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension contiguous, the others strided as they
+            like.
+        cu_seqlens: int32 ``(D + 1,)`` on the tensors' device, first 0, last T. Zero-length documents may follow or
+            stand between: they have no rows.
+        max_seqlen: host integer, at least the longest document (T under capture).
+        seq_idx_1T: int32 ``(1, T)`` document number per token. Only the mask backends read it; derived when missing.
+        softmax_scale: 1 / sqrt(H) when None.
+        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None and 0: no window.
+        deterministic: equal inputs give equal bits, run to run, in every gradient.
+        tables: what ``prepare_tables`` returned for this micro-batch; a mask backend builds its own when None.
+        backend: ``auto`` or a name of ``OP.names()``.
+    Returns:
+        ``(T, N, H)`` in the dtype of q.
+    Raises:
+        ValueError: shapes that do not fit each other. NoBackendError: no backend can serve, with each one's reasons.
+    """
+    window = _window(window_size)
+    _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
+    tokens, num_heads, head_dim = q_TNH.shape
+    inputs = _inputs(
+        tokens,
+        num_heads,
+        k_TKH.shape[1],
+        head_dim,
+        q_TNH.dtype,
+        q_TNH.device,
+        cu_seqlens.shape[0] - 1,
+        window,
+        deterministic,
+    )
+    run = OP.run(inputs, backend)
+    if backend == "auto":
+        _warn_if_slow(inputs)
+    out_TNH: Tensor = run(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens,
+        max_seqlen,
+        seq_idx_1T=seq_idx_1T,
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        window_size=window,
+        deterministic=deterministic,
+        tables=tables,
+    )
+    return out_TNH
+
+
+def prepare_tables(
+    backend: str,
+    seq_idx_1T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window_size: int | None = None,
+    deterministic: bool = False,
+) -> Tables | None:
+    """The kernel tables that all attention layers of one micro-batch share, or None where the backend needs none.
+
+    Takes the same decision as ``varlen_attention`` with the same ``backend``. Call it once per micro-batch and window
+    size; static shapes, no host sync. ``tables.copy_from(other)`` refills them in place for a captured graph.
+    """
+    window = _window(window_size)
+    inputs = _inputs(
+        seq_idx_1T.shape[-1],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        seq_idx_1T.device,
+        cu_seqlens.shape[0] - 1,
+        window,
+        deterministic,
+    )
+    return build_tables(OP.select(inputs, backend).name, seq_idx_1T, window)
+
+
+def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+    """Elements of the buffer that flash-attn's varlen backward addresses with 32-bit offsets.
+
+    Each document is padded by up to 128 rows and the head dimension to a multiple of 32.
+    Source: unsloth #8957; about 8,100 documents at 16 heads of 128.
+    """
+    return (tokens + 128 * num_sequences) * num_heads * (-(-head_dim // 32) * 32)
+
+
+def _inputs(
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_sequences: int,
+    window_size: int | None,
+    deterministic: bool,
+) -> Inputs:
+    elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
+    return Inputs(
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device_type=device.type,
+        capability=_capability(device),
+        window_size=window_size,
+        deterministic=deterministic,
+        oversized_backward=elements if elements >= _INT32_LIMIT else 0,
+    )
+
+
+def _window(window_size: int | None) -> int | None:
+    if window_size is not None and window_size < 0:
+        raise ValueError(
+            f"window_size ({window_size}) is negative; give the number of visible tokens, or None for all."
+        )
+    return window_size or None
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@lru_cache(maxsize=64)
+def _warn_if_slow(inputs: Inputs) -> None:
+    """Say once per kind of input that no kernel serves it: the reference is right everywhere, but slow on a GPU."""
+    if inputs.device_type == "cuda" and OP.select(inputs).name == "reference":
+        logging.getLogger(__name__).warning(
+            "varlen_attention runs its slow reference on the GPU, because no kernel serves %s: %s",
+            inputs,
+            OP.explain(inputs),
+        )
+
+
+def _check(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    shapes = f"q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)}, v {tuple(v_TKH.shape)}"
+    if q_TNH.dim() != 3 or k_TKH.dim() != 3 or k_TKH.shape != v_TKH.shape:
+        raise ValueError(f"Expected q (T, N, H) and k, v of one shape (T, K, H); got {shapes}.")
+    if q_TNH.shape[0] != k_TKH.shape[0] or q_TNH.shape[2] != k_TKH.shape[2] or q_TNH.shape[1] % k_TKH.shape[1]:
+        raise ValueError(f"q and k need equal T and H, and N a multiple of K; got {shapes}.")
+    if not q_TNH.dtype == k_TKH.dtype == v_TKH.dtype:
+        raise ValueError(f"q, k and v need one dtype; got {q_TNH.dtype}, {k_TKH.dtype}, {v_TKH.dtype}.")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != q_TNH.device:
+        raise ValueError(
+            f"cu_seqlens must be int32, one-dimensional and on {q_TNH.device}; "
+            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device}."
+        )
+    if max_seqlen < 1:
+        raise ValueError(f"max_seqlen ({max_seqlen}) must be at least 1: the longest document, or T under capture.")

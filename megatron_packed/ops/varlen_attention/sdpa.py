@@ -1,0 +1,66 @@
+"""torch's scaled_dot_product_attention under a boolean (T, T) mask: the last resort, when no varlen kernel can serve.
+
+Its time and memory grow with T^2 whatever the documents, so it must be asked for. On a GPU the memory-efficient kernel is
+pinned: without the pin torch may fall to its mathematical path, which holds T x T scores of every head.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.tables import MaskTable, Tables, document_numbers, visible_pairs
+
+_LONGEST = 16384
+"""Tokens whose mask (256 MiB, and twice that again as the kernel's bias) is still bearable."""
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.tokens > _LONGEST:
+        reasons.append(f"T ({inputs.tokens}) exceeds {_LONGEST}, above which a (T, T) mask costs too much")
+    if inputs.device_type == "cuda":
+        if inputs.tokens % 8 or inputs.head_dim % 8:
+            reasons.append(
+                f"T ({inputs.tokens}) and the head dimension ({inputs.head_dim}) must be multiples of 8 for its kernel"
+            )
+        if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            reasons.append(f"its kernel has no {inputs.dtype}")
+        if inputs.deterministic:
+            reasons.append("the memory-efficient backward adds dQ in a changing order")
+    return reasons
+
+
+def run(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
+    tables: Tables | None,
+) -> Tensor:
+    tokens, num_heads = q_TNH.shape[:2]
+    if not isinstance(tables, MaskTable) or tables.window_size != window_size:
+        seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
+        tables = MaskTable(mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size)
+    group = num_heads // k_TKH.shape[1]
+    # Grouped heads are repeated: the memory-efficient kernel does not take fewer key than query heads.
+    k_TNH, v_TNH = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_TKH, v_TKH))
+    pinned: AbstractContextManager[None] = nullcontext()
+    if q_TNH.is_cuda:
+        pinned = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    with pinned:
+        out_1NTH = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q_TNH, k_TNH, v_TNH)), attn_mask=tables.mask_TT, scale=softmax_scale
+        )
+    return out_1NTH[0].transpose(0, 1)

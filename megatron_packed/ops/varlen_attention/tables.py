@@ -1,0 +1,165 @@
+"""Masks and block tables that all attention layers of one micro-batch share.
+
+Built from the document numbers by a fixed number of vectorised operations: shapes depend on T alone, nothing is read
+back to the host, so the build can be captured, or its result copied into a captured graph's tables.
+
+Shapes: T token slots, B = T / 128 blocks of 128 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Tokens per block of FlexAttention's tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTables:
+    """FlexAttention's block lists for causal attention inside documents.
+
+    'Partial' blocks hold masked and visible pairs and are masked element by element; 'full' ones hold visible pairs
+    only.
+    Lists are padded: entry ``[q, j]`` counts only for ``j < num[q]``.
+    """
+
+    document_T: Tensor
+    """int32 document number per token; never decreases."""
+    kv_num: Tensor
+    """int32 (1, 1, B): partial key blocks of each query block."""
+    kv_index: Tensor
+    """int32 (1, 1, B, B)."""
+    full_kv_num: Tensor
+    full_kv_index: Tensor
+    q_num: Tensor
+    """int32 (1, 1, B): partial query blocks of each key block."""
+    q_index: Tensor
+    full_q_num: Tensor
+    full_q_index: Tensor
+    window_size: int | None
+
+    def copy_from(self, other: BlockTables) -> None:
+        """Refill in place (all tensors keep their addresses) with another packing's tables of the same T and window."""
+        _copy_tensors(self, other)
+
+    def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """FlexAttention's element mask; reads ``document_T``, so it follows ``copy_from``."""
+        document_T, window_size = self.document_T, self.window_size
+
+        def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (document_T[q] == document_T[k])
+
+        if window_size is None:
+            return visible
+
+        def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (q - k < window_size) & (document_T[q] == document_T[k])
+
+        return visible_in_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskTable:
+    """A boolean (T, T) mask, True where query row sees key column: T^2 bytes, once per micro-batch."""
+
+    mask_TT: Tensor
+    window_size: int | None
+
+    def copy_from(self, other: MaskTable) -> None:
+        """Refill in place."""
+        _copy_tensors(self, other)
+
+
+Tables = BlockTables | MaskTable
+
+
+def build_tables(backend: str, seq_idx_1T: Tensor, window_size: int | None) -> Tables | None:
+    """What ``backend`` needs for one micro-batch; None if nothing."""
+    if backend == "flex":
+        return build_block_tables(seq_idx_1T, window_size)
+    if backend == "sdpa":
+        return MaskTable(mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size)
+    return None
+
+
+def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int32 ``(1, T)`` document number per token, from ``cu_seqlens``; zero-length documents use up their number.
+
+    Example: ``[0, 2, 2, 5]`` gives ``[[0, 0, 2, 2, 2]]``.
+    """
+    token_T = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token_T, right=True, out_int32=True)[None]
+
+
+def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
+    """Boolean ``(T, T)``: row (query) sees column (key)."""
+    token_T = torch.arange(document_T.shape[0], device=document_T.device)
+    distance_TT = token_T[:, None] - token_T[None, :]
+    visible_TT = (distance_TT >= 0) & (document_T[:, None] == document_T[None, :])
+    return visible_TT if window_size is None else visible_TT & (distance_TT < window_size)
+
+
+def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTables:
+    """Block lists from document numbers.
+
+    Documents are contiguous, so their numbers never decrease. Query block q meets key block k <= q exactly if k's
+    last token and q's first lie in one document (or q = k), and it sees all of k if k's first and q's last do and k <
+    q.
+
+    Raises:
+        ValueError: T is not a multiple of 128.
+    """
+    document_T = seq_idx_1T.reshape(-1)
+    tokens = document_T.shape[0]
+    if tokens % BLOCK:
+        raise ValueError(
+            f"T ({tokens}) is not a multiple of {BLOCK}, the block of FlexAttention's tables; pad the pack."
+        )
+    first_B, last_B = document_T[::BLOCK], document_T[BLOCK - 1 :: BLOCK]
+    block_B = torch.arange(tokens // BLOCK, device=document_T.device)
+    behind_BB = block_B[:, None] - block_B[None, :]  # blocks between query block (row) and key block (column)
+    meets_BB = (behind_BB == 0) | ((behind_BB > 0) & (last_B[None, :] == first_B[:, None]))
+    full_BB = (behind_BB > 0) & (first_B[None, :] == last_B[:, None])
+    if window_size is not None:
+        meets_BB &= (behind_BB - 1) * BLOCK + 1 < window_size  # nearest pair: last key, first query
+        full_BB &= (behind_BB + 1) * BLOCK - 1 < window_size  # farthest pair: first key, last query
+    partial_BB = meets_BB & ~full_BB
+    kv_num, kv_index = _ordered(partial_BB)
+    full_kv_num, full_kv_index = _ordered(full_BB)
+    q_num, q_index = _ordered(partial_BB.T)
+    full_q_num, full_q_index = _ordered(full_BB.T)
+    return BlockTables(
+        document_T=document_T.to(torch.int32).clone(),
+        kv_num=kv_num,
+        kv_index=kv_index,
+        full_kv_num=full_kv_num,
+        full_kv_index=full_kv_index,
+        q_num=q_num,
+        q_index=q_index,
+        full_q_num=full_q_num,
+        full_q_index=full_q_index,
+        window_size=window_size,
+    )
+
+
+def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the number of True columns, and their indices in rising order followed by the others."""
+    number_B = dense_BB.sum(1, dtype=torch.int32)
+    index_BB = torch.argsort(dense_BB.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    return number_B[None, None].contiguous(), index_BB[None, None].contiguous()
+
+
+def _copy_tensors(target: BlockTables | MaskTable, source: BlockTables | MaskTable) -> None:
+    if type(target) is not type(source) or target.window_size != source.window_size:
+        raise ValueError(
+            f"Tables {type(source).__name__} with window {source.window_size} cannot refill "
+            f"{type(target).__name__} with window {target.window_size}."
+        )
+    for member in fields(target):
+        value = getattr(target, member.name)
+        if isinstance(value, Tensor):
+            value.copy_(getattr(source, member.name))

@@ -1,0 +1,212 @@
+"""The reference against a dense float64 softmax; isolation; block tables against FlexAttention's own mask builder."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.varlen_attention import api, reference, sdpa, tables
+from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
+
+PACKINGS = {
+    "one document": [96],
+    "length one, two, three": [1, 2, 3, 1, 1, 88],
+    "empty documents": [0, 40, 0, 0, 56, 0],
+    "more than a block": [31, 270, 19],
+    "hundred documents": [1] * 60 + [2] * 45,
+}
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def random_qkv(tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+def dense_attention(q, k, v, cu_seqlens, window=None):
+    """Every document by a dense softmax in float64: nothing shared with the code under test."""
+    outputs = []
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).double() for x in (k, v))
+    q = q.double()
+    for start, end in pairwise(cu_seqlens.tolist()):
+        scores = torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]).double() * q.shape[-1] ** -0.5
+        for i in range(end - start):
+            hidden = [j for j in range(end - start) if j > i or (window and i - j >= window)]
+            scores[:, i, hidden] = -torch.inf
+        outputs.append(torch.einsum("nqk,knh->qnh", scores.softmax(-1), v[start:end].double()))
+    return torch.cat(outputs)
+
+
+def gradients(output, inputs):
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return torch.autograd.grad((output.double() * weight).sum(), inputs, retain_graph=True)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+@pytest.mark.parametrize("lengths", PACKINGS.values(), ids=PACKINGS)
+def test_reference_is_dense_attention_of_each_document(lengths, window):
+    cu_seqlens = offsets(lengths)
+    q, k, v = random_qkv(sum(lengths))
+    out = varlen_attention(q, k, v, cu_seqlens, max(lengths), window_size=window)
+    want = dense_attention(q, k, v, cu_seqlens, window)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(gradients(out, (q, k, v)), gradients(want, (q, k, v))):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_gpu_path_is_the_cpu_path(window, monkeypatch):
+    """On a GPU the whole pack is one segment under a document mask; the same code runs here."""
+    lengths = [1, 300, 0, 40, 259]
+    cu_seqlens, tokens = offsets(lengths), sum(lengths)
+    q, k, v = random_qkv(tokens)
+    masked = reference._attend_segment(q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window)
+    alone = varlen_attention(q, k, v, cu_seqlens, tokens, window_size=window)
+    torch.testing.assert_close(masked, alone, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(reference, "_SAVED_SCORES_LIMIT", 0)  # recompute each block in backward: same bits
+    recomputed = reference._attend_segment(q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window)
+    assert torch.equal(recomputed, masked)
+    for got, expected in zip(gradients(recomputed, (q, k, v)), gradients(masked, (q, k, v))):
+        assert torch.equal(got, expected)
+
+
+def test_bf16_errs_no_more_than_rounding_its_result():
+    q, k, v = random_qkv(64, dtype=torch.bfloat16)
+    out = varlen_attention(q, k, v, offsets([10, 54]), 54)
+    want = dense_attention(q, k, v, offsets([10, 54]))
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - want).abs() <= want.abs() * 2**-8 + 1e-6).all()
+
+
+@pytest.mark.parametrize("perturbed", [0, 1, 2])
+def test_a_changed_document_leaves_the_others_bits(perturbed):
+    lengths = [37, 300, 63]
+    cu_seqlens = offsets(lengths)
+    q, k, v = random_qkv(sum(lengths))
+    start, end = int(cu_seqlens[perturbed]), int(cu_seqlens[perturbed + 1])
+    changed = [x.detach().clone() for x in (q, k, v)]
+    for x in changed:
+        x[start + lengths[perturbed] // 2] = torch.nan  # even a NaN stays inside
+        x.requires_grad_()
+    outs = [varlen_attention(*inputs, cu_seqlens, max(lengths)) for inputs in ((q, k, v), changed)]
+    grads = [gradients(outs[0], (q, k, v)), gradients(outs[1], changed)]
+    neighbours = torch.ones(sum(lengths), dtype=torch.bool)
+    neighbours[start:end] = False
+    assert torch.equal(outs[0][neighbours], outs[1][neighbours])
+    assert not torch.equal(outs[0][~neighbours], outs[1][~neighbours])
+    for before, after in zip(*grads):
+        assert torch.equal(before[neighbours], after[neighbours])
+
+
+def test_packed_equals_alone_bit_for_bit():
+    lengths = [5, 290, 1, 44]
+    cu_seqlens = offsets(lengths)
+    q, k, v = random_qkv(sum(lengths))
+    packed = varlen_attention(q, k, v, cu_seqlens, max(lengths))
+    for start, end in pairwise(cu_seqlens.tolist()):
+        alone = varlen_attention(q[start:end], k[start:end], v[start:end], offsets([end - start]), end - start)
+        assert torch.equal(packed[start:end], alone)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_sdpa_with_a_mask_agrees(window):
+    lengths = [3, 60, 1, 64]
+    cu_seqlens = offsets(lengths)
+    q, k, v = random_qkv(128)
+    seq_idx = tables.document_numbers(cu_seqlens, 128)
+    prepared = prepare_tables(
+        "sdpa", seq_idx, cu_seqlens, num_heads=4, num_kv_heads=2, head_dim=8, dtype=q.dtype, window_size=window
+    )
+    want = varlen_attention(q, k, v, cu_seqlens, 64, window_size=window)
+    for given in (prepared, None):
+        out = varlen_attention(q, k, v, cu_seqlens, 64, window_size=window, tables=given, backend="sdpa")
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(gradients(out, (q, k, v)), gradients(want, (q, k, v))):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_document_numbers_skip_empty_documents():
+    assert tables.document_numbers(offsets([2, 0, 3, 0]), 5).tolist() == [[0, 0, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("window", [None, 1, 128, 129, 200, 257])
+@pytest.mark.parametrize("lengths", [[1024], [128] * 8, [100, 28, 300, 1, 1, 82, 512], [1] * 300 + [724], [1023, 1]])
+def test_block_tables_list_what_the_mask_shows(lengths, window):
+    cu_seqlens = offsets(lengths)
+    built = tables.build_block_tables(tables.document_numbers(cu_seqlens, 1024), window)
+    want = create_block_mask(built.mask_mod(), 1, 1, 1024, 1024, device="cpu", BLOCK_SIZE=tables.BLOCK)
+    pairs = {
+        (built.kv_num, built.kv_index): (want.kv_num_blocks, want.kv_indices),
+        (built.full_kv_num, built.full_kv_index): (want.full_kv_num_blocks, want.full_kv_indices),
+        (built.q_num, built.q_index): (want.q_num_blocks, want.q_indices),
+        (built.full_q_num, built.full_q_index): (want.full_q_num_blocks, want.full_q_indices),
+    }
+    for (number, index), (want_number, want_index) in pairs.items():
+        assert torch.equal(number, want_number)
+        for row, count in enumerate(number.flatten().tolist()):
+            assert torch.equal(index[0, 0, row, :count], want_index[0, 0, row, :count])
+
+
+def test_block_tables_are_refilled_in_place():
+    first, second = (
+        tables.build_block_tables(tables.document_numbers(offsets(lengths), 512), None)
+        for lengths in ([512], [200, 312])
+    )
+    addresses = [first.kv_index.data_ptr(), first.document_T.data_ptr()]
+    first.copy_from(second)
+    assert [first.kv_index.data_ptr(), first.document_T.data_ptr()] == addresses
+    assert torch.equal(first.kv_num, second.kv_num) and torch.equal(first.document_T, second.document_T)
+    with pytest.raises(ValueError, match="window 5 cannot refill"):
+        first.copy_from(tables.build_block_tables(tables.document_numbers(offsets([512]), 512), 5))
+
+
+def test_wrong_offsets_are_refused():
+    q, k, v = random_qkv(10)
+    for lengths, message in (([4, 5], "rise from 0 to T = 10"), ([12, -2], "rise from 0")):
+        with pytest.raises(ValueError, match=message):
+            varlen_attention(q, k, v, offsets(lengths), 12)
+    with pytest.raises(ValueError, match=r"longest document has 10 tokens, more than max_seqlen \(4\)"):
+        varlen_attention(q, k, v, offsets([10]), 4)
+    with pytest.raises(ValueError, match="int32"):
+        varlen_attention(q, k, v, offsets([10]).long(), 10)
+    with pytest.raises(ValueError, match="N a multiple of K"):
+        varlen_attention(q[:, :3], k, v, offsets([10]), 10)
+    with pytest.raises(ValueError, match="negative"):
+        varlen_attention(q, k, v, offsets([10]), 10, window_size=-1)
+
+
+def test_forced_backends_say_why_they_cannot_serve():
+    q, k, v = random_qkv(10)
+    for name in ("flash_attn_4", "flash_attn_2", "transformer_engine", "torch_varlen", "flex"):
+        with pytest.raises(NoBackendError, match=name):
+            varlen_attention(q, k, v, offsets([10]), 10, backend=name)
+    assert prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES) is None
+    many_tokens = api.Inputs(**{**INPUTS, "tokens": 65536})
+    assert any("65536" in reason for reason in sdpa.not_supported_reasons(many_tokens))
+
+
+def test_the_32_bit_guard_counts_the_padding_of_each_document():
+    # 16 heads of 128: the limit 2^31 / (16 * 128) is 1,048,576 padded rows
+    assert api.padded_gradient_elements(1_048_576 - 128 * 10 - 1, 10, 16, 128) < 2**31
+    assert api.padded_gradient_elements(1_048_576 - 128 * 10, 10, 16, 128) >= 2**31
+    assert api.padded_gradient_elements(0, 1, 1, 40) == 128 * 64
+
+
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+INPUTS = dict(
+    **SIZES,
+    tokens=128,
+    device_type="cuda",
+    capability=(9, 0),
+    window_size=None,
+    deterministic=False,
+    oversized_backward=0,
+)
