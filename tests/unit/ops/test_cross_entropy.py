@@ -1,0 +1,150 @@
+"""The chunked loss against one dense float64 cross-entropy: loss, both gradients, and what must not happen."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_packed.ops.cross_entropy import reference
+from megatron_packed.ops.cross_entropy.api import default_chunk_tokens, linear_cross_entropy
+
+T, D, V, VOCAB = 37, 12, 24, 21
+
+
+def case(dtype=torch.float32, supervised=0.7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(V, D, generator=generator).to(dtype))
+    labels = torch.randint(0, VOCAB, (T,), generator=generator, dtype=torch.int32)
+    mask = (torch.rand(T, generator=generator) < supervised).float()
+    return hidden, weight, labels, mask
+
+
+def dense(hidden, weight, labels, mask):
+    logits = hidden.double() @ weight[:VOCAB].double().T
+    return F.cross_entropy(logits, labels.long(), reduction="none") * mask.double()
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("scaled_in_forward", [False, True])
+@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100, None])
+def test_loss_and_gradients_are_the_dense_ones(chunk, scaled_in_forward, main_grad):
+    hidden, weight, labels, mask = case()
+    scale = torch.tensor(0.037)
+    want_T = dense(hidden, weight, labels, mask)
+    want_grads = torch.autograd.grad(want_T.sum() * scale, (hidden, weight))
+    if main_grad:
+        weight.main_grad = torch.ones(V, D)  # gradients of earlier micro-batches
+    grad_scale = scale if scaled_in_forward else None
+    loss_sum, loss_T = linear_cross_entropy(
+        hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=chunk, grad_scale=grad_scale
+    )
+    torch.testing.assert_close(loss_T.double(), want_T.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss_sum.double(), want_T.sum().detach(), rtol=1e-6, atol=1e-5)
+    assert not loss_T.requires_grad
+    (loss_sum * scale).backward()
+    torch.testing.assert_close(hidden.grad, want_grads[0], rtol=1e-4, atol=1e-6)
+    got = weight.main_grad - 1 if main_grad else weight.grad
+    assert (weight.grad is None) == main_grad
+    torch.testing.assert_close(got, want_grads[1], rtol=1e-4, atol=1e-6)
+    assert not got[VOCAB:].any()
+
+
+def test_bf16_errs_at_most_twice_as_much_as_plain_bf16():
+    hidden, weight, labels, mask = case(torch.bfloat16)
+    want = torch.autograd.grad(dense(hidden, weight, labels, mask).sum(), (hidden, weight))
+    plain = F.cross_entropy((hidden @ weight[:VOCAB].T).float(), labels.long(), reduction="none") * mask
+    plain_grads = torch.autograd.grad(plain.sum(), (hidden, weight))
+    ours = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)[0], (hidden, weight)
+    )
+    for got, other, exact in zip(ours, plain_grads, want):
+        assert (got - exact).abs().max() <= 2 * (other - exact).abs().max()
+
+
+def test_nothing_supervised_is_zero_and_finite():
+    hidden, weight, labels, mask = case(supervised=0)
+    loss_sum, loss_T = linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)
+    (loss_sum * 0.5).backward()
+    assert loss_sum == 0 and not loss_T.any() and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_labels_without_a_target_may_be_anything_but_a_supervised_one_must_exist():
+    hidden, weight, labels, mask = case()
+    mask[3], mask[4] = 0, 0
+    want = linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)[0]
+    labels[3], labels[4] = -100, V + 5
+    assert linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)[0] == want
+    mask[4] = 1
+    assert linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)[0].isnan()
+
+
+def test_a_changed_token_leaves_the_others_bits():
+    hidden, weight, labels, mask = case(supervised=1)
+    changed = hidden.detach().clone()
+    changed[5] = 3.0
+    changed.requires_grad_()
+    results = []
+    for x in (hidden, changed):
+        loss_sum, loss_T = linear_cross_entropy(x, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)
+        results.append((loss_T, torch.autograd.grad(loss_sum, x)[0]))
+    keep = torch.arange(T) != 5
+    for before, after in zip(*results):
+        assert torch.equal(before[keep], after[keep]) and not torch.equal(before[5], after[5])
+
+
+def test_logits_of_the_whole_pack_never_exist(monkeypatch):
+    sizes = []
+    step = reference.softmax_step
+    monkeypatch.setattr(
+        reference, "softmax_step", lambda logits, *rest: (sizes.append(logits.shape[0]), step(logits, *rest))
+    )
+    hidden, weight, labels, mask = case()
+    linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)
+    assert sizes == [19, 18]
+
+
+def test_evaluation_forms_no_gradient():
+    hidden, weight, labels, mask = case()
+    weight.main_grad = torch.zeros(V, D)
+    with torch.no_grad():
+        loss_sum, _ = linear_cross_entropy(
+            hidden, weight, labels, mask, vocab_size=VOCAB, grad_scale=torch.tensor(1.0), chunk_tokens=8
+        )
+    assert not loss_sum.requires_grad and not weight.main_grad.any()
+
+
+def test_a_broken_promise_about_the_upstream_gradient_is_loud():
+    hidden, weight, labels, mask = case()
+    weight.main_grad = torch.zeros(V, D)
+    scale = torch.tensor(0.5)
+    loss_sum, _ = linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, grad_scale=scale)
+    (loss_sum * 0.25).backward()
+    assert hidden.grad.isnan().all()
+
+
+def test_frozen_weight_and_frozen_hidden():
+    hidden, weight, labels, mask = case()
+    loss = linear_cross_entropy(hidden.detach(), weight, labels, mask, vocab_size=VOCAB)[0]
+    assert torch.autograd.grad(loss, weight)[0].any()
+    loss = linear_cross_entropy(hidden, weight.detach(), labels, mask, vocab_size=VOCAB)[0]
+    assert torch.autograd.grad(loss, hidden)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "chunk"),
+    [(4096, 16384, 2048), (32768, 131072, 1024), (8192, 32768, 2048), (100, 512, 50), (1, 8, 1)],
+)
+def test_default_chunk(tokens, rows, chunk):
+    assert default_chunk_tokens(tokens, rows) == chunk
+
+
+def test_wrong_arguments_are_refused():
+    hidden, weight, labels, mask = case()
+    with pytest.raises(ValueError, match="vocab_size"):
+        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=V + 1)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=V, chunk_tokens=0)
+    with pytest.raises(ValueError, match="cast hidden"):
+        linear_cross_entropy(hidden.double(), weight, labels, mask, vocab_size=V)
+    with pytest.raises(ValueError, match="labels"):
+        linear_cross_entropy(hidden, weight, labels[1:], mask, vocab_size=V)

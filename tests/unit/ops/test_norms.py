@@ -1,0 +1,60 @@
+"""RMSNorm and LayerNorm references against float64 formulas; rows do not see each other."""
+
+import pytest
+import torch
+
+from megatron_packed.ops.rms_norm.api import add_rms_norm, layer_norm, rms_norm
+
+
+def formula(x, weight, eps):
+    x = x.double()
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_its_formula(dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(9, 33, dtype=dtype, requires_grad=True), torch.rand(33, dtype=dtype, requires_grad=True)
+    got, want = rms_norm(x, weight, 1e-5), formula(x, weight, 1e-5)
+    assert got.dtype == dtype
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
+    grad_out = torch.randn_like(got)
+    for grad, want_grad in zip(
+        torch.autograd.grad(got, (x, weight), grad_out), torch.autograd.grad(want, (x, weight), grad_out.double())
+    ):
+        torch.testing.assert_close(grad, want_grad, rtol=2 * tolerance, atol=5 * tolerance)
+
+
+def test_add_rms_norm_is_a_sum_and_a_norm():
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    weight = torch.rand(16, dtype=torch.bfloat16, requires_grad=True)
+    normed, total = add_rms_norm(*leaves, weight, 1e-5)
+    assert torch.equal(total, leaves[0] + leaves[1]) and torch.equal(normed, rms_norm(total, weight, 1e-5))
+    got = torch.autograd.grad((normed.float() * 2 + total.float()).sum(), [*leaves, weight])
+    assert torch.equal(got[0], got[1]) and got[0].abs().sum() > 0
+
+
+def test_rows_do_not_see_each_other():
+    x, weight = torch.randn(6, 16), torch.rand(16)
+    changed = x.clone()
+    changed[2] = torch.nan
+    keep = torch.arange(6) != 2
+    assert torch.equal(rms_norm(x, weight, 1e-5)[keep], rms_norm(changed, weight, 1e-5)[keep])
+
+
+def test_layer_norm_takes_fp32_weights_for_bf16_rows():
+    x, weight, bias = torch.randn(4, 16).bfloat16(), torch.rand(16), torch.rand(16)
+    wide = x.double()
+    want = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    got = layer_norm(x, weight, bias, 1e-5)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want * weight + bias, rtol=2e-2, atol=2e-2)
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match="last dimension"):
+        rms_norm(torch.randn(4, 8), torch.rand(7), 1e-5)
+    with pytest.raises(ValueError, match="differ"):
+        add_rms_norm(torch.randn(4, 8), torch.randn(3, 8), torch.rand(8), 1e-5)
