@@ -9,6 +9,14 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
+_CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
+_NOT_BUILT = {
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+                     "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"), _CONVERT),
+    "NullTokenizer": f"give {BYTES}",
+    "MultimodalTokenizer": f"models read text only: give {HUGGING_FACE}",
+    "NullMultimodalTokenizer": f"models read text only: give {BYTES}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,7 @@ class DataConfig(Section, title="data"):
     tokenizer_type: str = option(
         BYTES, "Tokenizer: a tokenizer.json of Hugging Face, bytes as tokens, or a BPE trained on the training data.",
         group="tokenizer", choices=(HUGGING_FACE, BYTES, TRAINED_BPE), value_aliases={"SFTTokenizer": HUGGING_FACE},
+        not_built=_NOT_BUILT,
         megatron=("none: required", "bytes need no file"),
     )
     tokenizer_model: str | None = option(

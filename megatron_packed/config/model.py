@@ -69,6 +69,8 @@ class ModelConfig(Section, title="model"):
     position_embedding_type: str = option(
         "none", "How attention learns positions; they restart at 0 in every document.", group=ATTN,
         choices=("none", "rope"), megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
+        not_built={"learned_absolute": "give none (Mamba layers carry the order of tokens) or rope",
+                   "relative": "give rope", "yarn": "give rope", "mrope": "give rope"},
     )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
     rotary_percent: float = option(1.0, "Share of each head that is rotated.", group=ATTN, above=0, maximum=1)
@@ -104,7 +106,8 @@ class ModelConfig(Section, title="model"):
         group=EXPERTS, minimum=1,
     )
     moe_router_score_function: str = option(
-        "softmax", "From router logits to scores.", group=EXPERTS, choices=("softmax", "sigmoid")
+        "softmax", "From router logits to scores.", group=EXPERTS, choices=("softmax", "sigmoid"),
+        not_built={"sqrtsoftplus": "give sigmoid"},
     )
     moe_router_pre_softmax: bool = option(False, "Scores are taken over all experts before the top k.", group=EXPERTS)
     moe_router_topk_scaling_factor: float | None = option(
@@ -119,16 +122,16 @@ class ModelConfig(Section, title="model"):
     moe_router_load_balancing_type: str = option(
         "aux_loss", "Auxiliary loss for an even load: per pack, over its real tokens.", group=EXPERTS,
         choices=("aux_loss", "none"), training_only=True,
+        not_built={"seq_aux_loss": "give aux_loss, which takes each pack as one sequence",
+                   "global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
+                   "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
+                   "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias"},
     )
     moe_aux_loss_coeff: float = option(
         0.0, "Weight of the auxiliary loss.", group=EXPERTS, minimum=0, training_only=True
     )
     moe_z_loss_coeff: float | None = option(
         None, "Weight of the loss that keeps router logits small.", group=EXPERTS, minimum=0, training_only=True
-    )
-    moe_router_dtype: str = option(
-        "fp32", "Precision of the router; always fp32.", group=EXPERTS, choices=("fp32",),
-        megatron=("the model's precision", "routing in bf16 changes which experts are chosen"),
     )
 
     untie_embeddings_and_output_weights: bool = option(

@@ -18,7 +18,8 @@ class OptimizerConfig(Section, title="optim"):
     lr: float = option(help="Highest learning rate.", group=RATE, minimum=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay, and the lowest one.", group=RATE, minimum=0)
     lr_decay_style: str = option(
-        "linear", "Course of the decay.", group=RATE, choices=("constant", "linear", "cosine", "WSD")
+        "linear", "Course of the decay.", group=RATE, choices=("constant", "linear", "cosine", "WSD"),
+        not_built={"inverse-square-root": "give cosine, or WSD with --lr-wsd-decay-style minus_sqrt"},
     )
     lr_decay_iters: int | None = option(
         None, "Iteration at which the decay ends; --train-iters when not given.", unit="iterations", group=RATE,
@@ -37,7 +38,6 @@ class OptimizerConfig(Section, title="optim"):
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
 
-    optimizer: str = option("adam", "Optimizer; always AdamW (decoupled weight decay).", group=ADAM, choices=("adam",))
     optimizer_backend: str = option(
         "auto", "Implementation of the fused step.", group=ADAM, choices=("auto", "torch", "transformer_engine", "apex")
     )

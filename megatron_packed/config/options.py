@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.suggest import did_you_mean, nearest
 
 SectionType = TypeVar("SectionType", bound="Section")
 INT32_MAX = 2**31 - 1
@@ -32,6 +33,7 @@ class Option:
     deprecated: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
     value_aliases: Mapping[str, str] | None = None
+    not_built: Mapping[str, str] | None = None
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
@@ -53,7 +55,8 @@ def option(default: Any = MISSING, help: str = "", **metadata: Any) -> Any:
         flag: spelling without the dashes when it is not the field name with ``-`` for ``_``.
         negated: the flag turns the field off (Megatron's ``--disable-bias-linear``).
         aliases, deprecated: other spellings; a deprecated one gives a warning line.
-        choices: the only values; ``value_aliases``: other words for some of them.
+        choices: the only values; ``value_aliases``: other words for some of them; ``not_built``: values of Megatron
+            that are refused by name, each with what to use instead.
         minimum, above, maximum, below: bounds, inclusive and exclusive.
         derived: what ``None`` stands for; the section fills the value in when it is made.
         path: the value is a path that is read or written, checked before anything starts.
@@ -241,9 +244,12 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
         return value, Problem(flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(described)}")
     if isinstance(value, str) and limits.value_aliases:
         value = limits.value_aliases.get(value, value)
+    if limits.not_built and value in limits.not_built:
+        return value, Problem(flag, shown, "is not built", limits.not_built[value])
     if limits.choices and value not in limits.choices:
         words = ", ".join(str(choice) for choice in limits.choices)
-        return value, Problem(flag, shown, f"must be one of {words}", "choose one of them")
+        meant = nearest(value, limits.choices) if isinstance(value, str) else []
+        return value, Problem(flag, shown, f"must be one of {words}", did_you_mean(meant, "choose one of them"))
     if kind.base is str:
         if not value.strip():
             return value, Problem(flag, shown, "must not be empty", "give a value or leave the option out")

@@ -50,6 +50,7 @@ class TrainingConfig(Section, title="training"):
         choices=("auto", "reference", "flash_attn_4", "transformer_engine", "flash_attn_2", "torch_varlen", "flex",
                  "sdpa"),
         value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
+        not_built={"local": "give reference, which is plain PyTorch"},
     )
     ssd_backend: str = option("auto", "Mamba-2 scan kernel.", group=KERNELS, choices=("auto", "reference", "mamba_ssm"))
     conv_backend: str = option(

@@ -1,0 +1,87 @@
+"""``--config run.yaml``: options by section and field, or by flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.run import SECTIONS
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the file.
+
+    Args:
+        section: the mapping that it stands in; empty at the top.
+        name: the key as written.
+        line: counted from 1.
+    """
+
+    section: str
+    name: str
+    value: Any
+    line: int
+
+
+def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
+    """The keys of a YAML file in order. Only plain data is read, no tags; a key that is written twice is a problem."""
+    import yaml  # only a run with --config needs it
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            loader = yaml.SafeLoader(file.read())
+            root = loader.get_single_node()
+            return list(_entries(loader, root, path, problems)) if root is not None else []
+    except OSError as error:
+        problems.append(Problem("--config", path, f"cannot be read: {error.strerror}", "give the path of a YAML file"))
+    except UnicodeDecodeError:
+        problems.append(Problem("--config", path, "is not UTF-8 text", "give the path of a YAML file"))
+    except RecursionError:
+        problems.append(Problem("--config", path, "is nested too deeply", "write sections with plain values"))
+    except yaml.MarkedYAMLError as error:
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        problems.append(Problem("--config", path, f"is not valid YAML{where}: {error.problem}",
+                                "correct it; text with *, :, # or a leading - needs quotes"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist, a number that is too long
+        problems.append(Problem("--config", path, f"is not valid YAML: {error}", "correct it"))
+    return []
+
+
+def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iterator[Entry]:
+    import yaml
+
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(Problem("--config", path, "must hold keys with values", "write 'model:' and so on"))
+        return
+    for key, node in _pairs(root, "", path, problems):
+        if key.value in SECTIONS:
+            if isinstance(node, yaml.MappingNode):
+                for inner, leaf in _pairs(node, key.value, path, problems):
+                    value = loader.construct_object(leaf, deep=True)
+                    yield Entry(key.value, inner.value, value, inner.start_mark.line + 1)
+            elif node.tag != "tag:yaml.org,2002:null":
+                name = f"{path}:{key.start_mark.line + 1} {key.value}"
+                cure = f"write the options of {key.value} below it, indented"
+                problems.append(Problem(name, "", "must hold keys with values", cure))
+            continue
+        yield Entry("", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1)
+
+
+def _pairs(mapping: Any, section: str, path: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
+    import yaml
+
+    seen: dict[str, int] = {}
+    for key, node in mapping.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(Problem(f"{path}:{line}", "", "a key must be a word", "write an option's name"))
+        elif key.value in seen:
+            name = f"{section}.{key.value}" if section else key.value
+            problems.append(Problem(f"{path}:{line} {name}", "", f"was already given in line {seen[key.value]}",
+                                    "keep one of them"))
+        else:
+            seen[key.value] = line
+            yield key, node

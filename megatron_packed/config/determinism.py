@@ -1,0 +1,67 @@
+"""The environment variables behind ``--deterministic-mode``, set before any library reads them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.training import TrainingConfig
+
+VARIABLES: dict[str, str] = {
+    "MAMBA_DETERMINISTIC": "1",  # mamba-ssm: no atomic additions in the scan's backward
+    "CAUSAL_CONV1D_DETERMINISTIC": "1",  # causal-conv1d >= 1.6: the same for the convolution's weight gradient
+    "TRITON_CACHE_AUTOTUNING": "1",  # Triton: a tuning result is kept, so the next run takes the same configuration
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # TransformerEngine and cuDNN attention
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS: one fixed workspace per stream
+    "NCCL_ALGO": "Ring",  # NCCL: additions in ring order, whatever the message's size
+}
+"""flash-attn has no variable: its ``deterministic`` argument is set by the attention backends."""
+
+_ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
+    "CUBLAS_WORKSPACE_CONFIG": frozenset({":16:8"}),
+    "NCCL_ALGO": frozenset({"CollnetDirect", "CollnetChain", "^NVLS"}),
+}
+
+
+def environment(training: TrainingConfig) -> dict[str, str]:
+    """The variables that a run needs: none without ``deterministic_mode``."""
+    return dict(VARIABLES) if training.deterministic_mode else {}
+
+
+def environment_problems(training: TrainingConfig, environ: MutableMapping[str, str] | None = None) -> list[Problem]:
+    """Variables that are already set, to something that is not deterministic."""
+    current = os.environ if environ is None else environ
+    found = []
+    for name, value in environment(training).items():
+        given = current.get(name, "")
+        accepted = {value, *_ALSO_DETERMINISTIC.get(name, ())}
+        if given and not set(given.split(",") if name == "NCCL_ALGO" else [given]) <= accepted:
+            found.append(Problem(name, given, "the environment variable contradicts --deterministic-mode",
+                                 f"unset it, or set it to {value}", node_dependent=True))
+    return found
+
+
+def apply_environment(training: TrainingConfig, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
+    """Set the variables that are not set yet, and return them.
+
+    Raises:
+        ConfigError: one is set to a value that is not deterministic.
+        RuntimeError: torch is already imported, so libraries may have read the variables.
+    """
+    needed = environment(training)
+    if not needed:
+        return {}
+    if "torch" in sys.modules:
+        raise RuntimeError(
+            "--deterministic-mode sets environment variables that libraries read when they are imported, and torch is "
+            "already imported; parse the configuration and call apply_environment() before importing torch."
+        )
+    problems = environment_problems(training, environ)
+    if problems:
+        raise ConfigError(problems)
+    current = os.environ if environ is None else environ
+    missing = {name: value for name, value in needed.items() if not current.get(name)}
+    current.update(missing)
+    return missing

@@ -1,0 +1,30 @@
+"""Where a Megatron script would behave otherwise here: the table of docs/configuration.md, as data."""
+
+from __future__ import annotations
+
+from megatron_packed.config.help_text import default_text
+from megatron_packed.config.registry import every_field
+
+_BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
+    ("--moe-router-dtype", "the model's", "always fp32", "routing in bf16 changes which experts are chosen"),
+    ("--calculate-per-token-loss", "off", "always on", "documents count by their target tokens, whatever their pack"),
+    ("--exit-signal-handler", "off", "always on", "a job that is told to stop keeps its work"),
+    ("--load", "a missing directory is ignored", "an error, unless it is also --save", "a typing error costs a run"),
+)
+
+
+def differences() -> list[tuple[str, str, str, str]]:
+    """Rows of (flag, Megatron's default, ours, why)."""
+    rows = []
+    for described in every_field():
+        if described.option.megatron is not None:
+            theirs, why = described.option.megatron
+            rows.append((described.flag, theirs, default_text(described), why))
+    return [*rows, *_BEHAVIOURS]
+
+
+def differences_table() -> str:
+    """The rows as a Markdown table."""
+    lines = ["| flag | Megatron-LM | here | why |", "|---|---|---|---|"]
+    lines += [f"| `{flag}` | {theirs} | {ours} | {why} |" for flag, theirs, ours, why in differences()]
+    return "\n".join(lines) + "\n"

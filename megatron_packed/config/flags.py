@@ -1,0 +1,165 @@
+"""From the command line to a ``RunConfig``: the one door, without torch.
+
+``parse`` raises ``ConfigError`` with every problem at once; ``parse_or_exit`` is what a program calls first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TextIO
+
+from megatron_packed.config.determinism import environment_problems
+from megatron_packed.config.errors import ConfigError, Problem, format_problems
+from megatron_packed.config.gather import Given, gather
+from megatron_packed.config.megatron_flags import ALWAYS
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.options import problems_of, unchecked
+from megatron_packed.config.registry import every_field
+from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
+from megatron_packed.config.surroundings import environment_number, launch_problems, path_problems
+
+EXIT_CODE = 2
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A configuration and how it came about.
+
+    Args:
+        config: valid.
+        sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``, ``@run.args`` or
+            ``flag``.
+        always: Megatron's flags that were given and are true anyway, with the reason.
+        warnings: sentences about deprecated spellings.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    always: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
+    """The configuration that a command line (without the program's name) and the files it names describe.
+
+    Args:
+        world_size: number of processes; by default WORLD_SIZE of the environment, else 1.
+    Raises:
+        ConfigError: with every problem.
+    """
+    return parse_with_sources(argv, world_size).config
+
+
+def parse_with_sources(argv: Sequence[str], world_size: int | None = None) -> Parsed:
+    """As ``parse``, with where each value comes from."""
+    return _resolve(gather(argv), world_size, os.environ)
+
+
+def parse_or_exit(argv: Sequence[str] | None = None) -> RunConfig:
+    """As ``parse``, for programs: answers --help, --version and --print-config, and ends the process on problems.
+
+    Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of paths that are wrong
+    there, since rank 0 cannot see them.
+    """
+    given = gather(sys.argv[1:] if argv is None else argv)
+    speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
+    if "--help" in given.actions:
+        from megatron_packed.config.help_text import help_text
+
+        _finish(help_text() if speaks else "")
+    if "--version" in given.actions:
+        from megatron_packed import __version__
+
+        _finish(f"megatron_packed {__version__}\n" if speaks else "")
+    try:
+        parsed = _resolve(given, None, os.environ)
+    except ConfigError as error:
+        _write(sys.stderr, _report(error.problems, speaks, os.environ))
+        raise SystemExit(EXIT_CODE) from None
+    if speaks:
+        _write(sys.stderr, "".join(f"warning: {warning}\n" for warning in parsed.warnings))
+    if "--print-config" in given.actions:
+        from megatron_packed.config.print_config import config_yaml
+
+        _finish(config_yaml(parsed.config, parsed.sources, parsed.always) if speaks else "")
+    return parsed.config
+
+
+def _resolve(given: Given, world_size: int | None, environ: Mapping[str, str]) -> Parsed:
+    problems = list(given.problems)
+    if world_size is None:
+        world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
+    unsound = set(given.unsound)
+    sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
+    run = unchecked_run(sections)
+    _derive_global_batch_size(run, max(world_size, 1), unsound)
+    for name, section in sections.items():
+        wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
+        problems += problems_of(section, wrong)
+        unsound |= {f"{name}.{field}" for field in wrong}
+
+    def sound(*keys: str) -> bool:
+        return not unsound.intersection(keys)
+
+    problems += _always_problems(given, run.model)
+    problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound), *path_problems(run, sound)]
+    problems += environment_problems(run.training)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}
+    for described in every_field():
+        value = getattr(sections[described.section], described.name)
+        if sources[described.key] == "default" and described.option.derived and value is not None:
+            sources[described.key] = f"derived: {described.option.derived}"
+    always = {flag: ALWAYS[flag].reason for flag in given.always}
+    return Parsed(run, sources, always, tuple(given.warnings))
+
+
+def _values_of(section: str, given: Given) -> dict[str, object]:
+    return {key.partition(".")[2]: value for key, value in given.values.items() if key.partition(".")[0] == section}
+
+
+def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
+    """One micro-batch on every rank, when nothing else is said."""
+    size = run.packing.micro_batch_size
+    axes = [run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size,
+            run.parallel.pipeline_model_parallel_size]
+    well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
+    if run.packing.global_batch_size is None and well_typed and "packing.global_batch_size" not in unsound:
+        object.__setattr__(run.packing, "global_batch_size", size * run.data_parallel_size(world_size))
+
+
+def _always_problems(given: Given, model: ModelConfig) -> list[Problem]:
+    found = []
+    for flag, (texts, _) in given.always.items():
+        differs = ALWAYS[flag].differs
+        rule = differs(texts, model) if differs is not None else ""
+        if rule:
+            found.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
+    return found
+
+
+def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str]) -> str:
+    if speaks:
+        return format_problems(problems)
+    first_of_its_machine = environ.get("LOCAL_RANK") == "0" and environ.get("GROUP_RANK", "0") != "0"
+    local = [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
+    return f"On {socket.gethostname()}: {format_problems(local)}" if local else ""
+
+
+def _finish(text: str) -> NoReturn:
+    _write(sys.stdout, text)
+    raise SystemExit(0)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write what may be cut off by a reader such as ``head``."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

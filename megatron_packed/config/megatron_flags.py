@@ -1,0 +1,355 @@
+"""Megatron-LM's flags that are no options here: those that are true anyway, and those that are refused.
+
+``ALWAYS`` holds flags that are accepted because what they ask for is what happens. ``REFUSED`` holds groups of flags
+that are not built: one sentence why, and the nearest thing that is. A flag may be in both: some of its values are true
+anyway (``--cuda-graph-impl none``), the others are refused. Every other flag of Megatron is an option of a section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_packed.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Always:
+    """A flag that is accepted because it is true anyway.
+
+    Args:
+        reason: why nothing needs to be done.
+        values: the values for which that holds; None for a switch, () when ``differs`` decides.
+        differs: (values, model) -> what is wrong with them; empty when the reason holds.
+    """
+
+    reason: str
+    values: tuple[str, ...] | None = None
+    differs: Callable[[tuple[str, ...], ModelConfig], str] | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Flags that are not built, for one reason."""
+
+    reason: str
+    nearest: str
+    flags: tuple[str, ...]
+
+
+def _other_number_of_layers(values: tuple[str, ...], model: ModelConfig) -> str:
+    pattern = model.hybrid_layer_pattern
+    if not isinstance(pattern, str) or values == (str(len(pattern)),):
+        return ""
+    return f"must be the length of --hybrid-layer-pattern ({len(pattern)}), which decides"
+
+
+def _no_query_groups(values: tuple[str, ...], model: ModelConfig) -> str:
+    """True multi-query attention is Megatron's default here, which nobody should get by leaving a number out."""
+    grouped = model.num_query_groups is not None and model.num_query_groups != model.num_attention_heads
+    return "" if grouped else "needs --num-query-groups, smaller than --num-attention-heads"
+
+
+def _other_spec(values: tuple[str, ...], model: ModelConfig) -> str:
+    if values and values[-1] in ("hybrid_stack_spec", "mamba_stack_spec"):
+        return ""
+    return "the only stack is the hybrid one (hybrid_stack_spec); layers are chosen by --hybrid-layer-pattern"
+
+
+ALWAYS: dict[str, Always] = {
+    "--num-layers": Always("the pattern decides the number of layers", (), _other_number_of_layers),
+    "--group-query-attention": Always("--num-query-groups decides", None, _no_query_groups),
+    "--spec": Always("the hybrid stack is the only one", (), _other_spec),
+    "--is-hybrid-model": Always("every model is a hybrid stack"),
+    "--use-mcore-models": Always("there is one implementation of the model"),
+    "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
+    "--moe-grouped-gemm": Always("experts are one grouped product"),
+    "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
+    "--moe-token-dispatcher-type": Always("every rank has all experts, nothing is sent", ("allgather", "alltoall")),
+    "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
+    "--expert-tensor-parallel-size": Always("matrices of experts are whole", ("1",)),
+    "--sequence-parallel": Always("with one tensor-parallel rank there is nothing to split, in Megatron too"),
+    "--num-distributed-optimizer-instances": Always("there is one copy of the optimizer state a rank", ("1",)),
+    "--min-dynamic-context-parallel-size": Always("packs are not split over ranks", ("1",)),
+    "--calculate-per-token-loss": Always("the loss is the mean over the target tokens of the global batch"),
+    "--ddp-num-buckets": Always("gradients are reduced as one buffer", ("1",)),
+    "--cuda-graph-impl": Always("no CUDA graphs are captured", ("none",)),
+    "--reset-position-ids": Always("positions restart in every document"),
+    "--reset-attention-mask": Always("attention never leaves a document"),
+    "--dataloader-inter-document-masking": Always("attention never leaves a document"),
+    "--no-create-attention-mask-in-dataloader": Always("attention uses document offsets, no mask is made"),
+    "--vocab-extra-ids": Always("tokens are added by the tokenizer's file only", ("0",)),
+    "--lr-warmup-samples": Always("schedules count iterations", ("0",)),
+    "--exit-signal-handler": Always("SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and stop"),
+    "--cross-entropy-loss-fusion": Always("output projection and loss are computed together, in chunks"),
+    "--cross-entropy-fusion-impl": Always("the fused loss is our own", ("native",)),
+    "--empty-unused-memory-level": Always("the allocator's cache is left alone", ("0",)),
+    "--manual-gc-interval": Always("Python's own garbage collection is used", ("0",)),
+    "--rerun-mode": Always("no step is computed twice", ("disabled",)),
+    "--optimizer": Always("the optimizer is AdamW", ("adam",)),
+    "--override-opt-param-scheduler": Always("the schedule is a function of the options and the iteration"),
+    "--override-opt_param-scheduler": Always("the schedule is a function of the options and the iteration"),
+    "--weight-decay-incr-style": Always("weight decay is constant", ("constant",)),
+    "--main-grads-dtype": Always("gradients accumulate in fp32", ("fp32",)),
+    "--main-params-dtype": Always("master weights are fp32", ("fp32",)),
+    "--exp-avg-dtype": Always("moments are fp32", ("fp32",)),
+    "--exp-avg-sq-dtype": Always("moments are fp32", ("fp32",)),
+    "--accumulate-allreduce-grads-in-fp32": Always("gradients are accumulated and reduced in fp32"),
+    "--log-throughput": Always("throughput is always in the log"),
+    "--timing-log-level": Always("the time of each iteration is in the log", ("0",)),
+    "--tensorboard-log-interval": Always("every logged iteration goes to TensorBoard", ("1",)),
+    "--cpu-offloading-num-layers": Always("activations stay on the device", ("0",)),
+}
+
+REFUSED: tuple[Refused, ...] = (
+    Refused(
+        "windowed, multi-latent and other kinds of attention are not built",
+        "use * layers (full causal attention) with --num-query-groups",
+        ("--window-size", "--window-attn-skip-freq", "--multi-latent-attention", "--experimental-attention-variant",
+         "--qk-layernorm", "--apply-query-key-layer-scaling"),
+    ),
+    Refused(
+        "gated delta net layers are not built", "use M (Mamba-2) layers in --hybrid-layer-pattern",
+        ("--linear-attention-freq", "--linear-conv-kernel-dim", "--linear-key-head-dim", "--linear-value-head-dim",
+         "--linear-num-key-heads", "--linear-num-value-heads", "--linear-cp-mode"),
+    ),
+    Refused(
+        "multi-token prediction is not built", "leave it out: the model predicts the next token",
+        ("--mtp-num-layers", "--mtp-hybrid-override-pattern", "--mtp-use-repeated-layer"),
+    ),
+    Refused(
+        "the order and number of layers come from the pattern alone", "write the layers into --hybrid-layer-pattern",
+        ("--num-layers", "--spec", "--moe-layer-freq", "--hybrid-attention-ratio", "--hybrid-mlp-ratio"),
+    ),
+    Refused(
+        "this variant of a norm or residual is not built", "use --normalization and --norm-epsilon",
+        ("--apply-layernorm-1p", "--fp32-residual-connection"),
+    ),
+    Refused(
+        "kernels are not switched one fusion at a time; each op takes the fastest kernel that fits",
+        "leave it out, or choose by --attention-backend, --ssd-backend and --conv-backend",
+        ("--transformer-impl", "--use-flash-attn", "--no-rope-fusion", "--no-bias-dropout-fusion",
+         "--no-bias-swiglu-fusion", "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion",
+         "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype", "--moe-router-fusion",
+         "--moe-permute-fusion", "--cross-entropy-fusion-impl", "--delay-wgrad-compute"),
+    ),
+    Refused(
+        "this way of routing tokens is not built",
+        "use --moe-router-topk with --moe-router-score-function, dropless",
+        ("--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-force-load-balancing",
+         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8", "--moe-input-jitter-eps",
+         "--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy",
+         "--moe-expert-rank-capacity-factor", "--moe-apply-probs-on-input", "--moe-router-dtype"),
+    ),
+    Refused(
+        "this variant of an expert layer is not built",
+        "use --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size",
+        ("--moe-latent-size", "--moe-shared-expert-gate", "--moe-upcycling-granularity"),
+    ),
+    Refused(
+        "experts are not spread over ranks yet, so there is nothing to dispatch or overlap",
+        "leave it out: every rank holds all experts",
+        ("--expert-tensor-parallel-size", "--moe-shared-expert-overlap", "--moe-token-dispatcher-type",
+         "--moe-flex-dispatcher-backend", "--moe-deepep-num-sms", "--moe-hybridep-num-sms", "--moe-enable-deepep",
+         "--overlap-moe-expert-parallel-comm", "--moe-paged-stash", "--moe-paged-stash-page-size",
+         "--moe-paged-stash-buffer-size-factor-cuda", "--moe-paged-stash-buffer-size-factor-cpu"),
+    ),
+    Refused(
+        "pipeline parallelism is not built", "leave it out: all processes are data-parallel",
+        ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+         "--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split",
+         "--microbatch-group-size-per-virtual-pipeline-stage", "--no-overlap-p2p-communication",
+         "--defer-embedding-wgrad-compute", "--use-ring-exchange-p2p"),
+    ),
+    Refused(
+        "context parallelism is not built yet", "leave it out: every rank computes whole packs",
+        ("--cp-comm-type", "--hierarchical-context-parallel-sizes", "--hybrid-context-parallel",
+         "--max-seqlen-per-dp-cp-rank", "--cp-partition-mode", "--dynamic-context-parallel",
+         "--min-dynamic-context-parallel-size"),
+    ),
+    Refused(
+        "tensor parallelism is not built yet", "leave it out: all processes are data-parallel",
+        ("--tp-comm-overlap", "--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag", "--use-tp-pp-dp-mapping",
+         "--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding"),
+    ),
+    Refused(
+        "optimizer state and weights are not split over ranks yet; gradients are one buffer and one all-reduce",
+        "leave it out: the result is the same, and every rank keeps the whole state",
+        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+         "--overlap-param-gather-with-optimizer-step", "--num-distributed-optimizer-instances",
+         "--data-parallel-sharding-strategy", "--use-megatron-fsdp", "--use-torch-fsdp2", "--ddp-bucket-size",
+         "--ddp-num-buckets", "--ddp-average-in-collective", "--ddp-pad-buckets-for-high-nccl-busbw"),
+    ),
+    Refused(
+        "process groups are made from torchrun's environment with NCCL's own settings",
+        "set NCCL's environment variables instead; --distributed-timeout-minutes is there",
+        ("--nccl-communicator-config-path", "--use-sharp", "--local-rank", "--high-priority-stream-groups"),
+    ),
+    Refused(
+        "CUDA graphs are not built yet", "leave it out, or give --cuda-graph-impl none",
+        ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-scope", "--cuda-graph-warmup-steps",
+         "--enable-cuda-graph", "--external-cuda-graph", "--inference-cuda-graph-scope", "--te-rng-tracker",
+         "--inference-rng-tracker", "--optimizer-cuda-graph", "--delay-offload-until-cuda-graph",
+         "--cuda-graph-dynamic-microbatches", "--cuda-graph-max-packed-seqs", "--cuda-graph-granularity"),
+    ),
+    Refused(
+        "non-finite values are always caught, on the device and without a wait", "choose by --on-nonfinite stop|skip",
+        ("--no-check-for-nan-in-loss-and-grad",),
+    ),
+    Refused(
+        "prompt formats are jinja2 templates", "give --chat-template, or use the tokenizer's own",
+        ("--sft-tokenizer-prompt-format",),
+    ),
+    Refused(
+        "made-up data is not built", "give real documents by --data-path",
+        ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
+    ),
+    Refused(
+        "tokenizers are a tokenizer.json, bytes, or a BPE trained on the data; no remote code is run",
+        "choose by --tokenizer-type and --tokenizer-model",
+        ("--tokenizer-metadata", "--trust-remote-code", "--tiktoken-pattern", "--vocab-file", "--merge-file",
+         "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
+    ),
+    Refused(
+        "data is not divided by proportions, and there is no test set",
+        "name files by --train-data-path and --valid-data-path",
+        ("--split", "--test-data-path", "--data-args-path", "--per-split-data-args-path", "--multiple-validation-sets"),
+    ),
+    Refused(
+        "indexed datasets and their loaders are not built",
+        "give JSONL files by --data-path; they are tokenised once and cached",
+        ("--no-mmap-bin-files", "--dataloader-type", "--num-dataset-builder-threads", "--object-storage-cache-path",
+         "--mid-level-dataset-surplus", "--dataloader-fast-cache-load", "--fim-data", "--use-varlen-dataset",
+         "--varlen-sbhd-validation"),
+    ),
+    Refused(
+        "the end-of-document token is always learned", "leave it out",
+        ("--eod-mask-loss",),
+    ),
+    Refused(
+        "packing has options of its own", "use --packing-method, --packing-window and --max-documents-per-pack",
+        ("--sequence-packing-scheduler", "--thd-max-packed-sequences", "--pad-packed-seq-alignment",
+         "--thd-tail-padding-policy", "--rl-use-sequence-packing", "--rl-sequence-packing-max-sequences-per-bin",
+         "--rl-sequence-packing-algo"),
+    ),
+    Refused(
+        "evaluation runs a fixed number of iterations while training", "use --eval-interval and --eval-iters",
+        ("--full-validation", "--skip-train"),
+    ),
+    Refused(
+        "the batch size is constant", "use --global-batch-size",
+        ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
+    ),
+    Refused(
+        "lengths and schedules are counted in iterations", "use --train-iters, --lr-decay-iters, --lr-warmup-iters",
+        ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples"),
+    ),
+    Refused(
+        "the learning rate has one schedule, given by the options of this run",
+        "use --lr, --min-lr and --lr-decay-style",
+        ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler", "--decoupled-lr",
+         "--decoupled-min-lr"),
+    ),
+    Refused(
+        "weight decay is constant", "use --weight-decay",
+        ("--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style"),
+    ),
+    Refused(
+        "AdamW with fp32 states is the only optimizer",
+        "use --optimizer adam with --adam-beta1, --adam-beta2, --adam-eps",
+        ("--optimizer", "--sgd-momentum", "--muon-momentum", "--use-precision-aware-optimizer", "--main-grads-dtype",
+         "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+    ),
+    Refused(
+        "optimizer state stays on the device", "leave it out",
+        ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "--overlap-cpu-optimizer-d2h-h2d",
+         "--use-torch-optimizer-for-cpu-offload"),
+    ),
+    Refused(
+        "memory is managed by Python and by PyTorch's allocator", "leave it out",
+        ("--manual-gc", "--manual-gc-interval", "--no-manual-gc-eval", "--disable-manual-gc-eval",
+         "--empty-unused-memory-level"),
+    ),
+    Refused(
+        "weights are always initialised, alike on all ranks, from --seed",
+        "leave it out; --load --finetune starts from weights",
+        ("--data-parallel-random-init", "--no-initialization", "--init-model-with-meta-device"),
+    ),
+    Refused(
+        "steps are neither repeated nor skipped on request",
+        "use --on-nonfinite skip, and --deterministic-mode to compare runs",
+        ("--rerun-mode", "--iterations-to-skip", "--check-weight-hash-across-dp-replicas-interval"),
+    ),
+    Refused(
+        "training in fp16 is not built", "use --bf16, which needs no loss scale",
+        ("--fp16", "--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"),
+    ),
+    Refused(
+        "training in FP8 or FP4 is not built", "use --bf16",
+        ("--fp8-format", "--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo",
+         "--no-fp8-wgrad", "--disable-fp8-wgrad", "--fp8-param-gather", "--first-last-layers-bf16",
+         "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16", "--fp4-format", "--fp4-recipe",
+         "--fp4-param-gather", "--te-precision-config-file"),
+    ),
+    Refused(
+        "gradients are accumulated and reduced in fp32", "leave it out",
+        ("--grad-reduce-in-bf16",),
+    ),
+    Refused(
+        "checkpoints keep all or the newest few", "use --save-interval and --save-retain",
+        ("--save-retain-interval", "--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
+    ),
+    Refused(
+        "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
+        "leave it out",
+        ("--ckpt-format", "--use-dist-ckpt", "--async-save", "--use-persistent-ckpt-worker",
+         "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
+         "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--dist-ckpt-save-pre-mcore-014",
+         "--ckpt-convert-format", "--ckpt-convert-save", "--auto-detect-ckpt-format"),
+    ),
+    Refused(
+        "options are never taken from a checkpoint; it is compared with them", "give the model's options again",
+        ("--use-checkpoint-args", "--use-mp-args-from-checkpoint-args",
+         "--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
+    ),
+    Refused(
+        "a checkpoint is saved and loaded whole", "use --load; with --finetune only its weights are taken",
+        ("--pretrained-checkpoint", "--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"),
+    ),
+    Refused(
+        "a --load that is missing is always an error, unless it is also --save", "leave it out",
+        ("--exit-on-missing-checkpoint",),
+    ),
+    Refused(
+        "recomputing activations is not built yet", "leave it out, or use a smaller --seq-length or --micro-batch-size",
+        ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules",
+         "--recompute-activations", "--distribute-saved-activations", "--moe-layer-recompute"),
+    ),
+    Refused(
+        "offloading activations is not built yet", "leave it out, or use a smaller --seq-length or --micro-batch-size",
+        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--offload-modules",
+         "--min-offloaded-tensor-size", "--activation-offload-fraction", "--delta-offload-bytes-across-pp-ranks"),
+    ),
+    Refused(
+        "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",
+        ("--log-progress", "--log-params-norm", "--log-num-zeros-in-grad", "--log-energy", "--log-straggler",
+         "--log-memory-interval", "--timing-log-level", "--timing-log-option", "--moe-per-layer-logging",
+         "--log-moe-overload-factor"),
+    ),
+    Refused(
+        "what goes to TensorBoard is not chosen one by one", "use --tensorboard-dir",
+        ("--log-timers-to-tensorboard", "--log-memory-to-tensorboard", "--log-validation-ppl-to-tensorboard",
+         "--log-world-size-to-tensorboard", "--tensorboard-log-interval", "--tensorboard-queue-size"),
+    ),
+    Refused(
+        "no tracking service is built in", "use --log-jsonl or --tensorboard-dir",
+        ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir", "--wandb-entity", "--one-logger-project"),
+    ),
+    Refused(
+        "profiling is done from outside", "run under nsys or the PyTorch profiler; benchmarks/ has scripts",
+        ("--profile", "--profile-step-start", "--profile-step-end", "--profile-ranks", "--use-pytorch-profiler",
+         "--nvtx-ranges", "--record-memory-history", "--memory-snapshot-path", "--record-shapes"),
+    ),
+)
+
+REFUSAL_OF: dict[str, Refused] = {flag: group for group in REFUSED for flag in group.flags}

@@ -1,0 +1,44 @@
+"""``--print-config``: the resolved configuration as YAML that ``--config`` reads back, each value with its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_packed.config.options import Field, section_fields
+from megatron_packed.config.run import SECTIONS, RunConfig
+
+_COLUMN = 56
+
+
+def config_yaml(config: RunConfig, sources: Mapping[str, str], always: Mapping[str, str]) -> str:
+    """One line per option, ``field: value  # origin``; Megatron's flags that are true anyway stand at the end."""
+    return "\n".join([*_lines(config, sources), *_always_lines(always)]) + "\n"
+
+
+def _lines(config: RunConfig, sources: Mapping[str, str]) -> Iterator[str]:
+    for name, section in SECTIONS.items():
+        yield f"{name}:"
+        for described in section_fields(section):
+            value = getattr(getattr(config, name), described.name)
+            yield f"  {described.name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {_origin(described, sources)}"
+
+
+def _origin(described: Field, sources: Mapping[str, str]) -> str:
+    source = sources.get(described.key, "default")
+    return f"flag {described.flag}" if source == "flag" else source
+
+
+def _always_lines(always: Mapping[str, str]) -> Iterator[str]:
+    if always:
+        yield "# Given, and true anyway:"
+    for flag, reason in always.items():
+        yield f"#   {flag}: {reason}"
+
+
+def _scalar(value: Any) -> str:
+    import yaml  # only --print-config needs it
+
+    plain = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,68 @@
+"""Every option of every section, by flag and by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.options import Field, section_fields
+from megatron_packed.config.run import SECTIONS
+
+META_FLAGS: dict[str, str] = {
+    "--config": "Read options from a YAML file; flags override it.",
+    "--print-config": "Print the resolved options and where each comes from, and exit.",
+    "--help": "Print this help and exit (also -h).",
+    "--version": "Print the version and exit.",
+}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What one spelling of a flag means.
+
+    Args:
+        field: the option.
+        sets: for a switch, the value it sets.
+        deprecated: to be replaced by the option's own flag.
+    """
+
+    field: Field
+    sets: bool | None = None
+    deprecated: bool = False
+
+
+@cache
+def spellings() -> Mapping[str, Spelling]:
+    """Every flag that sets an option."""
+    found: dict[str, Spelling] = {}
+    for described in every_field():
+        old = {"--" + name for name in described.option.deprecated}
+        for spelling in described.spellings:
+            assert spelling not in found, f"{spelling} names two options"
+            sets = described.switches[spelling] if described.kind.base is bool else None
+            found[spelling] = Spelling(described, sets, spelling in old)
+    return found
+
+
+@cache
+def every_field() -> tuple[Field, ...]:
+    """All options in the order of the sections."""
+    return tuple(described for section in SECTIONS.values() for described in section_fields(section))
+
+
+@cache
+def field_of(key: str) -> Field:
+    """The option of a key such as ``model.hidden_size``."""
+    return next(described for described in every_field() if described.key == key)
+
+
+def usable_flags() -> list[str]:
+    """Every flag that is accepted, for suggestions."""
+    return [*spellings(), *META_FLAGS, *ALWAYS]
+
+
+def known_flags() -> set[str]:
+    """Every flag that is accepted or refused by name."""
+    return {*usable_flags(), *REFUSAL_OF}

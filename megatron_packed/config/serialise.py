@@ -1,0 +1,102 @@
+"""A configuration as plain data, for checkpoints, and the identity of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.options import Section, section_fields, unchecked
+from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
+from megatron_packed.config.suggest import did_you_mean, nearest
+
+_HASH_VERSION = 1  # to be raised when the default of a model field changes
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Sections and fields as JSON can hold them: ``{"model": {"hidden_size": 64, ...}, ...}``."""
+    return {name: section_to_dict(getattr(config, name)) for name in SECTIONS}
+
+
+def section_to_dict(section: Section) -> dict[str, Any]:
+    """The fields of one section; tuples become lists."""
+    values = {described.name: getattr(section, described.name) for described in section_fields(type(section))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """The inverse of ``to_dict``. Sections and fields that are missing take their defaults.
+
+    Raises:
+        ConfigError: an unknown section or field, or a wrong value; with every problem.
+    """
+    problems = _unknown_keys(data)
+    sections: dict[str, Section] = {}
+    for name, kind in SECTIONS.items():
+        given = data.get(name, {})
+        known = {described.name for described in section_fields(kind)}
+        try:
+            values = {key: value for key, value in given.items() if key in known} if isinstance(given, Mapping) else {}
+            required = {described.name: None for described in section_fields(kind) if described.required}
+            sections[name] = kind(**{**required, **values})
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    run = unchecked_run(sections)
+    problems += cross_rules(run, lambda *keys: True)
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def model_hash(model: ModelConfig) -> str:
+    """Identity of the function that the weights belong to: 16 hexadecimal digits.
+
+    Options that only steer training (``training_only``) do not count. Fields at their default do not either, so that a
+    new option leaves the hash of older models as it is.
+    """
+    identity = {"version": _HASH_VERSION, **_identity(model)}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Problem]:
+    """Why a checkpoint whose model section (of ``to_dict``) is ``stored`` does not fit ``model``; empty if it does."""
+    described = {f.name: f for f in section_fields(ModelConfig)}
+    kept = unchecked(ModelConfig, {name: value for name, value in stored.items() if name in described})
+    before, now = _identity(kept), _identity(model)
+    found = []
+    for name in described:
+        if before.get(name) != now.get(name):
+            found.append(Problem(described[name].flag, str(getattr(model, name)),
+                                 f"the checkpoint was made with {getattr(kept, name)}",
+                                 "give the checkpoint's value, or load another checkpoint"))
+    return found
+
+
+def _identity(model: ModelConfig) -> dict[str, Any]:
+    values = {}
+    for described in section_fields(ModelConfig):
+        value = getattr(model, described.name)
+        if not described.option.training_only and value != described.default:
+            values[described.name] = value
+    return values
+
+
+def _unknown_keys(data: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    for name, section in data.items():
+        if name not in SECTIONS:
+            found.append(Problem(name, "", "is no section", did_you_mean(nearest(name, SECTIONS), "remove it")))
+        elif not isinstance(section, Mapping):
+            found.append(Problem(name, repr(section), "must hold fields with values", "give a mapping"))
+        else:
+            known = [described.name for described in section_fields(SECTIONS[name])]
+            for key in section:
+                if key not in known:
+                    cure = did_you_mean(nearest(key, known), "remove it")
+                    found.append(Problem(f"{name}.{key}", "", f"is no option of {name}", cure))
+    return found

@@ -1,0 +1,159 @@
+"""What a configuration expects of this machine and this launch: paths, and the number of processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from megatron_packed.config.data import HUGGING_FACE
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import Field
+from megatron_packed.config.registry import every_field
+from megatron_packed.config.run import RunConfig, batch_rule
+
+Sound = Callable[..., bool]
+
+
+def environment_number(environ: Mapping[str, str], name: str, default: int, problems: list[Problem]) -> int:
+    """One of torchrun's numbers (RANK, WORLD_SIZE, LOCAL_RANK)."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if text.isdecimal() and int(text) < 2**31:
+        return int(text)
+    problems.append(Problem(name, repr(text), "the environment variable must be a whole number, as torchrun sets it",
+                            "start with torchrun, or unset it"))
+    return default
+
+
+def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+    """Rules that depend on the number of processes."""
+    if world_size < 1:
+        yield Problem("WORLD_SIZE", str(world_size), "there must be at least one process", "start with torchrun")
+        return
+    yield from batch_rule(run, world_size, sound)
+
+
+def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Every path that is read must be readable, and every path that is written must have a writable directory."""
+    for described in every_field():
+        use = described.option.path
+        if use is None or not sound(described.key):
+            continue
+        value = getattr(getattr(run, described.section), described.name)
+        for path in value if isinstance(value, tuple) else () if value is None else (value,):
+            if described.key == "checkpoint.load":
+                wrong = _load_problem(path, run.checkpoint.save)
+            elif described.key == "data.tokenizer_model":
+                wrong = _tokenizer_problem(path, run.data.tokenizer_type)
+            else:
+                wrong = _CHECKS[use](path)
+            if wrong is not None:
+                yield _problem(described, path, *wrong)
+    template = run.data.chat_template
+    if template is None or not sound("data.chat_template"):
+        return
+    if "/" in template or template.endswith((".jinja", ".jinja2", ".j2")):  # otherwise the name of a built-in one
+        wrong = _input_file(template)
+        if wrong is not None:
+            yield Problem("--chat-template", template, *wrong, node_dependent=True)
+
+
+def _problem(described: Field, path: str, rule: str, cure: str) -> Problem:
+    return Problem(described.flag, path, rule, cure, node_dependent=True)
+
+
+def _input_file(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    try:
+        if not place.exists():
+            return _missing(path)
+        if place.is_dir():
+            return "is a directory, and a file is needed", "name a file in it"
+        if not place.is_file():
+            return "is no regular file", "give a file that can be read more than once"
+        if not os.access(path, os.R_OK):
+            return "cannot be read by this user", "change its permissions"
+        if place.stat().st_size == 0:
+            return "is empty", "give a file with documents"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}", "give the path of a file"
+    return None
+
+
+def _missing(path: str) -> tuple[str, str]:
+    if Path(path + ".idx").exists() or Path(path + ".bin").exists():
+        return "is the prefix of an indexed dataset (.bin, .idx), which is not built yet", "give JSONL files"
+    try:
+        float(path)
+    except ValueError:
+        where = "" if path.startswith("/") else f" (looked in {Path.cwd()})"
+        return f"does not exist{where}", "correct the path"
+    return "is a weight, and blending by weights is not built", "list the files only"
+
+
+def _input_directory(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if not place.exists():
+        return "does not exist", "correct the path"
+    if not place.is_dir():
+        return "is no directory", "give the directory"
+    return None if os.access(path, os.R_OK | os.X_OK) else ("cannot be read by this user", "change its permissions")
+
+
+def _output_directory(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if place.exists():
+        if not place.is_dir():
+            return "is a file, and a directory is needed", "choose another name, or remove the file"
+        if os.access(path, os.W_OK | os.X_OK):
+            return None
+        return "cannot be written by this user", "change its permissions"
+    return _parent_problem(place)
+
+
+def _output_file(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if place.is_dir():
+        return "is a directory, and a file is needed", "name a file in it"
+    if place.exists() and not os.access(path, os.W_OK):
+        return "cannot be written by this user", "change its permissions"
+    return _parent_problem(place)
+
+
+def _parent_problem(place: Path) -> tuple[str, str] | None:
+    parent = place.absolute().parent
+    if not parent.exists():
+        return f"cannot be made: {parent} does not exist", f"mkdir -p {parent}"
+    if not parent.is_dir():
+        return f"cannot be made: {parent} is a file", "choose another path"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"cannot be made: this user cannot write to {parent}", "change its permissions, or choose another path"
+    return None
+
+
+def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
+    """The first run of a command that resumes itself has nothing to load yet; it is known by --save naming the same."""
+    if not Path(path).exists() and save is not None and os.path.abspath(save) == os.path.abspath(path):
+        return None
+    wrong = _input_directory(path)
+    if wrong is not None and not Path(path).exists():
+        return "does not exist, so there is nothing to load", "correct it, leave it out, or give the same to --save"
+    return wrong
+
+
+def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None:
+    if tokenizer_type == HUGGING_FACE and Path(path).is_dir():
+        path = str(Path(path) / "tokenizer.json")
+        if not Path(path).exists():
+            return "holds no tokenizer.json", "give the directory of a Hugging Face model with a fast tokenizer"
+    return _input_file(path)
+
+
+_CHECKS: dict[str, Callable[[str], tuple[str, str] | None]] = {
+    "input_file": _input_file,
+    "input_directory": _input_directory,
+    "output_file": _output_file,
+    "output_directory": _output_directory,
+}

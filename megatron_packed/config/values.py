@@ -1,0 +1,80 @@
+"""From the text of a flag, or a value of a YAML file, to the value of an option."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import Field, placeholder
+
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+
+
+class WrongValueError(Exception):
+    """A text that is no value of the option; holds the problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def from_text(described: Field, text: str) -> Any:
+    """The value that ``text`` spells; bounds and choices are checked later.
+
+    Raises:
+        WrongValueError: it is no number.
+    """
+    base = described.kind.base
+    if base is int:
+        if _WHOLE.fullmatch(text.strip()):
+            return int(text) if len(text) < 4000 else 10**30  # longer texts are refused by int(); both are too large
+        cure = _whole_cure(described, text)
+        raise WrongValueError(Problem(described.flag, repr(text), "must be a whole number", cure))
+    if base is float:
+        try:
+            return float(text)
+        except ValueError:
+            cure = f"give {described.flag} {placeholder(described)}, for example {described.default or 0.001}"
+            raise WrongValueError(Problem(described.flag, repr(text), "must be a number", cure)) from None
+    return text
+
+
+def from_yaml(described: Field, value: Any) -> Any:
+    """The value that a YAML file gives; text stands for numbers as on the command line, since YAML reads 1e-4 as text.
+
+    Raises:
+        WrongValueError: it has another type.
+    """
+    kind = described.kind
+    if value is None:
+        if kind.optional:
+            return None
+        cure = "remove the key, or give a value"
+        raise WrongValueError(Problem(described.flag, "null", f"must be {kind.word}", cure))
+    if kind.many:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_one_from_yaml(described, item) for item in items)
+    return _one_from_yaml(described, value)
+
+
+def _one_from_yaml(described: Field, value: Any) -> Any:
+    base = described.kind.base
+    if isinstance(value, str) and base in (int, float):
+        return from_text(described, value)
+    if base is str and not isinstance(value, str):
+        rule = f"must be text, and YAML reads it as {type(value).__name__}"
+        raise WrongValueError(Problem(described.flag, repr(value), rule, "put it into quotes"))
+    if base is bool and not isinstance(value, bool):
+        raise WrongValueError(Problem(described.flag, repr(value), "must be true or false", "write true or false"))
+    return value
+
+
+def _whole_cure(described: Field, text: str) -> str:
+    try:
+        number = float(text)
+        if number.is_integer() and abs(number) < 10**15:
+            return f"write {int(number)}"
+    except (ValueError, OverflowError):
+        pass
+    return f"give {described.flag} {placeholder(described)}"
