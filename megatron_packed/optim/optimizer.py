@@ -1,0 +1,213 @@
+"""One predicated optimizer step over flat buffers: norm, flag, AdamW, bf16 weights, without a host read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_packed.distributed.flat_buffers import FlatBuffers, FlatRange, ParamSlot
+from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
+from megatron_packed.optim.clipping import clip_divisor, global_norm, nonfinite_flag
+
+if TYPE_CHECKING:
+    from megatron_packed.config.optim import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepStats:
+    """What a step reports; 0-d float32 on the device, the same memory every step (copy it before the next one)."""
+
+    grad_norm: Tensor
+    """L2 norm of all gradients before clipping; inf or nan when they are."""
+    nonfinite: Tensor
+    """1.0 when the step was skipped because a gradient or the loss was not finite, else 0.0."""
+
+
+class Optimizer:
+    """AdamW with float32 masters, clipping and a device-side predicate.
+
+    bf16 parameters have a float32 master and are rewritten from it after each step by one copy; float32 parameters are
+    their own master. Learning rate, step count, flag and state live on the device at fixed addresses.
+
+    Args:
+        buffers: parameters and gradients; gradients must be summed over ranks before ``step``.
+        beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); weight decay skips parameters marked
+            ``no_weight_decay``.
+        clip_grad: largest global norm; 0 or less: no clipping.
+        implementation: 'auto' or a name of ``adamw.OP``.
+    Raises:
+        ValueError: a constant is out of range.
+        NoBackendError: the implementation cannot serve; the message says why.
+    """
+
+    def __init__(
+        self,
+        buffers: FlatBuffers,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        clip_grad: float = 1.0,
+        implementation: str = "auto",
+    ) -> None:
+        for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
+            if not 0 <= beta < 1:
+                raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
+        if eps <= 0:
+            raise ValueError(f"adam_eps ({eps}) must be positive: padding has a zero second moment.")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")
+        backend = OP.select(Inputs(device_type=buffers.device.type), implementation)
+        self.implementation = backend.name
+        self._run = backend.load().run
+        self.buffers, self.clip_grad = buffers, clip_grad
+        self._betas, self._eps = (beta1, beta2), eps
+
+        device, layout = buffers.device, buffers.layout
+        low_start, low_end = layout.span(torch.bfloat16)
+        assert low_start == 0
+        self._low = buffers.params[torch.bfloat16] if low_end else None
+        self._low_master = torch.zeros(low_end, dtype=torch.float32, device=device)
+        self.exp_avg = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.steps = torch.zeros((), dtype=torch.float32, device=device)
+        """Steps taken, skipped ones not counted."""
+        self._stats = StepStats(
+            grad_norm=torch.zeros((), dtype=torch.float32, device=device),
+            nonfinite=torch.zeros((), dtype=torch.float32, device=device),
+        )
+        self.reset_masters()
+        self._slices = [
+            self._slices_of([item for item in layout.ranges if item.decay == decay], weight_decay if decay else 0.0)
+            for decay in (True, False)
+            if any(item.decay == decay for item in layout.ranges)
+        ]
+
+    @classmethod
+    def from_config(cls, buffers: FlatBuffers, config: OptimizerConfig) -> Optimizer:
+        """An optimizer with the values of ``config``."""
+        return cls(
+            buffers,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            implementation=config.optimizer_backend,
+        )
+
+    def set_lr(self, lr: float) -> None:
+        """Write the learning rate into its place on the device. Outside a captured region: a graph would freeze it."""
+        self.lr.fill_(lr)  # the value travels as a kernel argument: no host memory to wait for
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None, *, loss: Tensor | None = None) -> StepStats:
+        """Queue one step; nothing waits for the device.
+
+        Reads: [Note: predicated step]. Gradients may hold their clipped values afterwards.
+
+        Args:
+            lr: learning rate of this step; None keeps what ``set_lr`` wrote (for a captured step).
+            loss: any tensor on the device whose elements must all be finite, else the step is skipped.
+        """
+        if lr is not None:
+            self.set_lr(lr)
+        norm = global_norm(self.buffers.grads)
+        skip = nonfinite_flag(norm, loss)
+        self.steps.add_(1.0 - skip)
+        control = Control(
+            lr=self.lr,
+            step=self.steps,
+            skip=skip,
+            grad_divisor=clip_divisor(norm, self.clip_grad) if self.clip_grad > 0 else None,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            eps=self._eps,
+        )
+        self._run(self._slices, control)
+        self.write_params()
+        self._stats.grad_norm.copy_(norm)
+        self._stats.nonfinite.copy_(skip)
+        return self._stats
+
+    @torch.no_grad()
+    def write_params(self) -> None:
+        """Rewrite the bf16 parameters from their masters (one copy). Call it after masters were loaded in place."""
+        if self._low is not None:
+            self._low.copy_(self._low_master)
+
+    @torch.no_grad()
+    def reset_masters(self) -> None:
+        """Take the masters from the bf16 parameters. Call it after weights were loaded into the module without them."""
+        if self._low is not None:
+            self._low_master.copy_(self._low)
+
+    def state_shards(self) -> dict[str, Tensor]:
+        """The whole state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.
+
+        ``master/<name>`` (for a float32 parameter that is the parameter itself), ``exp_avg/<name>``,
+        ``exp_avg_sq/<name>`` and ``step`` (one element). Together they also determine every parameter.
+        """
+        shards = {}
+        for slot in self.buffers.layout.slots:
+            shards[f"master/{slot.name}"] = self._master(slot)
+            shards[f"exp_avg/{slot.name}"] = self.exp_avg[slot.start : slot.end]
+            shards[f"exp_avg_sq/{slot.name}"] = self.exp_avg_sq[slot.start : slot.end]
+        shards["step"] = self.steps.view(1)
+        return shards
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of the tensor that each entry of ``state_shards`` flattens."""
+        shapes: dict[str, tuple[int, ...]] = {"step": (1,)}
+        for slot in self.buffers.layout.slots:
+            shapes |= {f"{kind}/{slot.name}": slot.shape for kind in ("master", "exp_avg", "exp_avg_sq")}
+        return shapes
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy a whole state (names of ``state_shards``, any shape of the right size) in place.
+
+        Raises:
+            ValueError: names are missing or unknown, or a size differs; nothing was changed then.
+        """
+        shards = self.state_shards()
+        missing, unknown = sorted(shards.keys() - state.keys()), sorted(state.keys() - shards.keys())
+        if missing or unknown:
+            raise ValueError(f"the optimizer state does not fit: missing {missing}, unknown {unknown}.")
+        for name, view in shards.items():
+            if state[name].numel() != view.numel():
+                raise ValueError(f"optimizer state {name} has {state[name].numel()} elements, expected {view.numel()}.")
+        for name, view in shards.items():
+            view.copy_(state[name].reshape(-1))
+        self.write_params()
+
+    def _master(self, slot: ParamSlot) -> Tensor:
+        if slot.dtype == torch.float32:
+            return self.buffers.param_view(slot)
+        return self._low_master[slot.start : slot.end]
+
+    def _slices_of(self, ranges: list[FlatRange], weight_decay: float) -> Slices:
+        pieces = [
+            (item.dtype, start, min(start + MAX_SLICE_ELEMENTS, item.end))
+            for item in ranges
+            for start in range(item.start, item.end, MAX_SLICE_ELEMENTS)
+        ]
+        return Slices(
+            weight_decay=weight_decay,
+            params=[self._master_range(dtype, start, end) for dtype, start, end in pieces],
+            grads=[self.buffers.grads[start:end] for _, start, end in pieces],
+            exp_avgs=[self.exp_avg[start:end] for _, start, end in pieces],
+            exp_avg_sqs=[self.exp_avg_sq[start:end] for _, start, end in pieces],
+        )
+
+    def _master_range(self, dtype: torch.dtype, start: int, end: int) -> Tensor:
+        if dtype == torch.bfloat16:
+            return self._low_master[start:end]
+        offset = self.buffers.layout.span(dtype)[0]
+        return self.buffers.params[dtype][start - offset : end - offset]

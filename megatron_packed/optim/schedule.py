@@ -1,0 +1,112 @@
+"""The learning rate of a step: a pure host function, with Megatron's formulas.
+
+Steps are counted from 0: ``at(k)`` is the rate of the optimizer step that follows k finished ones, so with a warm-up
+the first step runs at ``warmup_init``, as in Megatron. Weight decay is constant.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_packed.config.optim import OptimizerConfig
+
+DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Linear warm-up to ``lr``, then a decay to ``min_lr``.
+
+    Raises:
+        ValueError: the values contradict each other.
+    """
+
+    lr: float
+    """Highest rate."""
+    min_lr: float = 0.0
+    """Rate at the end of the decay and after it (not used by ``constant``)."""
+    decay_style: str = "linear"
+    """One of ``DECAY_STYLES``. WSD: warm-up, stable at ``lr``, decay in the last ``wsd_decay_steps``."""
+    decay_steps: int
+    """Step at which ``min_lr`` is reached; the warm-up is part of it."""
+    warmup_steps: float = 0.0
+    """Steps of the warm-up; a fraction of a step may come from ``lr_warmup_fraction``."""
+    warmup_init: float = 0.0
+    """Rate of step 0 when there is a warm-up."""
+    wsd_decay_steps: int | None = None
+    """Steps of the final decay of WSD."""
+    wsd_decay_style: str = "exponential"
+    """One of ``WSD_DECAY_STYLES``."""
+
+    def __post_init__(self) -> None:
+        if self.decay_style not in DECAY_STYLES:
+            raise ValueError(
+                f"lr_decay_style {self.decay_style!r} is unknown; choose one of {', '.join(DECAY_STYLES)}."
+            )
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"min_lr ({self.min_lr}) must lie between 0 and lr ({self.lr}).")
+        if not 0 <= self.warmup_init <= self.lr:
+            raise ValueError(f"lr_warmup_init ({self.warmup_init}) must lie between 0 and lr ({self.lr}).")
+        if not 0 <= self.warmup_steps < self.decay_steps:
+            raise ValueError(
+                f"the warm-up ({self.warmup_steps} steps) must end before the decay does ({self.decay_steps} steps); "
+                "lower lr_warmup_iters or raise lr_decay_iters."
+            )
+        if self.decay_style == "WSD":
+            if self.wsd_decay_style not in WSD_DECAY_STYLES:
+                known = ", ".join(WSD_DECAY_STYLES)
+                raise ValueError(f"lr_wsd_decay_style {self.wsd_decay_style!r} is unknown; choose one of {known}.")
+            if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.decay_steps:
+                raise ValueError(
+                    f"lr_wsd_decay_iters ({self.wsd_decay_steps}) must lie between 1 and lr_decay_iters "
+                    f"({self.decay_steps}) for lr_decay_style WSD."
+                )
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, train_iters: int) -> Schedule:
+        """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's steps."""
+        decay_steps = config.lr_decay_iters or train_iters
+        fraction = config.lr_warmup_fraction
+        return cls(
+            lr=config.lr,
+            min_lr=config.min_lr,
+            decay_style=config.lr_decay_style,
+            decay_steps=decay_steps,
+            warmup_steps=config.lr_warmup_iters if fraction is None else fraction * decay_steps,
+            warmup_init=config.lr_warmup_init,
+            wsd_decay_steps=config.lr_wsd_decay_iters,
+            wsd_decay_style=config.lr_wsd_decay_style,
+        )
+
+    def at(self, step: int) -> float:
+        """Learning rate after ``step`` finished steps."""
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.warmup_init + (self.lr - self.warmup_init) * step / self.warmup_steps
+        if self.decay_style == "constant":
+            return self.lr
+        if step > self.decay_steps:
+            return self.min_lr
+        return self.min_lr + self._coefficient(step) * (self.lr - self.min_lr)
+
+    def _coefficient(self, step: int) -> float:
+        if self.decay_style == "WSD":
+            assert self.wsd_decay_steps is not None
+            into_decay = step - (self.decay_steps - self.wsd_decay_steps)
+            return 1.0 if into_decay <= 0 else _fall(self.wsd_decay_style, into_decay / self.wsd_decay_steps)
+        return _fall(self.decay_style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+
+
+def _fall(style: str, ratio: float) -> float:
+    """From 1 at ``ratio`` 0 to 0 at ``ratio`` 1."""
+    if style == "linear":
+        return 1.0 - ratio
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if style == "exponential":
+        return 2.0 * math.pow(0.5, ratio) - 1.0
+    assert style == "minus_sqrt"
+    return 1.0 - math.sqrt(ratio)

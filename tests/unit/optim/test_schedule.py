@@ -1,0 +1,93 @@
+"""Schedules against closed forms written out by hand, and Megatron's edges."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_packed.optim.schedule import Schedule
+
+LR, MIN = 3e-4, 3e-5
+
+
+def close(expected):
+    return pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def schedule(**changes) -> Schedule:
+    return Schedule(**{"lr": LR, "min_lr": MIN, "decay_style": "linear", "decay_steps": 100, **changes})
+
+
+def test_warmup_starts_at_init_and_reaches_lr_at_its_end() -> None:
+    rate = schedule(warmup_steps=10, warmup_init=1e-4, decay_style="constant")
+    assert [rate.at(step) for step in (0, 5, 10)] == close([1e-4, 2e-4, LR])
+    assert rate.at(11) == rate.at(10**9) == LR
+    assert schedule(warmup_steps=10).at(0) == 0.0 and schedule(warmup_steps=10).at(1) == LR / 10
+    assert schedule().at(0) == LR
+
+
+@pytest.mark.parametrize(
+    ("style", "at_30", "at_55"),
+    [
+        ("linear", MIN + (LR - MIN) * 70 / 90, MIN + (LR - MIN) * 0.5),
+        ("cosine", MIN + (LR - MIN) * (1 + math.cos(math.pi * 20 / 90)) / 2, (LR + MIN) / 2),
+    ],
+)
+def test_decay_over_the_steps_after_the_warmup(style: str, at_30: float, at_55: float) -> None:
+    rate = schedule(decay_style=style, warmup_steps=10)
+    assert rate.at(30) == close(at_30) and rate.at(55) == close(at_55)
+    assert rate.at(10) == LR and rate.at(100) == close(MIN) and rate.at(101) == MIN
+
+
+@pytest.mark.parametrize(
+    ("style", "half"),
+    [
+        ("exponential", 2 * 2**-0.5 - 1),
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("minus_sqrt", 1 - 0.5**0.5),
+    ],
+)
+def test_wsd_is_flat_until_its_last_steps(style: str, half: float) -> None:
+    rate = schedule(decay_style="WSD", wsd_decay_steps=20, wsd_decay_style=style, warmup_steps=10)
+    assert rate.at(11) == rate.at(50) == rate.at(80) == close(LR)
+    assert rate.at(81) < rate.at(80)
+    assert rate.at(90) == close(MIN + (LR - MIN) * half)
+    assert rate.at(100) == close(MIN) and rate.at(101) == MIN
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
+def test_rates_stay_within_their_bounds_and_never_rise_after_the_warmup(style: str) -> None:
+    rate = schedule(decay_style=style, warmup_steps=7.5, wsd_decay_steps=40 if style == "WSD" else None)
+    rates = [rate.at(step) for step in range(150)]
+    assert rates[:8] == sorted(rates[:8]) and rates[0] < rates[7] and rates[8:] == sorted(rates[8:], reverse=True)
+    assert max(rates) <= LR and min(rates[8:]) >= MIN - 1e-18
+
+
+def test_from_config_takes_megatrons_defaults() -> None:
+    config = SimpleNamespace(
+        lr=LR, min_lr=MIN, lr_decay_style="cosine", lr_decay_iters=None, lr_warmup_iters=3, lr_warmup_fraction=None,
+        lr_warmup_init=0.0, lr_wsd_decay_iters=None, lr_wsd_decay_style="exponential",
+    )  # fmt: skip
+    rate = Schedule.from_config(config, train_iters=200)
+    assert rate.decay_steps == 200 and rate.warmup_steps == 3 and rate.decay_style == "cosine"
+    config.lr_decay_iters, config.lr_warmup_fraction = 50, 0.05
+    rate = Schedule.from_config(config, train_iters=200)
+    assert rate.decay_steps == 50 and rate.warmup_steps == 2.5 and rate.at(50) == close(MIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decay_style": "polynomial"}, "lr_decay_style 'polynomial' is unknown; choose one of constant, linear"),
+        ({"min_lr": 1.0}, r"min_lr \(1.0\) must lie between 0 and lr \(0.0003\)"),
+        ({"warmup_init": 1.0}, r"lr_warmup_init \(1.0\) must lie between"),
+        ({"warmup_steps": 100}, r"warm-up \(100 steps\) must end before the decay does \(100 steps\)"),
+        ({"decay_style": "WSD"}, r"lr_wsd_decay_iters \(None\) must lie between 1 and lr_decay_iters \(100\)"),
+        ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"lr_wsd_decay_iters \(101\) must lie"),
+        ({"decay_style": "WSD", "wsd_decay_steps": 5, "wsd_decay_style": "x"}, "lr_wsd_decay_style 'x' is unknown"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedule(**changes)
