@@ -1,6 +1,7 @@
 """torch's scaled_dot_product_attention under a boolean (T, T) mask: the last resort, when no varlen kernel can serve.
 
-Its time and memory grow with T^2 whatever the documents, so it must be asked for. On a GPU the memory-efficient kernel is
+Its time and memory grow with T^2 whatever the documents, so it must be asked for. On a GPU the memory-efficient
+kernel is
 pinned: without the pin torch may fall to its mathematical path, which holds T x T scores of every head.
 """
 
@@ -60,7 +61,6 @@ def run(
     if q_TNH.is_cuda:
         pinned = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     with pinned:
-        out_1NTH = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q_TNH, k_TNH, v_TNH)), attn_mask=tables.mask_TT, scale=softmax_scale
-        )
+        q_1NTH, k_1NTH, v_1NTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TNH, v_TNH))
+        out_1NTH = F.scaled_dot_product_attention(q_1NTH, k_1NTH, v_1NTH, attn_mask=tables.mask_TT, scale=softmax_scale)
     return out_1NTH[0].transpose(0, 1)

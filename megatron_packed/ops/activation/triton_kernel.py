@@ -1,0 +1,139 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Activations in one elementwise kernel each way: read once, write once, fp32 math.
+
+Backward recomputes from the saved input. No atomics; the grid depends on shapes only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.ops.activation.api import KINDS, Inputs, Kind
+from megatron_packed.ops.triton_mode import device_reasons
+
+_BLOCK = 2048
+"""Elements of one row in one program: 16 per thread."""
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = device_reasons(inputs.device_type)
+    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
+    return reasons
+
+
+def run(x_TF: Tensor, kind: Kind) -> Tensor:
+    y_TF: Tensor = _Activation.apply(x_TF, KINDS.index(kind))
+    return y_TF
+
+
+class _Activation(torch.autograd.Function):
+    """Forward: y of x. Backward: dx of x and dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, kind: int) -> Tensor:
+        x = _rows(x_TF)
+        rows, features = x.shape[0], x.shape[1] // _parts(kind)
+        y = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+        if y.numel():
+            _forward_kernel[_grid(rows, features)](
+                x, y, features, x.stride(0), SPLIT=triton.cdiv(features, _BLOCK), KIND=kind, BLOCK=_BLOCK, num_warps=4
+            )
+        ctx.save_for_backward(x)
+        ctx.kind, ctx.shape = kind, x_TF.shape
+        return y.view(*x_TF.shape[:-1], features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        dy, dx = _rows(dy_TF), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows, features = dy.shape
+        if dy.numel():
+            _backward_kernel[_grid(rows, features)](
+                x, dy, dx, features, x.stride(0), dy.stride(0),
+                SPLIT=triton.cdiv(features, _BLOCK), KIND=ctx.kind, BLOCK=_BLOCK, num_warps=4,
+            )  # fmt: skip
+        return dx.view(ctx.shape), None
+
+
+def _parts(kind: int) -> int:
+    return 2 if KINDS[kind] == "swiglu" else 1
+
+
+def _grid(rows: int, features: int) -> tuple[int]:
+    return (rows * triton.cdiv(features, _BLOCK),)
+
+
+def _rows(x_TF: Tensor) -> Tensor:
+    """As (rows, features) with contiguous features; copies only what has no such view."""
+    rows = x_TF.reshape(-1, x_TF.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@triton.jit
+def _normal_cdf(x):
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, y_ptr, features, x_stride, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program i: block i % SPLIT of row i // SPLIT. KIND is the index into KINDS."""
+    program = tl.program_id(0)
+    row = (program // SPLIT).to(tl.int64)
+    column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < features
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if KIND == 0:
+        y = x * _normal_cdf(x)
+    elif KIND == 1:
+        positive = tl.where(x > 0, x, 0.0)
+        y = positive * positive
+    else:
+        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(tl.float32)
+        y = x / (1.0 + tl.exp(-x)) * up
+    tl.store(y_ptr + row * features + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    dy_ptr,
+    dx_ptr,
+    features,
+    x_stride,
+    dy_stride,
+    SPLIT: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dx = dy * f'(x); for swiglu also the gradient of the second half."""
+    program = tl.program_id(0)
+    row = (program // SPLIT).to(tl.int64)
+    column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < features
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if KIND == 2:
+        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        dx_row = dx_ptr + row * (2 * features)
+        dup = dy * x * sigmoid
+        tl.store(dx_row + features + column, dup.to(dx_ptr.dtype.element_ty), mask=mask)
+        dx = dy * up * sigmoid * (1.0 + x * (1.0 - sigmoid))
+    else:
+        dx_row = dx_ptr + row * features
+        if KIND == 0:
+            density = tl.exp(-0.5 * x * x) * 0.3989422804014327
+            dx = dy * (_normal_cdf(x) + x * density)
+        else:
+            dx = dy * 2.0 * tl.where(x > 0, x, 0.0)
+    tl.store(dx_row + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,26 @@
+"""torch's own fused RMSNorm kernels. A wide row (D > 16,384) has nothing else; otherwise ours fuses more (README)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_packed.ops.rms_norm.api import Inputs
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.device_type != "cuda":
+        reasons.append(f"torch fuses rms_norm on CUDA only, not on {inputs.device_type!r}")
+    if inputs.dtype != inputs.weight_dtype:
+        reasons.append(f"torch does not fuse rows of {inputs.dtype} with a weight of {inputs.weight_dtype}")
+    return reasons
+
+
+def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def run_add(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total_TD = residual_TD + x_TD
+    return run(total_TD, weight_D, eps), total_TD

@@ -1,0 +1,221 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""RMSNorm in one pass over memory each way, with the residual addition fused if asked.
+
+Forward keeps 1/rms per row. Backward forms the input's gradient and, in the same pass, each program's share of the
+weight's gradient; a second small kernel adds the shares in a fixed order. No atomics: equal inputs give equal bits on
+one kind of GPU (the number of shares is four per multiprocessor at most).
+
+With ``d = dy * w``, ``n = x / rms`` and a mean over the row: ``dx = (d - n * mean(d * n)) / rms``, ``dw = sum_rows dy
+* n``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.ops.rms_norm.api import Inputs
+from megatron_packed.ops.triton_mode import device_reasons
+
+_WIDEST = 16384
+"""Features of a row that a program holds in registers."""
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = device_reasons(inputs.device_type)
+    if inputs.features > _WIDEST:
+        reasons.append(f"a row of {inputs.features} features exceeds the {_WIDEST} that fit in registers")
+    if inputs.dtype not in _FLOATING or inputs.weight_dtype not in _FLOATING:
+        reasons.append(f"it computes in fp32, too little for {inputs.dtype} with a weight of {inputs.weight_dtype}")
+    return reasons
+
+
+def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    y_TD: Tensor = _RMSNorm.apply(x_TD, None, weight_D, eps)[0]
+    return y_TD
+
+
+def run_add(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = _RMSNorm.apply(x_TD, residual_TD, weight_D, eps)
+    return outputs
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Forward: (normed, x + residual or None). Backward: both addends share one gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        x, weight = _rows(x_TD), weight_D.contiguous()
+        tokens, features = x.shape
+        y, rstd = torch.empty_like(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
+        residual = total = None
+        if residual_TD is not None:
+            residual, total = _rows(residual_TD), torch.empty_like(y)
+        block_d, rows, warps = _block(features)
+        if tokens:
+            _forward_kernel[(triton.cdiv(tokens, rows),)](
+                x, residual, total, weight, y, rstd, tokens, eps,
+                x.stride(0), 0 if residual is None else residual.stride(0),
+                FEATURES=features, ROWS=rows, BLOCK_D=block_d, num_warps=warps,
+            )  # fmt: skip
+        ctx.save_for_backward(x if total is None else total, weight, rstd)
+        ctx.shape, ctx.main_grad = x_TD.shape, getattr(weight_D, "main_grad", None)
+        return y.view(x_TD.shape), None if total is None else total.view(x_TD.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor, dtotal_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        tokens, features = x.shape
+        dy = _rows(dy_TD)
+        dtotal = None if dtotal_TD is None else _rows(dtotal_TD)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        block_d, rows, warps = _block(features)
+        programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
+        shares = torch.empty(programs, features, dtype=torch.float32, device=x.device)
+        _backward_kernel[(programs,)](
+            x, weight, rstd, dy, dtotal, dx, shares, tokens, triton.cdiv(tokens, programs * rows) * rows,
+            x.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0),
+            FEATURES=features, ROWS=rows, BLOCK_D=block_d, num_warps=min(32, 2 * warps),
+        )  # fmt: skip
+        dweight = _sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[2] else None
+        dx_TD = dx.view(ctx.shape)
+        return dx_TD, dx_TD if ctx.needs_input_grad[1] else None, dweight, None
+
+
+def _sum_shares(shares: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """The weight's gradient in its dtype; or added, unrounded, to ``main_grad``, and None."""
+    programs, features = shares.shape
+    out = torch.empty_like(weight) if main_grad is None else main_grad
+    _sum_kernel[(triton.cdiv(features, 64),)](
+        shares, out, programs, FEATURES=features, ADD=main_grad is not None, BLOCK_P=64, BLOCK_D=64, num_warps=8
+    )
+    return out if main_grad is None else None
+
+
+def _rows(x_TD: Tensor) -> Tensor:
+    """As (rows, D) with contiguous features; copies only what has no such view."""
+    rows = x_TD.reshape(-1, x_TD.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _block(features: int) -> tuple[int, int, int]:
+    """Features per block, rows per step, warps: about 16 elements per thread."""
+    block_d = triton.next_power_of_2(features)
+    return block_d, max(1, 2048 // block_d), min(16, max(4, block_d // 512))
+
+
+@lru_cache(maxsize=16)
+def _programs(device: torch.device) -> int:
+    """Programs of the backward pass: what fits on the GPU at once."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    tokens,
+    eps,
+    x_stride,
+    residual_stride,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    mask = (row < tokens)[:, None] & (column < FEATURES)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None] * FEATURES + column[None, :], total, mask=mask)
+        x = total.to(tl.float32)  # normalise what the next layer sees
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / FEATURES + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < tokens)
+    weight = tl.load(weight_ptr + column, mask=column < FEATURES, other=0.0).to(tl.float32)
+    y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * FEATURES + column[None, :], y, mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dy_ptr,
+    dtotal_ptr,
+    dx_ptr,
+    shares_ptr,
+    tokens,
+    rows_per_program,
+    x_stride,
+    dy_stride,
+    dtotal_stride,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program p: its stretch of rows one after the other, its share of dw in registers."""
+    column = tl.arange(0, BLOCK_D)
+    real = column < FEATURES
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    share = tl.zeros((BLOCK_D,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    for start in range(0, rows_per_program, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        mask = (row < tokens)[:, None] & real[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < tokens, other=0.0)[:, None]
+        normed = x * rstd
+        share += tl.sum(dy * normed, axis=0)
+        d = dy * weight[None, :]
+        dx = (d - normed * (tl.sum(d * normed, axis=1) / FEATURES)[:, None]) * rstd
+        if dtotal_ptr is not None:
+            dx += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
+        tl.store(dx_ptr + row[:, None] * FEATURES + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(shares_ptr + tl.program_id(0) * FEATURES + column, share, mask=real)
+
+
+@triton.jit
+def _sum_kernel(
+    shares_ptr,
+    out_ptr,
+    programs,
+    FEATURES: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Columns i*BLOCK_D..: the sum of all shares, in the order of programs."""
+    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    real = column < FEATURES
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(0, programs, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        mask = (program < programs)[:, None] & real[None, :]
+        total += tl.load(shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, axis=0)
+    if ADD:
+        result += tl.load(out_ptr + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + column, result.to(out_ptr.dtype.element_ty), mask=real)

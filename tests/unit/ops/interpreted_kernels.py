@@ -1,0 +1,130 @@
+"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, cross_entropy. Tiny: the interpreter is slow."""
+
+import pytest
+import torch
+
+from megatron_packed.ops.activation import api as activation_api
+from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
+from megatron_packed.ops.rms_norm.api import add_rms_norm, rms_norm
+from megatron_packed.ops.rope.api import apply_rope, rope_tables
+
+BACKENDS = ("reference", "triton")
+
+
+def both(function, inputs):
+    """[(outputs, gradients)] of the reference and of the kernel, under the same random upstream gradient."""
+    results = []
+    for backend in BACKENDS:
+        outputs = function(backend)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        upstream = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(outputs)]
+        results.append(
+            (*outputs, *torch.autograd.grad(outputs, inputs, [u.to(y.dtype) for u, y in zip(upstream, outputs)]))
+        )
+    return zip(*results)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "heads", "kv_heads"), [(16, 16, 5, 1), (20, 12, 4, 2), (8, 2, 1, 1)]
+)
+def test_rope_is_the_reference_bit_for_bit(head_dim, rotary_dim, heads, kv_heads):
+    fused = torch.randn(70, heads + 2 * kv_heads, head_dim, requires_grad=True)  # q, k are strided views of it
+    positions = torch.randint(0, 50, (70,), dtype=torch.int32)
+    tables = rope_tables(50, rotary_dim, 10000.0)
+    q, k = fused[:, :heads], fused[:, heads : heads + kv_heads]
+    for want, got in both(lambda backend: apply_rope(q, k, positions, *tables, backend=backend), [fused]):
+        assert got.is_contiguous() and torch.equal(got, want)
+
+
+def test_rope_takes_any_strides_and_zero_stride_gradients():
+    x = torch.randn(8, 3, 9, requires_grad=True)  # (H, N, T), a head dimension that is not contiguous
+    tables = rope_tables(9, 8, 10000.0)
+    results = []
+    for backend in BACKENDS:
+        q, k = apply_rope(x.permute(2, 1, 0), x.permute(2, 1, 0)[:, :1], torch.arange(9), *tables, backend=backend)
+        results.append((q, k, torch.autograd.grad(q.sum() + k.sum(), x)[0]))  # sum: gradients of stride 0
+    for want, got in zip(*results):
+        assert torch.equal(got, want)
+
+
+def test_rope_marks_positions_outside_its_tables():
+    q = torch.randn(4, 1, 8)
+    turned, _ = apply_rope(q, q, torch.tensor([0, 5, -1, 1 << 40]), *rope_tables(5, 8, 10000.0), backend="triton")
+    assert torch.equal(turned[0], q[0]) and turned[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(7, 33), (20, 256), (1, 2500)])
+def test_rms_norm(tokens, features):
+    x = torch.randn(tokens, features, requires_grad=True)
+    weight = torch.rand(features, requires_grad=True)
+    for want, got in both(lambda backend: rms_norm(x, weight, 1e-5, backend=backend), [x, weight]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_add_rms_norm_of_strided_rows():
+    wide = torch.randn(2, 6, 3, 40, requires_grad=True)
+    x, residual, weight = wide[:, :, 0], wide[:, :, 1], torch.rand(40, requires_grad=True)
+    for want, got in both(lambda backend: add_rms_norm(x, residual, weight, 1e-5, backend=backend), [wide, weight]):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_adds_into_main_grad():
+    x, weight = torch.randn(9, 70), torch.nn.Parameter(torch.rand(70))
+    rms_norm(x, weight, 1e-5, backend="reference").square().sum().backward()
+    want, weight.grad = weight.grad, None
+    weight.main_grad = torch.full((70,), 2.0)
+    rms_norm(x, weight, 1e-5, backend="triton").square().sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, want + 2, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_rms_norm_do_not_see_each_other():
+    x, weight = torch.randn(6, 40), torch.rand(40)
+    results = []
+    for value in (1.0, torch.nan):
+        changed = x.clone()
+        changed[2] = value
+        changed.requires_grad_()
+        y = rms_norm(changed, weight, 1e-5, backend="triton")
+        results.append((y, torch.autograd.grad(y.sum(), changed)[0]))
+    keep = torch.arange(6) != 2
+    for before, after in zip(*results):
+        assert torch.equal(before[keep], after[keep])
+
+
+@pytest.mark.parametrize("kind", activation_api.KINDS)
+@pytest.mark.parametrize("shape", [(3, 2100), (2, 5, 6)])
+def test_activation(kind, shape):
+    wide = (torch.randn(*shape[:-1], 2 * shape[-1]) * 3).requires_grad_()
+    x = wide[..., : shape[-1]]  # strided rows
+    for want, got in both(lambda backend: activation_api.activation(x, kind, backend=backend), [wide]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaled_in_forward", [False, True])
+@pytest.mark.parametrize(("rows", "vocab"), [(40, 33), (5000, 4500)])
+def test_cross_entropy(rows, vocab, scaled_in_forward):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(rows, 8, generator=generator, requires_grad=True)
+    labels = torch.randint(0, vocab, (7,), generator=generator, dtype=torch.int32)
+    labels[2], mask = -100, torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 0.0])
+    scale = torch.tensor(0.3)
+    results = []
+    for backend in BACKENDS:
+        loss_sum, loss_T = linear_cross_entropy(
+            hidden, weight, labels, mask, vocab_size=vocab, chunk_tokens=4, backend=backend,
+            grad_scale=scale if scaled_in_forward else None,
+        )  # fmt: skip
+        results.append((loss_sum, loss_T, *torch.autograd.grad(loss_sum * scale, (hidden, weight))))
+    for want, got in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert not results[1][3][vocab:].any() and not results[1][2][2].any()
+
+
+def test_cross_entropy_of_a_label_outside_the_vocabulary_is_nan_in_its_row_alone():
+    hidden, weight = torch.randn(3, 4), torch.randn(10, 4)
+    labels = torch.tensor([1, 9, 2])
+    _, loss_T = linear_cross_entropy(hidden, weight, labels, torch.ones(3), vocab_size=9, backend="triton")
+    assert loss_T.isnan().tolist() == [False, True, False]

@@ -1,0 +1,22 @@
+"""Our Triton kernels against their references on a CPU.
+
+Triton decides at import whether it interprets, so the cases (interpreted_*.py) run in one process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_equal_their_references_in_the_interpreter():
+    cases = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.py"))
+    assert cases
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
