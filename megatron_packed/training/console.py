@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from datetime import timedelta
 
 from rich.console import Console as RichConsole
@@ -70,14 +69,3 @@ class Console:
             parts.append("SKIPPED: non-finite")
         return " | ".join(parts)
 
-
-class Timer:
-    """Seconds between calls."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds

@@ -21,10 +21,20 @@ Facts = TypeVar("Facts")
 _POLL_SECONDS = 20e-6
 
 
+class Arrived(NamedTuple, Generic[Facts]):
+    """A step whose values have reached the host."""
+
+    facts: Facts
+    values: list[float]
+    at: float
+    """``time.perf_counter()`` when the step was seen to be finished."""
+
+
 class _InFlight(NamedTuple):
     facts: object
     values: Tensor
     event: torch.cuda.Event | None
+    pushed_at: float
 
 
 class LateMetrics(Generic[Facts]):
@@ -42,11 +52,11 @@ class LateMetrics(Generic[Facts]):
         self._turn = 0
         self._in_flight: _InFlight | None = None
 
-    def push(self, facts: Facts, vector: Tensor) -> tuple[Facts, list[float]] | None:
+    def push(self, facts: Facts, vector: Tensor) -> Arrived[Facts] | None:
         """Start the copy of this step's ``vector``, then wait for the step before it.
 
         Returns:
-            The facts and the values of the previous step; None when this is the first.
+            The previous step; None when this is the first.
         """
         previous = self._in_flight
         buffer, event = self._buffers[self._turn], self._events[self._turn]
@@ -54,17 +64,19 @@ class LateMetrics(Generic[Facts]):
         buffer.copy_(vector, non_blocking=True)
         if event is not None:
             event.record()
-        self._in_flight = _InFlight(facts, buffer, event)
+        self._in_flight = _InFlight(facts, buffer, event, time.perf_counter())
         return self._wait(previous)
 
-    def flush(self) -> tuple[Facts, list[float]] | None:
+    def flush(self) -> Arrived[Facts] | None:
         """Wait for the last step that was pushed."""
         previous, self._in_flight = self._in_flight, None
         return self._wait(previous)
 
-    def _wait(self, item: _InFlight | None) -> tuple[Facts, list[float]] | None:
+    def _wait(self, item: _InFlight | None) -> Arrived[Facts] | None:
         if item is None:
             return None
-        while item.event is not None and not item.event.query():
+        if item.event is None:
+            return Arrived(item.facts, item.values.tolist(), item.pushed_at)  # type: ignore[arg-type]
+        while not item.event.query():
             time.sleep(_POLL_SECONDS)
-        return item.facts, item.values.tolist()  # type: ignore[return-value]
+        return Arrived(item.facts, item.values.tolist(), time.perf_counter())  # type: ignore[arg-type]

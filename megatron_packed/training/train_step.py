@@ -45,8 +45,12 @@ def extra_slots(model: HybridModel, groups: ParallelGroups) -> dict[str, int]:
         "aux_loss": 1,
         "stop": 1,
         "bad_micro_batch": groups.dp_size,
-        "expert_counts": model.num_moe_layers * (model.config.num_experts or 0),
     }
+
+
+def counter_slots(model: HybridModel) -> dict[str, int]:
+    """Exact integer counters on the same all-reduce: name -> number."""
+    return {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
 
 
 class TrainStep:
@@ -54,7 +58,7 @@ class TrainStep:
 
     Args:
         model: the model, its parameters living in ``buffers``.
-        buffers: flat parameters and gradients with the slots of ``extra_slots``.
+        buffers: flat parameters and gradients with the slots of ``extra_slots`` and ``counter_slots``.
         optimizer: steps over the same buffers.
         groups: process groups of this rank.
     """
@@ -63,7 +67,7 @@ class TrainStep:
         self, model: HybridModel, buffers: FlatBuffers, optimizer: Optimizer, groups: ParallelGroups
     ) -> None:
         self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
-        self.device = buffers.grads.device
+        self.device = buffers.device
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self.metrics = torch.zeros(5 + groups.dp_size, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -91,7 +95,7 @@ class TrainStep:
         with record_function("optim::step"):
             stats = self.optimizer.step(lr, loss=extras["loss"])
         if self.model.num_moe_layers:
-            self.model.update_expert_bias(extras["expert_counts"], skip=stats.nonfinite)
+            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.nonfinite)
         torch.cat(
             [
                 extras["loss"],
@@ -120,7 +124,7 @@ class TrainStep:
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
-                extras["expert_counts"].add_(output.tokens_per_expert.reshape(-1))
+                self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
             # The first bad one of this rank stays: a later one finds the slot taken.
             slot = extras["bad_micro_batch"][self.groups.dp_rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)

@@ -1,0 +1,164 @@
+"""Everything a run must keep to go on as if it had never stopped, as named tensors and a JSON object.
+
+Tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>``, ``rng/rank_<r>/<generator>``.
+JSON: the position in the data, the plan it is a position in, random states that are not arrays, the configuration.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from megatron_packed.checkpoint.ranks import Ranks
+from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
+from megatron_packed.checkpoint.state import split_replicated, whole_tensors
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import RngState
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    iteration: int = 0
+    """Optimizer steps done (skipped ones included: their data was used)."""
+    consumed_tokens: int = 0
+    """Real tokens of all ranks so far."""
+    skipped_steps: int = 0
+
+
+def model_tensors(model: HybridModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by global name; tied parameters once."""
+    named = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in model.state_dict().keys()
+    }
+    return {f"model/{name}": tensor.detach() for name, tensor in named.items()}
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by global name and shape. A float32 parameter is its own master and is not listed twice."""
+    shapes = optimizer.global_shapes()
+    own_master = {f"master/{slot.name}" for slot in optimizer.buffers.layout.slots if slot.dtype == torch.float32}
+    return {
+        f"optimizer/{name}": view.view(shapes[name])
+        for name, view in optimizer.state_shards().items()
+        if name not in own_master
+    }
+
+
+class RunState:
+    """Saves and restores one run.
+
+    Args:
+        model, optimizer: written in place by a load.
+        groups: all ranks write, all ranks read.
+        plan_hash: fingerprint of the data order that ``iteration`` is a position in.
+        config: the resolved configuration as a JSON object, kept in the checkpoint for people and tools.
+        model_hash: fingerprint of the part of the configuration that decides shapes.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        optimizer: Optimizer,
+        groups: ParallelGroups,
+        *,
+        plan_hash: str,
+        config: dict[str, Any],
+        model_hash: str,
+    ) -> None:
+        self.model, self.optimizer, self.groups = model, optimizer, groups
+        self.plan_hash, self.config, self.model_hash = plan_hash, config, model_hash
+        self.progress = Progress()
+        self.run_id = uuid.uuid4().hex[:12]
+        self._device = groups.device
+        self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.dp_group)
+
+    def save(self, options: CheckpointConfig) -> SavedCheckpoint:
+        """Writes a checkpoint of the current iteration; a collective.
+
+        Raises:
+            CheckpointError: on all ranks; the previous checkpoint is untouched.
+        """
+        rank, world_size = self.groups.rank, self.groups.world_size
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        replicated = model_tensors(self.model) | optimizer_tensors(self.optimizer)
+        rng = RngState.capture(self._device)
+        shards = split_replicated(replicated, rank, world_size)
+        shards += whole_tensors({f"rng/rank_{rank}/{name}": tensor for name, tensor in rng.tensors.items()})
+        metadata = {
+            "progress": vars(self.progress).copy(),
+            "plan_hash": self.plan_hash,
+            "dp_size": self.groups.dp_size,
+            "rng": self._ranks.gather(dict(rng.metadata)),
+            "config": self.config,
+        }
+        return save_checkpoint(
+            options.save,
+            self.progress.iteration,
+            shards,
+            metadata,
+            rank=rank,
+            world_size=world_size,
+            group=self.groups.dp_group,
+            run_id=self.run_id,
+            config_hash=self.model_hash,
+            keep_last=options.save_retain,
+        )
+
+    def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
+        """Restores the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
+
+        With ``finetune`` only the model's tensors are taken and the run starts at iteration 0. A checkpoint written by
+        another number of ranks restores all but the random states, which start from the seed.
+
+        Raises:
+            NoCheckpointError: there is none.
+            CheckpointMismatchError: it belongs to another model, or to another order of the data.
+            CheckpointError: none is sound.
+        """
+        wanted = model_tensors(self.model)
+        if not options.finetune:
+            wanted |= optimizer_tensors(self.optimizer)
+        rng = RngState.capture(self._device)
+        names = {f"rng/rank_{self.groups.rank}/{name}": tensor for name, tensor in rng.tensors.items()}
+        loaded = load_checkpoint(
+            options.load,
+            whole_tensors(wanted if options.finetune else wanted | names),
+            rank=self.groups.rank,
+            world_size=self.groups.world_size,
+            group=self.groups.dp_group,
+            step=options.ckpt_step,
+            allow_missing=("rng/",),
+            allow_extra=("",) if options.finetune else ("rng/",),
+        )
+        if options.finetune:
+            self.optimizer.reset_masters()
+            return loaded
+        self._check_plan(loaded)
+        self.progress = Progress(**loaded.metadata["progress"])
+        self.run_id = loaded.run_id
+        if loaded.metadata["dp_size"] == self.groups.dp_size and not loaded.missing:
+            metadata = loaded.metadata["rng"][self.groups.rank]
+            RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
+        return loaded
+
+    def _check_plan(self, loaded: LoadedCheckpoint) -> None:
+        found = loaded.metadata["plan_hash"]
+        if found != self.plan_hash:
+            raise CheckpointMismatchError(
+                f"{loaded.path} is at iteration {loaded.step} of another order of the data (plan {found}, this run's is "
+                f"{self.plan_hash}): the data, the tokenizer, a packing option, a batch size or the seed changed; "
+                "restore them to resume, or pass --finetune to start a new run from these weights"
+            )
+

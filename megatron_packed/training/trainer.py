@@ -1,0 +1,196 @@
+"""The loop of a run: steps, their late metrics, validation, checkpoints, and the reasons to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.data.loader import Loader
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.optim.schedule import Schedule
+from megatron_packed.training.console import Console
+from megatron_packed.training.late_metrics import Arrived, LateMetrics
+from megatron_packed.training.metrics import StepFacts, memory_gib, peak_flops, step_record
+from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
+from megatron_packed.training.state import RunState
+from megatron_packed.training.train_step import StepValues, TrainStep
+from megatron_packed.training.writers import Writer
+
+EXIT_DONE = 0
+EXIT_NONFINITE = 20
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Runs a training job that is already built; the same on every rank.
+
+    [Note: when a run may stop]
+    What all ranks must decide alike (a signal, a non-finite step) is read from the all-reduced metrics of the step
+    before, at the same place on every rank. Time limits are rank 0's clock and travel as a signal does.
+    """
+
+    config: RunConfig
+    groups: ParallelGroups
+    step: TrainStep
+    state: RunState
+    schedule: Schedule
+    train: Loader
+    valid: Loader | None
+    flops: FlopCounter
+    console: Console
+    writers: list[Writer]
+    signal: SignalFlag
+
+    def __post_init__(self) -> None:
+        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
+        self._peak = peak_flops(self.groups.device)
+        self._started = self._last = time.perf_counter()
+        # A run that resumes at its last iteration has nothing new to save.
+        self._saved_at = self.state.progress.iteration or None
+
+    def run(self) -> int:
+        """Trains until the last iteration or a reason to stop. Returns the process's exit code."""
+        training, progress = self.config.training, self.state.progress
+        self._last = time.perf_counter()
+        exit_code = None
+        while progress.iteration < training.train_iters and exit_code is None:
+            exit_code = self._handle(self._one_step())
+            if exit_code is None and self._due(training.eval_interval):
+                self._pause(self.validate)
+            if exit_code is None and self._due(self.config.checkpoint.save_interval):
+                exit_code = self._pause(self.save)
+            if exit_code is None and self._due(training.exit_interval):
+                self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
+                exit_code = EXIT_DONE
+        late = self._handle(self._late.flush())
+        exit_code = late if exit_code in (None, EXIT_DONE) and late is not None else exit_code
+        if exit_code is None and training.eval_interval and not self._due(training.eval_interval):
+            self.validate()
+        if exit_code in (None, EXIT_DONE, EXIT_PREEMPTED) and self._saved_at != progress.iteration:
+            self.save()
+        if exit_code == EXIT_PREEMPTED:
+            self.console.say("Stopped on request. Run the same command again to go on.")
+        return EXIT_DONE if exit_code is None else exit_code
+
+    def validate(self) -> float | None:
+        """Loss in nats per target token over the validation plan, on all ranks; None without validation data."""
+        if self.valid is None:
+            return None
+        model, device = self.step.model, self.groups.device
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            for number in range(self.valid.plan.num_steps):
+                for micro_batch in self.valid.micro_batches(number):
+                    output = model(micro_batch.to(device, non_blocking=True))
+                    totals[0] += output.loss_sum
+                    totals[1] += micro_batch.num_target_tokens
+        model.train()
+        all_reduce_sum(totals, self.groups.dp_group)
+        loss_sum, targets = totals.tolist()
+        loss = loss_sum / targets if targets else float("nan")
+        self.console.say(f"validation at step {self.state.progress.iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
+        self._write(
+            {"iteration": self.state.progress.iteration, "valid_loss": loss, "valid_target_tokens": int(targets),
+             "plan_hash": self.valid.plan.hash}
+        )  # fmt: skip
+        return loss
+
+    def save(self) -> None:
+        """A checkpoint of now, if ``--save`` is given."""
+        if self.config.checkpoint.save is None:
+            return
+        saved = self.state.save(self.config.checkpoint)
+        self._saved_at = saved.step
+        self.console.say(f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)")
+        for warning in saved.warnings:
+            self.console.warn(warning)
+
+    def _one_step(self) -> Arrived[StepFacts] | None:
+        """Queues one step and takes the one before it."""
+        progress = self.state.progress
+        lr = self.schedule.at(progress.iteration)
+        facts = self._facts(progress.iteration, lr)
+        micro_batches = self.train.micro_batches(progress.iteration)
+        vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
+        progress.iteration += 1
+        progress.consumed_tokens = facts.consumed_tokens
+        return self._late.push(facts, vector)
+
+    def _facts(self, number: int, lr: float) -> StepFacts:
+        plan = self.train.plan.step(number)
+        real = plan.num_tokens
+        slots = plan.num_packs * self.config.packing.tokens_per_pack
+        return StepFacts(
+            iteration=number + 1,
+            learning_rate=lr,
+            real_tokens=real,
+            target_tokens=plan.global_targets,
+            padded_tokens=slots - real,
+            consumed_tokens=self.state.progress.consumed_tokens + real,
+            num_seqs=plan.num_segments,
+            num_packs=plan.global_packs,
+            epoch=plan.epoch,
+            flops=self.flops.training(plan.lengths).total,
+            plan_hash=self.train.plan.hash,
+        )
+
+    def _handle(self, arrived: Arrived[StepFacts] | None) -> int | None:
+        """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
+        if arrived is None:
+            return None
+        values = StepValues.from_list(arrived.values)
+        seconds, self._last = max(arrived.at - self._last, 1e-9), arrived.at
+        record = step_record(
+            arrived.facts,
+            loss=values.loss,
+            aux_loss=values.aux_loss,
+            grad_norm=values.grad_norm,
+            skipped=values.nonfinite,
+            seconds=seconds,
+            world_size=self.groups.world_size,
+            peak=self._peak,
+            memory=memory_gib(self.groups.device),
+        )
+        self.console.step(record)
+        self._write(record.as_dict())
+        if values.nonfinite:
+            self.state.progress.skipped_steps += 1
+            where = ", ".join(
+                f"micro-batch {micro_batch} of data-parallel rank {rank}"
+                for rank, micro_batch in values.bad_micro_batches.items()
+            )
+            self.console.warn(
+                f"step {record.iteration} had a non-finite {'loss or gradient in ' + where if where else 'gradient norm'}"
+                "; its update was not applied, weights and moments are those of the step before."
+            )
+            if self.config.training.on_nonfinite == "stop":
+                self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
+                return EXIT_NONFINITE
+        return EXIT_PREEMPTED if values.stop_requested else None
+
+    def _stop_requested(self) -> bool:
+        limit = self.config.training.exit_duration_in_mins
+        timed_out = limit is not None and time.perf_counter() - self._started > 60 * limit
+        return self.signal.received is not None or timed_out
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.state.progress.iteration % interval == 0
+
+    def _pause(self, action: Callable[[], object]) -> int | None:
+        """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""
+        exit_code = self._handle(self._late.flush())
+        if exit_code is None:
+            action()
+        self._last = time.perf_counter()
+        return exit_code
+
+    def _write(self, record: dict[str, object]) -> None:
+        for writer in self.writers:
+            writer.write(record)

@@ -1,0 +1,23 @@
+"""Pretrains or fine-tunes a hybrid Mamba-Transformer-MoE model on packed documents.
+
+    torchrun --nproc_per_node 2 pretrain_hybrid.py --help
+"""
+
+import sys
+
+from megatron_packed.config.flags import parse_or_exit
+
+
+def main() -> None:
+    config = parse_or_exit(sys.argv[1:])  # before torch is imported: a wrong command line ends in a second
+    if config.training.deterministic_mode:
+        from megatron_packed.distributed.determinism import set_deterministic_environment
+
+        set_deterministic_environment()
+    from megatron_packed.training.pretrain import pretrain
+
+    pretrain(config)
+
+
+if __name__ == "__main__":
+    main()
