@@ -32,9 +32,6 @@ class Inputs:
     width: int
     row_stride: int
     """Elements from one token to the next in x, which may be a view of a wider tensor."""
-    channel_stride: int
-    offset: int
-    """Elements from the start of x's storage to x."""
     dtype: torch.dtype
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
@@ -80,8 +77,6 @@ def causal_conv1d(
         channels=x_TC.shape[1],
         width=weight_CW.shape[1],
         row_stride=x_TC.stride(0),
-        channel_stride=x_TC.stride(1),
-        offset=int(x_TC.storage_offset()),
         dtype=x_TC.dtype,
         weight_dtype=weight_CW.dtype,
         bias_dtype=None if bias_C is None else bias_C.dtype,

@@ -1,0 +1,111 @@
+"""The convolution by the causal-conv1d package's channel-last kernels, which read ``seq_idx`` themselves.
+
+Called through its lower-level functions in an autograd function of our own, so that strided column slices go in
+without a copy and the gradient is written in its place of ``ops.columns``. Outputs and dx are bitwise reproducible; the
+gradients of weight and bias are atomic sums unless ``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
+from torch import Tensor
+
+from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.causal_conv1d.api import Inputs
+
+_VECTOR_BYTES = 16
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Sentences why the library's kernels cannot serve these inputs; empty when they can."""
+    reasons = []
+    if inputs.device_type != "cuda":
+        reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
+    if inputs.dtype not in _DTYPES or inputs.weight_dtype not in _DTYPES:
+        reasons.append(f"x ({inputs.dtype}) and weight ({inputs.weight_dtype}) must be bfloat16, float16 or float32")
+    if inputs.bias_dtype not in (None, inputs.weight_dtype):
+        reasons.append(f"bias ({inputs.bias_dtype}) and weight ({inputs.weight_dtype}) must have one dtype")
+    if not 2 <= inputs.width <= 4:
+        reasons.append(f"the filter's width ({inputs.width}) must be 2, 3 or 4")
+    if inputs.channels % 8:
+        reasons.append(f"the number of channels ({inputs.channels}) is not divisible by 8")
+    if inputs.tokens * max(inputs.row_stride, inputs.channels) > 2**31 - 1:
+        reasons.append(
+            f"{inputs.tokens} tokens at steps of {max(inputs.row_stride, inputs.channels)} elements overflow 32-bit "
+            "offsets; use shorter packs"
+        )
+    return reasons
+
+
+def run(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, seq_idx_1T: Tensor, *, activation: str | None
+) -> Tensor:
+    """See ``api.causal_conv1d``. A slice that is not laid out for 16-byte loads is copied first."""
+    slot = gradient_slot(x_TC)
+    if not _is_aligned(x_TC):
+        x_TC, slot = x_TC.contiguous(), None
+    y_TC: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+        x_TC, weight_CW, bias_C, seq_idx_1T, activation == "silu", slot
+    )
+    return y_TC
+
+
+def _is_aligned(x_TC: Tensor) -> bool:
+    row_bytes = x_TC.stride(0) * x_TC.element_size()
+    return (
+        x_TC.stride(1) == 1
+        and x_TC.stride(0) % 8 == 0
+        and row_bytes % _VECTOR_BYTES == 0
+        and x_TC.data_ptr() % _VECTOR_BYTES == 0
+    )
+
+
+def _channels_last(x_TC: Tensor) -> Tensor:
+    """``(T, C)`` -> ``(1, C, T)`` with channel step 1, the library's channel-last layout."""
+    return x_TC.t()[None]
+
+
+class _Convolution(torch.autograd.Function):
+    """Forward: convolution and SiLU in one kernel. Backward: one kernel, which forms the activation's input again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        seq_idx_1T: Tensor,
+        silu: bool,
+        slot: GradientSlot | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
+        ctx.silu, ctx.slot = silu, slot
+        y = causal_conv1d_fwd_function(_channels_last(x_TC), weight_CW, bias_C, seq_idx_1T, None, None, silu)
+        y_TC: Tensor = y[0].t()
+        return y_TC
+
+    @staticmethod
+    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, weight_CW, bias_C, seq_idx_1T = ctx.saved_tensors
+        if not _is_aligned(dy_TC):
+            dy_TC = dy_TC.contiguous()
+        dx_TC = gradient_like(x_TC, ctx.slot)
+        _, dweight_CW, dbias_C, _ = causal_conv1d_bwd_function(
+            _channels_last(x_TC),
+            weight_CW,
+            bias_C,
+            _channels_last(dy_TC),
+            seq_idx_1T,
+            None,
+            None,
+            _channels_last(dx_TC),
+            False,
+            ctx.silu,
+        )
+        return dx_TC, dweight_CW, dbias_C, None, None, None

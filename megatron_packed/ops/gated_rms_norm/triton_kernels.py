@@ -1,0 +1,211 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Gate, normalisation and weight in one kernel, forward and backward; z may be a column slice of a wider tensor.
+
+Memory-bound: forward reads x and z and writes y, backward reads x, z and dy and writes dx and dz. fp32 inside. A row's
+results depend on that row alone. The weight's gradient is summed over a fixed partition of the rows, then over the
+parts in order: bitwise reproducible. No autotuning, so nothing has to be warmed up but compilation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.triton_mode import device_reasons
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.gated_rms_norm.api import Inputs
+
+_LARGEST_GROUP = 16384
+_ELEMENTS_PER_TILE = 2048  # rows x channels that one program holds in registers at a time
+_BACKWARD_PROGRAMS = 1024  # enough to fill any GPU several times; also the number of partial sums times groups
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Sentences why the kernels cannot serve these inputs; empty when they can."""
+    reasons = device_reasons(inputs.device_type)
+    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
+    if inputs.group_size > _LARGEST_GROUP:
+        reasons.append(f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the most that fits in registers")
+    if not inputs.unit_channel_stride:
+        reasons.append("neighbouring channels of x and z must lie next to each other")
+    return reasons
+
+
+def run(x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size: int) -> Tensor:
+    """See ``api.gated_rms_norm``."""
+    y_TD: Tensor = _GatedNorm.apply(x_TD, z_TD, weight_D, eps, group_size, gradient_slot(z_TD))
+    return y_TD
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Forward: gate, normalise, scale; keeps 1/rms per row and group. Backward: all three gradients in one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        z_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        group_size: int,
+        slot: GradientSlot | None,
+    ) -> Tensor:
+        (tokens, channels), groups = x_TD.shape, x_TD.shape[1] // group_size
+        y_TD = torch.empty(tokens, channels, dtype=x_TD.dtype, device=x_TD.device)
+        rstd_TG = torch.empty(tokens, groups, dtype=torch.float32, device=x_TD.device)
+        block, rows = _tile(group_size)
+        _forward_kernel[(triton.cdiv(tokens, rows), groups)](
+            x_TD,
+            z_TD,
+            weight_D,
+            y_TD,
+            rstd_TG,
+            tokens,
+            x_TD.stride(0),
+            z_TD.stride(0),
+            channels,
+            groups,
+            eps,
+            GROUP_SIZE=group_size,
+            BLOCK=block,
+            ROWS=rows,
+            num_warps=_warps(block * rows),
+        )
+        ctx.save_for_backward(x_TD, z_TD, weight_D, rstd_TG)
+        ctx.group_size, ctx.slot = group_size, slot
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, z_TD, weight_D, rstd_TG = ctx.saved_tensors
+        dy_TD = dy_TD if dy_TD.stride(1) == 1 else dy_TD.contiguous()
+        (tokens, channels), groups = x_TD.shape, rstd_TG.shape[1]
+        dx_TD = torch.empty(tokens, channels, dtype=x_TD.dtype, device=x_TD.device)
+        dz_TD = gradient_like(z_TD, ctx.slot)
+        block, rows = _tile(ctx.group_size)
+        tiles_per_program = triton.cdiv(triton.cdiv(tokens, rows), max(1, _BACKWARD_PROGRAMS // groups))
+        programs = triton.cdiv(tokens, rows * tiles_per_program)
+        parts_XD = torch.empty(programs, channels, dtype=torch.float32, device=x_TD.device)
+        _backward_kernel[(programs, groups)](
+            x_TD,
+            z_TD,
+            weight_D,
+            rstd_TG,
+            dy_TD,
+            dx_TD,
+            dz_TD,
+            parts_XD,
+            tokens,
+            tiles_per_program,
+            x_TD.stride(0),
+            z_TD.stride(0),
+            dy_TD.stride(0),
+            dz_TD.stride(0),
+            channels,
+            groups,
+            GROUP_SIZE=ctx.group_size,
+            BLOCK=block,
+            ROWS=rows,
+            num_warps=_warps(block * rows),
+        )
+        return dx_TD, dz_TD, parts_XD.sum(0).to(weight_D.dtype), None, None, None
+
+
+def _tile(group_size: int) -> tuple[int, int]:
+    """Channels (a power of two) and rows of one tile."""
+    block = triton.next_power_of_2(group_size)
+    return block, max(1, _ELEMENTS_PER_TILE // block)
+
+
+def _warps(elements: int) -> int:
+    return min(max(elements // 512, 1), 16)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    z_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    tokens,
+    x_stride,
+    z_stride,
+    channels,
+    groups,
+    eps,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, g): rows i*ROWS.. of group g."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    channel = group * GROUP_SIZE + lane
+    mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + channel, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
+    gated = x * z * tl.sigmoid(z)
+    rstd = 1.0 / tl.sqrt(tl.sum(gated * gated, axis=1) / GROUP_SIZE + eps)
+    y = gated * rstd[:, None] * weight[None, :]
+    tl.store(y_ptr + row[:, None] * channels + channel[None, :], y, mask=mask)
+    tl.store(rstd_ptr + row * groups + group, rstd, mask=row < tokens)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    z_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dy_ptr,
+    dx_ptr,
+    dz_ptr,
+    parts_ptr,
+    tokens,
+    tiles_per_program,
+    x_stride,
+    z_stride,
+    dy_stride,
+    dz_stride,
+    channels,
+    groups,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, g): a run of ``tiles_per_program`` tiles of group g, and their share of the weight's gradient."""
+    program = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    channel = group * GROUP_SIZE + lane
+    weight = tl.load(weight_ptr + channel, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
+    d_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for tile in range(tiles_per_program):
+        row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row * groups + group, mask=row < tokens, other=0.0)
+        sigmoid = tl.sigmoid(z)
+        silu = z * sigmoid
+        normed = x * silu * rstd[:, None]
+        d_normed = dy * weight[None, :]
+        mean = tl.sum(d_normed * normed, axis=1) / GROUP_SIZE
+        d_gated = (d_normed - normed * mean[:, None]) * rstd[:, None]
+        tl.store(dx_ptr + row[:, None] * channels + channel[None, :], d_gated * silu, mask=mask)
+        dz = d_gated * x * sigmoid * (1.0 + z * (1.0 - sigmoid))
+        tl.store(dz_ptr + row[:, None] * dz_stride + channel[None, :], dz, mask=mask)
+        d_weight += dy * normed
+    part = parts_ptr + program * channels + channel
+    tl.store(part, tl.sum(d_weight, axis=0), mask=lane < GROUP_SIZE)

@@ -1,0 +1,68 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What grouped matrix products leave unwritten, set to zero: rows behind the last expert, gradients of unused experts.
+
+Both kernels have grids of static size whose programs read one offset and return at once unless there is something to
+write, so they cost a launch and the bytes that they really clear. No host sync.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16
+_COLUMNS = 1024
+
+
+def zero_rows_behind_(rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Clear the rows from ``offsets_E[-1]`` on, in place; ``rows_RD`` is contiguous."""
+    rows, channels = rows_RD.shape
+    _zero_rows_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _COLUMNS))](
+        rows_RD,
+        offsets_E,
+        rows,
+        channels,
+        LAST=offsets_E.shape[0] - 1,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
+    return rows_RD
+
+
+def zero_unused_experts_(weights_EXY: Tensor, offsets_E: Tensor) -> Tensor:
+    """Clear the matrices of experts without rows, in place; ``weights_EXY`` is contiguous."""
+    experts, size = weights_EXY.shape[0], weights_EXY[0].numel()
+    per_program = _ROWS * _COLUMNS
+    _zero_experts_kernel[(experts, triton.cdiv(size, per_program))](
+        weights_EXY, offsets_E, size, PER_PROGRAM=per_program, STEP=_COLUMNS
+    )
+    return weights_EXY
+
+
+@triton.jit
+def _zero_rows_kernel(
+    rows_ptr, offsets_ptr, rows, channels, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    end = tl.load(offsets_ptr + LAST)
+    first = tl.program_id(0) * ROWS
+    if first + ROWS > end:
+        row = first + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = ((row >= end) & (row < rows))[:, None] & (column < channels)[None, :]
+        at = row.to(tl.int64)[:, None] * channels + column[None, :]
+        tl.store(rows_ptr + at, tl.zeros((ROWS, COLUMNS), dtype=rows_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _zero_experts_kernel(weights_ptr, offsets_ptr, size, PER_PROGRAM: tl.constexpr, STEP: tl.constexpr):
+    expert = tl.program_id(0)
+    end = tl.load(offsets_ptr + expert)
+    start = tl.load(offsets_ptr + tl.maximum(expert - 1, 0))
+    start = tl.where(expert == 0, 0, start)
+    if start == end:
+        first = tl.program_id(1) * PER_PROGRAM
+        for i in range(0, PER_PROGRAM, STEP):
+            at = first + i + tl.arange(0, STEP)
+            zeros = tl.zeros((STEP,), dtype=weights_ptr.dtype.element_ty)
+            tl.store(weights_ptr + expert.to(tl.int64) * size + at, zeros, mask=at < size)

@@ -1,0 +1,184 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Gathers between tokens and rows, one program per row or token; nothing of size (T, K, D) is ever made.
+
+Every result has one writer and sums run over k in order, so all of it is bitwise reproducible. fp32 inside. Rows and
+tokens that are not valid are written as zeros and never read, so they may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.triton_mode import device_reasons
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.permute.api import Inputs
+
+_CHANNELS_PER_STEP = 2048
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Sentences why the kernels cannot serve these inputs; empty when they can."""
+    reasons = device_reasons(inputs.device_type)
+    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
+    return reasons
+
+
+def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+    """``x[token_R]``, zero where the token is not valid; see ``api.permute``."""
+    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK, valid_T)
+    return rows_RD
+
+
+def tokens_of_rows(
+    y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
+) -> Tensor:
+    """The weighted sum of each token's rows; see ``api.unpermute``."""
+    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)
+    return y_TD
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: tokens to rows. Backward: each token adds up the gradients of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK, valid_T)
+        x_RD = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
+        _launch_rows(x_TD.contiguous(), valid_T, token_R, x_RD)
+        return x_RD
+
+    @staticmethod
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
+        row_TK, valid_T = ctx.saved_tensors
+        return _sum_rows(dx_RD, None, row_TK, valid_T), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Forward: rows to tokens, weighted. Backward: rows from tokens, and each route's weight from their product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
+    ) -> Tensor:
+        y_RD, weights_TK = y_RD.contiguous(), weights_TK.contiguous()
+        ctx.save_for_backward(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)
+        return _sum_rows(y_RD, weights_TK, row_TK, valid_T)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        y_RD, weights_TK, token_R, route_R, _, valid_T = ctx.saved_tensors
+        dy_RD, dweights_TK = torch.empty_like(y_RD), torch.empty_like(weights_TK)
+        _launch_rows(dy_TD.contiguous(), valid_T, token_R, dy_RD, (route_R, weights_TK, y_RD, dweights_TK))
+        return dy_RD, dweights_TK, None, None, None, None
+
+
+def _launch_rows(
+    x_TD: Tensor,
+    valid_T: Tensor,
+    token_R: Tensor,
+    out_RD: Tensor,
+    weighted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Fill ``out_RD`` from tokens; with ``weighted`` (routes, weights, y, dweights) also the weights' gradients."""
+    route_R, weights_TK, y_RD, dweights_TK = weighted or (token_R, out_RD, out_RD, out_RD)
+    _rows_kernel[(out_RD.shape[0],)](
+        x_TD,
+        valid_T,
+        token_R,
+        out_RD,
+        route_R,
+        weights_TK,
+        y_RD,
+        dweights_TK,
+        CHANNELS=x_TD.shape[1],
+        BLOCK=_block(x_TD.shape[1]),
+        WEIGHTED=weighted is not None,
+    )
+
+
+def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+    (tokens, routes), channels = row_TK.shape, y_RD.shape[1]
+    y_TD = y_RD.new_empty(tokens, channels)
+    _tokens_kernel[(tokens, triton.cdiv(channels, _block(channels)))](
+        y_RD.contiguous(),
+        weights_TK,
+        row_TK,
+        valid_T,
+        y_TD,
+        CHANNELS=channels,
+        ROUTES=routes,
+        BLOCK=_block(channels),
+        WEIGHTED=weights_TK is not None,
+    )
+    return y_TD
+
+
+def _block(channels: int) -> int:
+    return min(int(triton.next_power_of_2(channels)), _CHANNELS_PER_STEP)
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr,
+    valid_ptr,
+    token_ptr,
+    out_ptr,
+    route_ptr,
+    weight_ptr,
+    y_ptr,
+    d_weight_ptr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Program r: row r from its token; WEIGHTED scales it and stores its product with y's row as a gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    readable = tl.where(tl.load(valid_ptr + token).to(tl.int32) != 0, CHANNELS, 0)
+    if WEIGHTED:
+        route = tl.load(route_ptr + row).to(tl.int64)
+        weight = tl.load(weight_ptr + route).to(tl.float32)
+    dot = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, CHANNELS, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        mask = channel < readable
+        x = tl.load(x_ptr + token * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            dot += x * tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
+            x = tl.where(mask, x * weight, 0.0)
+        tl.store(out_ptr + row * CHANNELS + channel, x, mask=channel < CHANNELS)
+    if WEIGHTED:
+        tl.store(d_weight_ptr + route, tl.sum(dot, axis=0))
+
+
+@triton.jit
+def _tokens_kernel(
+    y_ptr,
+    weight_ptr,
+    row_ptr,
+    valid_ptr,
+    out_ptr,
+    CHANNELS: tl.constexpr,
+    ROUTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Program (t, j): the j-th block of channels of token t, its K rows added up in order."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < tl.where(tl.load(valid_ptr + token).to(tl.int32) != 0, CHANNELS, 0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(ROUTES):
+        row = tl.load(row_ptr + token * ROUTES + k).to(tl.int64)
+        y = tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            y = y * tl.load(weight_ptr + token * ROUTES + k).to(tl.float32)
+        total += y
+    tl.store(out_ptr + token * CHANNELS + channel, tl.where(mask, total, 0.0), mask=channel < CHANNELS)

@@ -1,0 +1,229 @@
+"""The scan by mamba-ssm's Triton kernels, with our running sum that restarts at every document (``chunk_sum``).
+
+The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because the combined function
+isolates documents only to rounding. README.md shows why each of them is exact, forward and backward, once the sum
+restarts. Gradients of x, B, C and dt are written straight into the buffers of ``ops.columns`` where there are any.
+
+Deterministic with ``MAMBA_DETERMINISTIC=1`` (read by mamba-ssm); else the gradients of dt, A, dt_bias and D are sums in
+changing order. Triton tunes each kernel the first time it meets a (chunk, head, state) size: run once, forward and
+backward, before capturing.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
+from mamba_ssm.ops.triton.ssd_chunk_scan import (
+    _chunk_scan_bwd_dC,
+    _chunk_scan_bwd_dcb,
+    _chunk_scan_bwd_ddAcs_stable,
+    _chunk_scan_bwd_dstates,
+    _chunk_scan_fwd,
+)
+from mamba_ssm.ops.triton.ssd_chunk_state import _chunk_state_bwd_db, _chunk_state_fwd
+from mamba_ssm.ops.triton.ssd_combined import _chunk_scan_chunk_state_bwd_dx
+from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd, _state_passing_fwd
+from torch import Tensor
+
+from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.ssd.api import Inputs
+
+OFFSET_LIMIT = 2**31 - 1
+"""mamba-ssm's kernels multiply positions by strides in 32 bits; beyond this they read and write elsewhere."""
+
+_SMALLEST_TILE = 32
+_MULTIPROCESSORS = 160  # at least as many as any GPU has: bounds the partial sums that the backward kernels keep
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    """Sentences why the kernels cannot serve these sizes; empty when they can."""
+    reasons = []
+    if inputs.device_type != "cuda":
+        reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
+    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reasons.append(f"{inputs.dtype} is not bfloat16, float16 or float32")
+    if inputs.chunk_size not in (16, 32, 64, 128, 256):
+        reasons.append(f"chunk_size ({inputs.chunk_size}) is not one of 16, 32, 64, 128, 256")
+    if inputs.head_dim > 256 or inputs.state_dim > 256:
+        reasons.append(f"head_dim ({inputs.head_dim}) and state_dim ({inputs.state_dim}) must be at most 256")
+    if pieces(inputs.tokens, inputs.heads, inputs.head_dim, inputs.groups, inputs.state_dim, inputs.chunk_size) == 0:
+        reasons.append(
+            f"{inputs.tokens} tokens overflow the kernels' 32-bit offsets even one head at a time; use shorter packs"
+        )
+    return reasons
+
+
+def run(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    A_N: Tensor,
+    B_TGS: Tensor,
+    C_TGS: Tensor,
+    D_N: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """See ``api.ssd``. Heads are handled in several pieces if all at once would overflow 32-bit offsets."""
+    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
+    row_stride = max(x_TNP.stride(0), B_TGS.stride(0), C_TGS.stride(0))
+    arguments = (x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N)
+    if largest_offset(tokens, heads, head_dim, groups, state_dim, chunk_size, row_stride) <= OFFSET_LIMIT:
+        slots = tuple(gradient_slot(tensor) for tensor in (x_TNP, dt_TN, B_TGS, C_TGS))
+        y_TNP: Tensor = _Scan.apply(*arguments, seq_idx_1T, chunk_size, slots)  # type: ignore[no-untyped-call]
+        return y_TNP
+    count = pieces(tokens, heads, head_dim, groups, state_dim, chunk_size)
+    outputs = [
+        _Scan.apply(*_piece(arguments, i, count), seq_idx_1T, chunk_size, (None,) * 4)  # type: ignore[no-untyped-call]
+        for i in range(count)
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+def largest_offset(
+    tokens: int, heads: int, head_dim: int, groups: int, state_dim: int, chunk_size: int, row_stride: int
+) -> int:
+    """An upper bound on the flat offsets (elements) that the kernels form in any tensor, forward and backward."""
+    chunks = ceil(tokens / chunk_size)
+    rows = chunks * chunk_size
+    tiles = ceil(max(head_dim, state_dim, chunk_size) / _SMALLEST_TILE)
+    splits = _MULTIPROCESSORS * chunk_size  # tokens' worth of extra partial sums when there are few chunks
+    return max(
+        rows * max(row_stride, heads * head_dim),
+        (rows * groups + splits) * max(state_dim, chunk_size),
+        chunks * heads * head_dim * state_dim,
+        heads * rows * tiles,
+    )
+
+
+def pieces(tokens: int, heads: int, head_dim: int, groups: int, state_dim: int, chunk_size: int) -> int:
+    """Into how many equal parts the heads must go so that a contiguous copy of each part fits; 0 if nothing helps."""
+    for count in range(1, heads + 1):
+        if heads % count or (groups % count and count % groups):
+            continue
+        part = (tokens, heads // count, head_dim, max(groups // count, 1), state_dim, chunk_size)
+        if largest_offset(*part, row_stride=max(heads // count * head_dim, max(groups // count, 1) * state_dim)) <= (
+            OFFSET_LIMIT
+        ):
+            return count
+    return 0
+
+
+def _piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ...]:
+    """The i-th of ``count`` parts of the heads, with the group or groups that they share."""
+    x, dt, A, B, C, D, dt_bias = arguments
+    per_head = slice(i * x.shape[1] // count, (i + 1) * x.shape[1] // count)
+    width = max(B.shape[1] // count, 1)
+    first = i * B.shape[1] // count
+    per_group = slice(first, first + width)
+    return (
+        x[:, per_head].contiguous(),
+        dt[:, per_head],
+        A[per_head],
+        B[:, per_group].contiguous(),
+        C[:, per_group].contiguous(),
+        D[per_head],
+        dt_bias[per_head],
+    )
+
+
+class _Scan(torch.autograd.Function):
+    """Forward: the chunked scan. Backward: chunk states and C B^T are computed again instead of kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TNP: Tensor,
+        dt_TN: Tensor,
+        A_N: Tensor,
+        B_TGS: Tensor,
+        C_TGS: Tensor,
+        D_N: Tensor,
+        dt_bias_N: Tensor,
+        seq_idx_1T: Tensor,
+        chunk_size: int,
+        slots: tuple[GradientSlot | None, ...],
+    ) -> Tensor:
+        x_TNP, B_TGS, C_TGS = (t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS))
+        A_N, D_N, dt_bias_N = A_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
+        step_NQL, sum_NQL = chunk_sum_forward(dt_TN, A_N, dt_bias_N, seq_idx_1T, chunk_size)
+        x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]
+        states = _entering_states(x, b, step, total, seq_idx_1T, dtype=c.dtype)
+        scores = _bmm_chunk_fwd(c, b, chunk_size, seq_idx=seq_idx_1T, output_dtype=torch.float32)
+        y, _ = _chunk_scan_fwd(scores, x, step, total, c, states, D=D_N, seq_idx=seq_idx_1T)
+        ctx.save_for_backward(x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, step_NQL, sum_NQL)
+        ctx.slots = slots
+        y_TNP: Tensor = y[0]
+        return y_TNP
+
+    @staticmethod
+    def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
+        x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx, step_NQL, sum_NQL = ctx.saved_tensors
+        dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)
+        x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]
+        dy = dy_TNP.contiguous()[None]
+        chunk_size, groups = step_NQL.shape[2], b.shape[2]
+
+        # Again what forward did not keep; the entering states in fp32 this time, for the gradient of their decay.
+        scores = _bmm_chunk_fwd(c, b, chunk_size, seq_idx=seq_idx, output_dtype=torch.float32)
+        states = _entering_states(x, b, step, total, seq_idx, dtype=torch.float32)
+
+        # Back through the passing of states from chunk to chunk.
+        d_entering = _chunk_scan_bwd_dstates(c, total, dy, seq_idx=seq_idx, dtype=states.dtype)
+        d_states, d_last_sum, _, states_low = _state_passing_bwd(
+            states.flatten(-2),
+            total[..., -1],
+            d_entering.flatten(-2),
+            seq_idx=seq_idx,
+            has_initial_states=False,
+            dstates_dtype=x.dtype,
+            states_dtype=x.dtype,
+            chunk_size=chunk_size,
+        )
+        d_states, states_low = d_states.view(states.shape), states_low.view(states.shape)
+
+        # Back through the products inside a chunk.
+        _, d_step, dD_N = _chunk_scan_chunk_state_bwd_dx(
+            x, step, total, b, scores, dy, d_states, D=D_N, seq_idx=seq_idx, dx=dx_TNP[None]
+        )
+        dB_states, d_log = _chunk_state_bwd_db(x, step, total, d_states, seq_idx=seq_idx, B=b, ngroups=groups)
+        dC_states, d_sum = _chunk_scan_bwd_dC(states_low, total, dy, seq_idx=seq_idx, C=c, ngroups=groups)
+        d_scores = _chunk_scan_bwd_dcb(x, step, total, dy, seq_idx=seq_idx, ngroups=groups)
+        _bmm_chunk_bwd(c, d_scores, residual=dB_states, out=dB_TGS[None])
+        _bmm_chunk_bwd(b, d_scores.transpose(-1, -2), residual=dC_states, out=dC_TGS[None])
+        d_log_more = _chunk_scan_bwd_ddAcs_stable(x, step, total, dy, scores)
+
+        steps = chunk_sum_backward(
+            step_NQL,
+            dt_TN,
+            A_N,
+            dt_bias_N,
+            seq_idx,
+            d_sum_NQL=d_sum[0],
+            d_last_sum_NQ=d_last_sum[0],
+            d_log_NQL=d_log[0],
+            d_log_more_NQL=d_log_more[0],
+            d_step_NQL=d_step[0],
+            out_TN=ddt_TN,
+        )
+        return dx_TNP, steps.dt_TN, steps.A_N, dB_TGS, dC_TGS, dD_N, steps.dt_bias_N, None, None, None
+
+
+def _entering_states(
+    x: Tensor, b: Tensor, step: Tensor, total: Tensor, seq_idx: Tensor, *, dtype: torch.dtype
+) -> Tensor:
+    """``(1, Q, N, P, S)``: the state at the start of each chunk, zero unless the document before goes on."""
+    states = _chunk_state_fwd(b, x, step, total, seq_idx=seq_idx, states_in_fp32=True)
+    entering, _ = _state_passing_fwd(
+        states.flatten(-2), total[..., -1], seq_idx=seq_idx, chunk_size=step.shape[-1], out_dtype=dtype
+    )
+    passed: Tensor = entering.view(states.shape)
+    return passed
