@@ -1,0 +1,253 @@
+"""The balanced packer's work on one window: few documents per pack, at full packs.
+
+1. *Longest first*: every document, longest first, goes into the emptiest bin. The bins end up with nearly equal
+   tokens, and the short documents, which make large counts where they meet, are spread over all of them.
+2. *Exchange*: nearly equal is not yet "at most T". Bins above T swap documents with bins below it until all fit. Swaps
+   keep the number of documents of every bin, so full packs cost no larger counts.
+3. *Leave over*: a bin that nothing helps gives up a document, which is packed in the next window.
+
+Notation: B bins of T token slots, n documents, W documents looked at per bin in one round of exchange.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.keyed_random import KeyedRandom
+
+LEFT_OVER = -1
+"""The bin of a document that is not packed in this window."""
+
+JITTER = 0.5
+"""Documents are ordered by length times a random factor within +- this / 2, so that documents of unlike ranks meet and
+companions change from epoch to epoch even where one window holds the whole data set. Exchange repairs what it costs."""
+
+ROUNDS = 30
+"""Rounds of exchange at most."""
+
+PATIENCE = 8
+"""Rounds without any swap after which the rest is given up."""
+
+SLOTS = 64
+"""Documents per bin that exchange knows of; the rest of a fuller bin (a random choice) stays where it is."""
+
+EXTRA = 2
+"""Documents that exchange may add to the largest count, below the cap."""
+
+WIDTH = 16
+"""W."""
+
+PARTNERS = 64
+"""Partner bins at most for one overfull bin in one round."""
+
+Lengths = NDArray[np.int64]
+BinOf = NDArray[np.int64]
+
+
+def long_first_order(lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]:
+    """Documents by falling length, up to `JITTER`."""
+    factors = 1024 + random.below(int(1024 * JITTER) + 1, (lengths.size,)) - int(512 * JITTER)
+    return np.argsort(-lengths * factors, kind="stable")
+
+
+def longest_first(lengths: Lengths, num_bins: int, max_documents: int, random: KeyedRandom) -> BinOf:
+    """Every document, longest first up to `JITTER`, into the emptiest bin that has fewer than ``max_documents``.
+
+    The sizes of the bins are not limited: `exchange` sees to that.
+
+    Args:
+        lengths: ``(n,)``, with ``n <= num_bins * max_documents``.
+    Returns:
+        ``(n,)`` bin of each document.
+    """
+    order = long_first_order(lengths, random)
+    longest = order[:num_bins]
+    bins = np.arange(longest.size).tolist()
+    # A bin is one integer, tokens * num_bins + number: the heap then compares plain integers.
+    heap = (lengths[longest] * num_bins + np.arange(longest.size)).tolist()
+    heapq.heapify(heap)
+    counts = [1] * num_bins
+    if max_documents == 1:
+        heap = []
+    replace, drop = heapq.heapreplace, heapq.heappop
+    for length in lengths[order[num_bins:]].tolist():
+        top = heap[0]
+        emptiest = top % num_bins
+        bins.append(emptiest)
+        counts[emptiest] += 1
+        if counts[emptiest] < max_documents:
+            replace(heap, top + length * num_bins)
+        else:
+            drop(heap)
+    bin_of = np.empty(lengths.size, dtype=np.int64)
+    bin_of[order] = bins
+    return bin_of
+
+
+class _Bins(NamedTuple):
+    """Documents of each bin side by side, at most `SLOTS` of them; free slots have length 0 and document -1."""
+
+    length: NDArray[np.int64]
+    """``(B, K)``."""
+    document: NDArray[np.int64]
+    """``(B, K)``."""
+    filled: NDArray[np.int64]
+    """``(B,)`` filled slots."""
+    tokens: NDArray[np.int64]
+    """``(B,)`` tokens of all documents of a bin."""
+
+    @classmethod
+    def of(cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int) -> _Bins:
+        count = np.bincount(bin_of, minlength=num_bins)
+        num_slots = min(int(count.max()) + EXTRA, max_documents, SLOTS)
+        by_bin = np.argsort(bin_of, kind="stable")
+        slot = np.arange(bin_of.size) - np.repeat(np.cumsum(count) - count, count)
+        known = slot < num_slots
+        rows, slot, documents = bin_of[by_bin][known], slot[known], by_bin[known]
+        length = np.zeros((num_bins, num_slots), dtype=np.int64)
+        document = np.full((num_bins, num_slots), -1, dtype=np.int64)
+        length[rows, slot] = lengths[documents]
+        document[rows, slot] = documents
+        tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
+        return cls(length, document, np.minimum(count, num_slots), tokens)
+
+    def choose(self, bins: NDArray[np.int64], random: KeyedRandom) -> NDArray[np.int64]:
+        """``bins.shape + (W,)`` slots to look at, of the filled ones and the first free one: all, or a random
+        choice."""
+        num_slots = self.length.shape[1]
+        filled = self.filled[bins][..., None]
+        if num_slots <= WIDTH:
+            return np.minimum(np.arange(num_slots), filled)
+        return random.below(np.minimum(filled + 1, num_slots), (*bins.shape, WIDTH))
+
+    def swap(
+        self,
+        bin_a: NDArray[np.int64],
+        slot_a: NDArray[np.int64],
+        bin_b: NDArray[np.int64],
+        slot_b: NDArray[np.int64],
+    ) -> None:
+        """Swap documents pairwise; no bin occurs twice. ``slot_b`` may be a bin's first free slot: then a document
+        moves, and the last document of the bin it leaves closes the gap."""
+        a, b = (bin_a, slot_a), (bin_b, slot_b)
+        moved = self.length[a] - self.length[b]
+        self.tokens[bin_a] -= moved
+        self.tokens[bin_b] += moved
+        self.length[a], self.length[b] = self.length[b], self.length[a]
+        self.document[a], self.document[b] = self.document[b], self.document[a]
+        one_way = self.document[a] < 0
+        self.filled[bin_b[one_way]] += 1
+        left, gap = bin_a[one_way], slot_a[one_way]
+        last = self.filled[left] - 1
+        self.length[left, gap], self.document[left, gap] = self.length[left, last], self.document[left, last]
+        self.length[left, last], self.document[left, last] = 0, -1
+        self.filled[left] = last
+
+
+def exchange(
+    lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int, max_documents: int, random: KeyedRandom
+) -> BinOf:
+    """Swap documents between bins until no bin holds more than ``slots`` tokens, or as few too many as can be reached.
+
+    In each round every overfull bin looks at several bins with room (nobody shares one) and makes the swap that
+    leaves the fewest tokens too many, evening the two bins out among equals. No bin gets more documents than the
+    fullest had.
+
+    Returns:
+        ``(n,)`` the new bin of each document.
+    """
+    bins = _Bins.of(lengths, bin_of, num_bins, max_documents)
+    idle = 0
+    for _ in range(ROUNDS):
+        overfull = np.flatnonzero(bins.tokens > slots)
+        roomy = np.flatnonzero(bins.tokens < slots)
+        if overfull.size == 0 or roomy.size == 0 or idle == PATIENCE:
+            break
+        if overfull.size > roomy.size:
+            fullest = np.argsort(-bins.tokens[overfull], kind="stable")
+            overfull = overfull[fullest[: roomy.size]]
+        num_partners = min(roomy.size // overfull.size, PARTNERS)
+        chosen = random.permutation(roomy.size)[: overfull.size * num_partners]
+        partners = roomy[chosen].reshape(overfull.size, num_partners)
+        idle = 0 if _exchange_round(bins, overfull, partners, slots, random) else idle + 1
+    result: BinOf = bin_of.copy()
+    rows, columns = np.nonzero(bins.document >= 0)
+    result[bins.document[rows, columns]] = rows
+    return result
+
+
+def _exchange_round(
+    bins: _Bins, overfull: NDArray[np.int64], partners: NDArray[np.int64], slots: int, random: KeyedRandom
+) -> bool:
+    """The best swap of each overfull bin (h of them) with one of its P partners; whether any was made."""
+    slots_a = bins.choose(overfull, random)  # (h, W)
+    slots_b = bins.choose(partners, random)  # (h, P, W)
+    length_a = bins.length[overfull[:, None], slots_a]
+    length_b = bins.length[partners[:, :, None], slots_b]
+    moved = length_a[:, None, :, None] - length_b[:, :, None, :]  # (h, P, W, W) tokens that leave the overfull bin
+    excess = (bins.tokens[overfull] - slots)[:, None, None, None]
+    room = (slots - bins.tokens[partners])[:, :, None, None]
+    left = np.maximum(excess - moved, 0) + np.maximum(moved - room, 0)
+    unevenness = np.abs(2 * moved - excess - room)  # twice the distance from equal bins
+    score = np.where(moved > 0, left * (4 * slots) + np.minimum(unevenness, 4 * slots - 1), np.iinfo(np.int64).max)
+    best = score.reshape(overfull.size, -1).argmin(axis=1)
+    row = np.arange(overfull.size)
+    partner, at_a, at_b = np.unravel_index(best, score.shape[1:])
+    helps = (left[row, partner, at_a, at_b] < excess[:, 0, 0, 0]) & (moved[row, partner, at_a, at_b] > 0)
+    row, partner, at_a, at_b = row[helps], partner[helps], at_a[helps], at_b[helps]
+    bins.swap(overfull[row], slots_a[row, at_a], partners[row, partner], slots_b[row, partner, at_b])
+    return bool(helps.any())
+
+
+def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> BinOf:
+    """Take documents out of bins that are still overfull: the shortest one that is enough, or else the longest
+    first."""
+    result: BinOf = bin_of.copy()
+    tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
+    for number in np.flatnonzero(tokens > slots).tolist():
+        inside = np.flatnonzero(bin_of == number)
+        inside = inside[np.argsort(lengths[inside], kind="stable")]
+        excess = int(tokens[number]) - slots
+        while excess > 0:
+            at = min(int(np.searchsorted(lengths[inside], excess)), inside.size - 1)
+            excess -= int(lengths[inside[at]])
+            result[inside[at]] = LEFT_OVER
+            inside = np.delete(inside, at)
+    return result
+
+
+def balance(lengths: Lengths, num_bins: int, slots: int, max_documents: int, random: KeyedRandom) -> BinOf:
+    """Pack documents into ``num_bins`` bins by the three steps above; `LEFT_OVER` marks those that found no place."""
+    bin_of = longest_first(lengths, num_bins, max_documents, random)
+    bin_of = exchange(lengths, bin_of, num_bins, slots, max_documents, random)
+    return leave_over(lengths, bin_of, num_bins, slots)
+
+
+def best_fit(lengths: Lengths, slots: int, max_documents: int) -> BinOf:
+    """Every document, in the given order, into the fullest bin where it fits, or into a new one.
+
+    Args:
+        lengths: ``(n,)``, none above ``slots``.
+        max_documents: a bin that has so many takes no more.
+    """
+    room: list[int] = []  # open bins, sorted: free slots * 2**32 + bin
+    counts: list[int] = []
+    bins: list[int] = []
+    for length in lengths.tolist():
+        at = bisect_left(room, length << 32)
+        if at < len(room):
+            packed = room.pop(at)
+            number, free = packed & 0xFFFFFFFF, (packed >> 32) - length
+            counts[number] += 1
+        else:
+            number, free = len(counts), slots - length
+            counts.append(1)
+        bins.append(number)
+        if free and counts[number] < max_documents:
+            insort(room, free << 32 | number)
+    return np.array(bins, dtype=np.int64)

@@ -1,0 +1,275 @@
+"""The pack plan: which pieces of documents share a pack, in which step, on which data-parallel rank, in which
+micro-batch.
+
+A pure function of (document lengths, packing rules, seed, epoch) that every rank computes for itself. Packs form one
+endless stream, epoch after epoch; step s takes packs ``s * P`` to ``(s + 1) * P`` of it (P packs per step, over all
+ranks), so a step's packs, targets and loss do not depend on the number of data-parallel ranks, and resuming at step
+s needs s alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.packing import Packer, Packs
+from megatron_packed.data.segments import Segments
+
+Pieces = NDArray[np.int64]
+"""Numbers of the pieces (`Segments`) of one pack, in their order in the pack; empty for a pack that is all tail."""
+
+_FORMAT = "pack plan 1"
+"""Changed whenever the same inputs would give other packs, so that a resumed run notices by its plan hash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The packs of one step."""
+
+    step: int
+    epoch: int
+    """Epoch of the step's first pack."""
+    packs: tuple[tuple[Pieces, ...], ...]
+    """``packs[dp_rank][micro_batch]``; every rank has equally many."""
+    global_targets: int
+    """Target tokens of the step, over all ranks."""
+    global_packs: int
+    """Packs with at least one document, over all ranks."""
+    global_tokens: int
+    """Tokens of documents, over all ranks; the rest of the slots is tail."""
+    max_documents: int
+    """Most documents in one of the step's packs, over all ranks: what decides the capacity of a replay."""
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """What a micro-batch multiplies its loss sum and its auxiliary loss by; 0 where the step has nothing to
+        divide by."""
+        return (
+            1.0 / self.global_targets if self.global_targets else 0.0,
+            1.0 / self.global_packs if self.global_packs else 0.0,
+        )
+
+
+class _Table:
+    """The pieces, and what is known of each."""
+
+    def __init__(self, segments: Segments, targets: NDArray[np.integer], packer: Packer, seed: int) -> None:
+        if len(targets) != len(segments):
+            raise ValueError(
+                f"{len(segments)} pieces come with {len(targets)} target counts; count them with Segments.targets."
+            )
+        if len(segments) == 0:
+            raise ValueError("there is no document to pack; check the data paths and the over-long policy.")
+        self.segments = segments
+        self.targets = np.asarray(targets, dtype=np.int64)
+        self.work = segments.length**2
+        self.packer = packer
+        self.seed = seed
+
+    def hash(self, packs_per_step: int) -> str:
+        """64 hexadecimal digits of lengths, targets, rules and seed; the number of ranks is no part of it."""
+        rules = {
+            "format": _FORMAT,
+            "slots": self.packer.slots,
+            "method": self.packer.method,
+            "window": self.packer.window,
+            "max_documents": self.packer.max_documents,
+            "packs_per_step": packs_per_step,
+            "seed": self.seed,
+        }
+        digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode())
+        for array in (self.segments.document, self.segments.start, self.segments.length, self.targets):
+            digest.update(np.ascontiguousarray(array, dtype="<i8").data)
+        return digest.hexdigest()
+
+    def step(self, step: int, epoch: int, packs: Sequence[Pieces], dp_size: int) -> StepPlan:
+        """Deal the packs of a step out: heaviest attention first, back and forth over the ranks, empty packs last.
+
+        So micro-batch i is of similar weight on all ranks, and the sums of the ranks are close.
+        """
+        weight = [-int(self.work[pieces].sum()) for pieces in packs]
+        order = sorted(range(len(packs)), key=lambda pack: (weight[pack], pack))
+        dealt: list[list[Pieces]] = [[] for _ in range(dp_size)]
+        for place, pack in enumerate(order):
+            turn, rank = divmod(place, dp_size)
+            dealt[rank if turn % 2 == 0 else dp_size - 1 - rank].append(packs[pack])
+        return StepPlan(
+            step=step,
+            epoch=epoch,
+            packs=tuple(tuple(packs_of_rank) for packs_of_rank in dealt),
+            global_targets=sum(int(self.targets[pieces].sum()) for pieces in packs),
+            global_packs=sum(pieces.size > 0 for pieces in packs),
+            global_tokens=sum(int(self.segments.length[pieces].sum()) for pieces in packs),
+            max_documents=max(pieces.size for pieces in packs),
+        )
+
+
+class PackPlan:
+    """The endless plan of training.
+
+    Args:
+        segments: the pieces of the data set.
+        targets: ``(S,)`` target tokens of each piece (`Segments.targets`).
+        packer: the packing rules; no piece is longer than ``packer.slots``.
+        packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
+        dp_size: data-parallel ranks; divides P.
+        seed: of the data order.
+        epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run that resumes in a
+            late epoch from packing the earlier ones again. Changes no result.
+    Raises:
+        ValueError: no pieces, as many target counts as pieces are not given, or P is not divisible by dp_size.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        targets: NDArray[np.integer],
+        *,
+        packer: Packer,
+        packs_per_step: int,
+        dp_size: int = 1,
+        seed: int = 0,
+        epoch_starts: Sequence[int] = (0,),
+    ) -> None:
+        _check_ranks(packs_per_step, dp_size)
+        self._table = _Table(segments, targets, packer, seed)
+        self.packs_per_step = packs_per_step
+        self.dp_size = dp_size
+        self._starts = list(epoch_starts)
+        """First pack of each epoch that is known, in the stream; the last entry starts an epoch not yet packed."""
+        self._epochs: OrderedDict[int, Packs] = OrderedDict()
+        self._lock = threading.Lock()
+        self.hash = self._table.hash(packs_per_step)
+
+    @property
+    def segments(self) -> Segments:
+        return self._table.segments
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return self.packs_per_step // self.dp_size
+
+    @property
+    def epoch_starts(self) -> tuple[int, ...]:
+        """Place in the stream of the first pack of each epoch known so far; see the argument of the same name."""
+        with self._lock:
+            return tuple(self._starts)
+
+    def epoch(self, epoch: int) -> Packs:
+        """All packs of one epoch, in training order. Two epochs are kept, since a step may reach into the next."""
+        with self._lock:
+            return self._epoch(epoch)
+
+    def step(self, step: int) -> StepPlan:
+        """The plan of one step, 0 the first. Safe to call from several threads."""
+        if step < 0:
+            raise ValueError(f"step is {step}; the first step of a plan is 0.")
+        with self._lock:
+            first = step * self.packs_per_step
+            epoch = self._epoch_of(first)
+            packs: list[Pieces] = []
+            at, number = first - self._starts[epoch], epoch
+            while len(packs) < self.packs_per_step:
+                current = self._epoch(number)
+                wanted = self.packs_per_step - len(packs)
+                packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
+                at, number = 0, number + 1
+        return self._table.step(step, epoch, packs, self.dp_size)
+
+    def evaluation(self, max_steps: int | None = None) -> EvaluationPlan:
+        """A finite plan over the same pieces; see `EvaluationPlan`."""
+        table = self._table
+        return EvaluationPlan(
+            table.segments,
+            table.targets,
+            packer=table.packer,
+            packs_per_step=self.packs_per_step,
+            dp_size=self.dp_size,
+            seed=table.seed,
+            max_steps=max_steps,
+        )
+
+    def _epoch_of(self, pack: int) -> int:
+        """The epoch that holds a pack of the stream; earlier epochs are packed if their sizes are not known."""
+        while pack >= self._starts[-1]:
+            self._epoch(len(self._starts) - 1)
+        return bisect_right(self._starts, pack) - 1
+
+    def _epoch(self, epoch: int) -> Packs:
+        packs = self._epochs.get(epoch)
+        if packs is None:
+            packs = self._table.packer.pack(self.segments.length, self._table.seed, epoch)
+            self._epochs[epoch] = packs
+            while len(self._epochs) > 2:
+                self._epochs.popitem(last=False)
+            end = self._starts[epoch] + len(packs) if epoch < len(self._starts) else None
+            if epoch == len(self._starts) - 1:
+                self._starts.append(self._starts[epoch] + len(packs))
+            elif end is not None and end != self._starts[epoch + 1]:
+                raise ValueError(
+                    f"epoch {epoch} has {len(packs)} packs, but epoch_starts says it has "
+                    f"{self._starts[epoch + 1] - self._starts[epoch]}; it was saved by a plan of other data or rules."
+                )
+        return packs
+
+
+class EvaluationPlan:
+    """A finite plan: every document once, or the first ``max_steps`` steps of that; the same packs at every evaluation.
+
+    The last step is filled up with empty packs, so that every rank runs equally many. Arguments and errors as
+    `PackPlan`.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        targets: NDArray[np.integer],
+        *,
+        packer: Packer,
+        packs_per_step: int,
+        dp_size: int = 1,
+        seed: int = 0,
+        max_steps: int | None = None,
+    ) -> None:
+        _check_ranks(packs_per_step, dp_size)
+        self._table = _Table(segments, targets, packer, seed)
+        self._packs = packer.pack(segments.length, seed)
+        self.packs_per_step = packs_per_step
+        self.dp_size = dp_size
+        steps = -(-len(self._packs) // packs_per_step)
+        self.num_steps = steps if max_steps is None else min(steps, max_steps)
+        self.hash = self._table.hash(packs_per_step)
+
+    @property
+    def segments(self) -> Segments:
+        return self._table.segments
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def step(self, step: int) -> StepPlan:
+        """The plan of one step, 0 to ``num_steps - 1``."""
+        if not 0 <= step < self.num_steps:
+            raise ValueError(f"step is {step}; this evaluation has steps 0 to {self.num_steps - 1}.")
+        first = step * self.packs_per_step
+        end = min(first + self.packs_per_step, len(self._packs))
+        packs = [self._packs[pack] for pack in range(first, end)]
+        empty = np.zeros(0, dtype=np.int64)
+        packs += [empty] * (self.packs_per_step - len(packs))
+        return self._table.step(step, 0, packs, self.dp_size)
+
+
+def _check_ranks(packs_per_step: int, dp_size: int) -> None:
+    if packs_per_step < 1 or dp_size < 1 or packs_per_step % dp_size:
+        raise ValueError(
+            f"packs_per_step ({packs_per_step}) is not a positive multiple of dp_size ({dp_size}), so ranks would run "
+            "different numbers of micro-batches; make global_batch_size a multiple of micro_batch_size * dp_size."
+        )
