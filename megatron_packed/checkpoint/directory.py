@@ -143,17 +143,21 @@ def sync_directory(path: Path) -> None:
 def write_durably(path: Path, data: bytes, save_id: str, on_site: Callable[[str], None], site: str) -> None:
     """Put ``data`` at ``path``, all or nothing: temporary file, fsync, rename, fsync of the directory."""
     temporary = path.with_name(temporary_name(path.name, save_id))
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        on_site(f"{site}.written")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    on_site(f"{site}.synced")
-    os.rename(temporary, path)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            on_site(f"{site}.written")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        on_site(f"{site}.synced")
+        os.rename(temporary, path)
+    except Exception:
+        temporary.unlink(missing_ok=True)
+        raise
     on_site(f"{site}.renamed")
     sync_directory(path.parent)
     on_site(f"{site}.durable")

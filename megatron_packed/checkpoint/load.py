@@ -65,8 +65,8 @@ class LoadedCheckpoint:
     """Wanted by this rank, allowed to be missing, and missing: these tensors were left as they were."""
     unused: tuple[str, ...]
     """In the checkpoint, allowed to be extra, and wanted by no rank."""
-    rejected: tuple[str, ...]
-    """Why newer candidates were not loaded."""
+    problems: tuple[str, ...]
+    """Why newer checkpoints were not loaded, and what is wrong with the hint."""
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> list[Candidate]:
@@ -125,21 +125,21 @@ def load_checkpoint(
     [listed, *_] = ranks.agree(
         on_rank_0(rank, lambda: _list_candidates(Path(path), step)), f"looking for checkpoints in {path}", cure=_CURE
     )
-    rejected: list[str] = list(listed["problems"])
-    for problem in rejected if rank == 0 else ():
+    problems: list[str] = list(listed["problems"])
+    for problem in problems if rank == 0 else ():
         say(f"WARNING: {problem}")
-    if not listed["names"] and not rejected:
+    if not listed["names"] and not problems:
         at = "" if step is None else f" of step {step}"
         raise NoCheckpointError(f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none")
     for name in listed["names"]:
         load = _Load(ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite)
         reason = load.run(allow_missing, allow_extra)
         if reason is None:
-            return load.loaded(tuple(rejected))
-        rejected.append(reason)
+            return load.loaded(tuple(problems))
+        problems.append(reason)
         if rank == 0:
             say(f"WARNING: checkpoint {name} is rejected, trying the one before it: {reason}")
-    reasons = "".join(f"\n  {line}" for line in rejected)
+    reasons = "".join(f"\n  {line}" for line in problems)
     raise CheckpointError(f"no checkpoint in {path} is sound, the tensors are not to be used; {_CURE}:{reasons}")
 
 
@@ -211,7 +211,7 @@ class _Load:
             return problem
         return _first_problem(self.ranks.try_all(self._apply))
 
-    def loaded(self, rejected: tuple[str, ...]) -> LoadedCheckpoint:
+    def loaded(self, problems: tuple[str, ...]) -> LoadedCheckpoint:
         manifest = self._manifest
         return LoadedCheckpoint(
             path=self.directory,
@@ -223,7 +223,7 @@ class _Load:
             metadata=manifest.metadata,
             missing=self.missing,
             unused=self.unused,
-            rejected=rejected,
+            problems=problems,
         )
 
     @property
@@ -277,8 +277,7 @@ class _Load:
             pieces = [(name, start, end, start, None) for name, _, start, end in manifest.held[index]]
             with _open(self.directory, manifest, index) as reader:
                 for segment, data in reader.scan(_locate(reader, pieces), all_blocks=True):
-                    if self.check_finite or segment.dtype is torch.bool:
-                        check_values(segment, data, reader.path)
+                    check_values(segment, data, reader.path, finite=self.check_finite)
 
     def _apply(self) -> None:
         _fill(self.directory, self._manifest, [s for s in self.wanted if s.name in self._manifest.tensors])

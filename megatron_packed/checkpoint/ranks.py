@@ -53,13 +53,13 @@ class Ranks:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device), group=self.group)
+        dist.all_gather(list(sizes.view(-1, 1).unbind()), torch.tensor([len(data)], device=device), group=self.group)
         lengths = sizes.tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: len(data)] = data
-        everything = torch.empty(self.world_size * len(padded), dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(everything, padded, group=self.group)
-        rows = everything.cpu().view(self.world_size, -1).numpy()
+        everything = torch.empty((self.world_size, len(padded)), dtype=torch.uint8, device=device)
+        dist.all_gather(list(everything.unbind()), padded, group=self.group)
+        rows = everything.cpu().numpy()
         return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
     def try_all(self, action: Callable[[], Json]) -> list[Outcome]:

@@ -145,7 +145,7 @@ def save_checkpoint(
     with ExitStack() as stack:
         try:
             [plan, *_] = ranks.agree(
-                lambda: save.prepare(stack, shards), f"preparing to save {save.root / step_name(step)}", cure=_NOTHING
+                lambda: save.prepare(stack, shards), f"preparing to save step {step!r} in {root}", cure=_NOTHING
             )
             temporary = save.root / temporary_name(step_name(step), plan["save_id"])
             facts = ranks.agree(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint import checksum as crc
-from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import FileRecord
 from megatron_packed.checkpoint.safetensors_header import (
     LENGTH_BYTES,
@@ -223,7 +224,7 @@ class ShardReader:
                 "the header is not what was written",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.header_checksum}",
-                found=found,
+                found=found + _origin(data.tobytes(), size, self.path),
                 cure=_CURE,
             )
         return parse_header(data.tobytes(), size, self.path)
@@ -252,26 +253,37 @@ class ShardReader:
             view, position = view[count:], position + count
 
 
-def check_values(segment: Segment, data: Bytes, path: Path) -> None:
-    """Refuse NaN, infinities and booleans other than 0 and 1 in ``data``, whole elements of ``segment``.
+def _origin(data: bytes, size: int, path: Path) -> str:
+    """What a header of another file says of itself, if it says anything; for messages."""
+    try:
+        strings = parse_header(data, size, path).metadata
+    except CheckpointError:
+        return ""
+    told = ", ".join(f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings)
+    return f" (a file of {told})" if told else ""
+
+
+def check_values(segment: Segment, data: Bytes, path: Path, *, finite: bool) -> None:
+    """Refuse booleans other than 0 and 1 and, with ``finite``, NaN and infinities in ``data`` (whole elements).
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: a byte that is no boolean: the dtype lies.
+        CheckpointMismatchError: a value that is not finite: the file is what was written.
     """
     if segment.dtype is torch.bool:
-        low, high = 0.0, float(data.max(initial=0))
-        sound = high <= 1
-    elif segment.dtype.is_floating_point and len(data):
+        highest = int(data.max(initial=0))
+        if highest > 1:
+            raise CheckpointError(
+                f"values of {segment.key}", path=path, expected="booleans 0 and 1", found=highest, cure=_CURE
+            )
+    elif finite and segment.dtype.is_floating_point and len(data):
         extremes = torch.aminmax(torch.from_numpy(data).view(segment.dtype))  # NaN propagates: one pass, no copy
         low, high = float(extremes.min), float(extremes.max)
-        sound = low - low == 0 and high - high == 0
-    else:
-        return
-    if not sound:
-        raise CheckpointError(
-            f"values of {segment.key}",
-            path=path,
-            expected="0 and 1" if segment.dtype is torch.bool else "finite",
-            found=f"{low} to {high}",
-            cure="load an earlier step, or pass check_finite=False to look at these values",
-        )
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise CheckpointMismatchError(
+                f"values of {segment.key}",
+                path=path,
+                expected="finite",
+                found=f"{low} to {high}",
+                cure="load an earlier step, or pass check_finite=False to look at these values",
+            )

@@ -1,0 +1,220 @@
+"""Two processes save and load: shares, agreement on errors and damage, a rank that dies, other world sizes."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint import load as load_module
+from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.save import SAVE_SITES, SavedCheckpoint, save_checkpoint
+from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import DistributedError, run_distributed
+
+State = dict[str, Tensor]
+
+
+def make_state(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "layers.0.weight": torch.randn(301, 57, generator=generator),
+        "layers.0.norm": torch.randn(57, generator=generator).bfloat16(),
+        "step": torch.tensor(seed),
+        "nothing": torch.empty(0),
+    }
+
+
+def rng_state(rank: int, seed: int) -> State:
+    return {f"rng/rank_{rank}/torch": torch.full((500,), seed + 100 * rank, dtype=torch.uint8)}
+
+
+def save(root: str, step: int, groups: ParallelGroups, on_site=lambda site: None) -> SavedCheckpoint:
+    shards = split_replicated(make_state(step), groups.rank, groups.world_size)
+    shards += whole_tensors(rng_state(groups.rank, step))
+    return save_checkpoint(
+        root, step, shards, {"step": step}, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group,
+        keep_last=1, on_site=on_site,
+    )  # fmt: skip
+
+
+def load(path: str, groups: ParallelGroups, **more) -> tuple[int, bool, str]:
+    """(step, everything is the state of that step bit for bit, warnings)"""
+    found = {name: torch.zeros_like(tensor) for name, tensor in make_state(0).items()}
+    rng = {name: torch.zeros_like(tensor) for name, tensor in rng_state(groups.rank, 0).items()}
+    lines: list[str] = []
+    loaded = load_checkpoint(
+        path, whole_tensors({**found, **rng}), rank=groups.rank, world_size=groups.world_size, group=groups.dp_group,
+        allow_missing=("rng/",), allow_extra=("rng/",), warn=lines.append, **more,
+    )  # fmt: skip
+    good = all(torch.equal(found[name], tensor) for name, tensor in make_state(loaded.step).items())
+    if not loaded.missing:
+        good &= all(torch.equal(rng[name], tensor) for name, tensor in rng_state(groups.rank, loaded.step).items())
+    return loaded.step, good and loaded.metadata == {"step": loaded.step}, "\n".join(lines)
+
+
+def flip_last_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def _round_trip(groups: ParallelGroups, root: str) -> dict:
+    with pytest.raises(NoCheckpointError):
+        load(root, groups)
+    saved = save(root, 10, groups)
+    return {"sizes": [f.stat().st_size for f in sorted(saved.path.glob("rank_*"))], "loaded": load(root, groups)}
+
+
+def _load(groups: ParallelGroups, root: str) -> tuple[int, bool, str]:
+    return load(root, groups)
+
+
+def test_two_processes_one_two(tmp_path):
+    results = run_distributed(_round_trip, 2, str(tmp_path))
+    one, two = results[0]["sizes"]
+    assert abs(one - two) < 200 and one > 30_000  # both write, the same amount but for their headers
+    assert [result["loaded"] for result in results] == [(10, True, "")] * 2
+    alone = ParallelGroups.single()
+    assert load(str(tmp_path), alone) == (10, True, "")
+    save(str(tmp_path), 20, alone)
+    assert sorted(os.listdir(tmp_path / "step_00000020")) == ["manifest.json", "rank_00000.safetensors"]
+    assert run_distributed(_load, 2, str(tmp_path)) == [(20, True, "")] * 2
+
+
+def _fail_everywhere(groups: ParallelGroups, root: str) -> list[str]:
+    """Let one rank's disk fail at every site in turn; what each rank saw, and that the next load is sound."""
+    save(root, 1, groups)
+    newest, step, seen = 1, 1, []
+    for failing in (0, 1):
+        for site in SAVE_SITES:
+            passed: list[str] = []
+
+            def on_site(name: str, passed=passed, site=site, failing=failing) -> None:
+                passed.append(name)
+                if name == site and groups.rank == failing:
+                    raise OSError(28, "No space left on device")
+
+            step += 1
+            begin = time.monotonic()
+            try:
+                saved = save(root, step, groups, on_site)
+                outcome = "warned" if saved.warnings else "saved"
+            except CheckpointError as error:
+                outcome = str(error).replace(root, "ROOT")
+            assert time.monotonic() - begin < 10
+            if outcome in ("saved", "warned") or "it was published" in outcome:
+                newest = step
+            assert load(root, groups)[:2] == (newest, True), (site, outcome)
+            seen.append(f"{failing} {site}: {outcome}")
+            if groups.rank == 0:  # the other rank may look while this one still removes
+                assert not [name for name in os.listdir(root) if ".tmp-" in name]
+    return seen
+
+
+def test_an_error_on_one_rank_is_raised_on_both_and_nothing_hangs(tmp_path):
+    one, two = run_distributed(_fail_everywhere, 2, str(tmp_path), timeout=90)
+    assert len(one) == 2 * len(SAVE_SITES) and one == two  # both ranks saw the same, word for word
+    of_rank_1 = ("save.begin", *(site for site in SAVE_SITES if site.startswith("shard.")))
+    for line in one:
+        where, outcome = line.split(": ", 1)
+        failing, site = where.split()
+        if site == "save.old_moved" or (failing == "1" and site not in of_rank_1):
+            assert outcome == "saved", line  # this rank does not pass there
+        elif site.startswith("latest.") or site == "save.old_removed":
+            assert outcome == "warned", line
+        else:
+            assert f"\n  rank {failing}: OSError: [Errno 28] No space left on device" in outcome, line
+            assert "ROOT" in outcome and "failed on 1 of 2 ranks" in outcome
+            published = SAVE_SITES.index(site) >= SAVE_SITES.index("save.published")
+            assert ("it was published" in outcome, "nothing was published" in outcome) == (published, not published)
+
+
+def _damage(groups: ParallelGroups, root: str) -> dict:
+    results: dict[str, object] = {}
+    good = load(root, groups)
+    assert good[:2] == (20, True)
+    if groups.rank == 1:  # this rank alone cannot open the newer one's file
+        original = load_module._open
+
+        def refuse(directory, manifest, index):
+            if manifest.step == 20:
+                raise CheckpointError("cannot be opened", path=directory, expected="a file", found="stale handle")
+            return original(directory, manifest, index)
+
+        load_module._open = refuse
+    results["one rank cannot read"] = load(root, groups)
+    if groups.rank == 1:
+        load_module._open = original
+    wrong = make_state(0)
+    if groups.rank == 1:
+        wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)
+    try:
+        load_checkpoint(
+            root, whole_tensors(wrong), rank=groups.rank, world_size=2, group=groups.dp_group, allow_extra=("rng/",)
+        )
+    except CheckpointMismatchError as error:
+        results["one rank wants another shape"] = str(error)
+    overlapping = [
+        TensorShard(name="w", global_shape=(4,), start=groups.rank, end=groups.rank + 2, tensor=torch.zeros(2))
+    ]
+    try:
+        save_checkpoint(root, 30, overlapping, {}, rank=groups.rank, world_size=2, group=groups.dp_group)
+    except CheckpointError as error:
+        results["overlap"] = str(error)
+    torch.distributed.barrier()
+    if groups.rank == 0:
+        flip_last_byte(Path(root) / "step_00000020" / "rank_00001.safetensors")
+    torch.distributed.barrier()
+    results["flipped"] = load(root, groups)
+    return results
+
+
+def test_both_ranks_decide_alike(tmp_path):
+    for step in (10, 20):
+        run = ParallelGroups.single()
+        shards = split_replicated(make_state(step), 0, 1) + whole_tensors(rng_state(0, step))
+        save_checkpoint(tmp_path, step, shards, {"step": step}, rank=run.rank)
+    results = run_distributed(_save_and_damage, 2, str(tmp_path))
+    for rank, result in enumerate(results):
+        for kind in ("one rank cannot read", "flipped"):
+            step, good, lines = result[kind]
+            assert (step, good) == (10, True)
+            assert ("step_00000020 is rejected" in lines) == (rank == 0)
+        assert "rank 1: layers.0.norm is BF16 [57], wanted is BF16 [58]" in result["one rank wants another shape"]
+        assert "do not cover its 4 elements once each" in result["overlap"]
+        assert "rank 0:" in result["overlap"]
+    assert "rank 1" in results[0]["one rank cannot read"][2] and "stale handle" in results[0]["one rank cannot read"][2]
+    assert "expected crc32c" in results[0]["flipped"][2] or "expected crc32 " in results[0]["flipped"][2]
+
+
+def _save_and_damage(groups: ParallelGroups, root: str) -> dict:
+    shards = split_replicated(make_state(20), groups.rank, 2) + whole_tensors(rng_state(groups.rank, 20))
+    save_checkpoint(root, 20, shards, {"step": 20}, rank=groups.rank, world_size=2, group=groups.dp_group)
+    return _damage(groups, root)
+
+
+def _die(groups: ParallelGroups, root: str) -> None:
+    def on_site(site: str) -> None:
+        if groups.rank == 1 and site == "shard.before_sync":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    save(root, 20, groups, on_site)
+
+
+def test_a_rank_that_dies_leaves_the_previous_checkpoint(tmp_path):
+    alone = ParallelGroups.single()
+    save(str(tmp_path), 10, alone)
+    with pytest.raises(DistributedError):
+        run_distributed(_die, 2, str(tmp_path), timeout=30)
+    assert load(str(tmp_path), alone) == (10, True, "")
+    assert [name for name in os.listdir(tmp_path) if ".tmp-" in name]
+    save(str(tmp_path), 30, alone)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step_00000030"]

@@ -1,0 +1,90 @@
+"""A small state with every dtype and shape that matters, and checkpoints of several files made in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.directory import encode_hint, step_name
+from megatron_packed.checkpoint.manifest import Manifest, encode_manifest, header_metadata, merge_tensors
+from megatron_packed.checkpoint.shard_file import write_shard_file
+from megatron_packed.checkpoint.state import DTYPE_NAMES, split_replicated
+
+
+def make_state(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "layers.0.mixer.weight": normal(37, 71),
+        "layers.0.norm.weight": normal(71).bfloat16(),
+        "master/layers.0.norm.weight": normal(71),
+        "half": normal(5, 3).half(),
+        "double": normal(11).double(),
+        "tokens": torch.randint(-(2**62), 2**62, (13,), generator=generator),
+        "ids": torch.randint(-9, 9, (3, 3), generator=generator).int(),
+        "short": torch.randint(-9, 9, (3,), generator=generator).short(),
+        "tiny": torch.randint(-9, 9, (3,), generator=generator).to(torch.int8),
+        "rng/rank_0/torch": torch.randint(0, 256, (5001,), generator=generator).to(torch.uint8),
+        "flags": torch.rand(9, generator=generator) > 0.5,
+        "step": torch.tensor(17 + seed),
+        "nothing": torch.empty(0, 4),
+    }
+
+
+def write_by_hand(root: Path, step: int, state: dict[str, Tensor], world_size: int, sequence: int) -> Path:
+    """A checkpoint of ``world_size`` files with small blocks, as that many ranks would write it, and the hint."""
+    directory = root / step_name(step)
+    directory.mkdir(parents=True)
+    save_id = f"{sequence:012x}"
+    facts = {"run_id": "run", "save_id": save_id, "step": step, "world_size": world_size, "config_hash": "c0ffee"}
+    records, held = [], []
+    for rank in range(world_size):
+        shards = split_replicated(state, rank, world_size)
+        path = directory / f"rank_{rank:05d}.safetensors"
+        strings = header_metadata(rank=rank, **facts)
+        records.append(write_shard_file(path, rank, shards, strings, lambda site: None, block_bytes=4096))
+        part = {s.name: {"shape": list(s.global_shape), "dtype": DTYPE_NAMES[s.dtype], "ranges": []} for s in shards}
+        for shard in shards:
+            part[shard.name]["ranges"].append([shard.start, shard.end])
+        held.append(part)
+    manifest = Manifest(
+        **facts,
+        sequence=sequence,
+        metadata={"consumed_tokens": step * 10},
+        files=tuple(records),
+        tensors=merge_tensors(held, directory),
+    )
+    (directory / "manifest.json").write_bytes(encode_manifest(manifest))
+    (root / "latest").write_bytes(encode_hint(directory.name, sequence))
+    return directory
+
+
+def blank(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors like ``state`` whose bytes are all 1, so that a write to them shows."""
+    return {name: torch.ones(t.nbytes, dtype=torch.uint8).view(t.dtype).view(t.shape) for name, t in state.items()}
+
+
+def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape)
+        and torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+        for name in one
+    )
+
+
+class Tools:
+    """What the tests of this folder share (a fixture, so that no test module needs another's path)."""
+
+    make_state = staticmethod(make_state)
+    write_by_hand = staticmethod(write_by_hand)
+    blank = staticmethod(blank)
+    same_bytes = staticmethod(same_bytes)
+
+
+@pytest.fixture
+def tools() -> type[Tools]:
+    return Tools

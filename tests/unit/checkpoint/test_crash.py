@@ -1,0 +1,142 @@
+"""Death at every point of the commit protocol leaves the previous or the new checkpoint, whole."""
+
+import os
+import shutil
+import signal
+import stat
+
+import pytest
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.save import SAVE_SITES, save_checkpoint
+from megatron_packed.checkpoint.state import whole_tensors
+
+PUBLISHED = SAVE_SITES.index("save.published")
+
+
+class Crash(BaseException):
+    """Passes every handler, as the end of the process would."""
+
+
+def save(root, step, state, on_site=lambda site: None):
+    return save_checkpoint(root, step, whole_tensors(state), {"step": step}, keep_last=1, on_site=on_site)
+
+
+def at(site: str, action):
+    def on_site(passed: str) -> None:
+        if passed == site:
+            action()
+
+    return on_site
+
+
+def throw(error: BaseException):
+    def action() -> None:
+        raise error
+
+    return action
+
+
+class Disk:
+    """Remembers what was synced; ``lose_power`` takes back what was not (contents, and names in checkpoints)."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.files: dict[int, int] = {}
+        self.names: dict[int, set[str]] = {}
+        self.sync = os.fsync
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            self.names[status.st_ino] = set(os.listdir(descriptor))
+        else:
+            self.files[status.st_ino] = status.st_size
+
+    def lose_power(self, root) -> int:
+        lost = 0
+        for folder, _, files in os.walk(root):
+            synced = self.names.get(os.stat(folder).st_ino, set()) if folder != str(root) else set(files)
+            for name in files:
+                path = os.path.join(folder, name)
+                status = os.stat(path)
+                if name not in synced:
+                    os.unlink(path)
+                    lost += 1
+                elif self.files.get(status.st_ino) != status.st_size and name != ".lock":
+                    os.truncate(path, status.st_size // 2)
+                    lost += 1
+        return lost
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step again"])
+@pytest.mark.parametrize("site", SAVE_SITES)
+@pytest.mark.parametrize("death", ["power", "SIGKILL", "ENOSPC"])
+def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
+    old, new = tools.make_state(1), tools.make_state(2)
+    step = 10 if again else 20
+    disk = Disk(monkeypatch)
+    save(tmp_path, 10, old)
+    passed = []
+    reached = site != "save.old_moved" or again  # nothing is moved away when the step is new
+    if death == "power":
+        try:
+            save(tmp_path, step, new, lambda s: (passed.append(s), at(site, throw(Crash()))(s)))
+        except Crash:
+            disk.lose_power(tmp_path)
+    elif death == "SIGKILL":
+        child = os.fork()
+        if child == 0:
+            try:
+                save(tmp_path, step, new, at(site, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            finally:
+                os._exit(1 if reached else 0)
+        assert os.waitpid(child, 0)[1] == (signal.SIGKILL if reached else 0)
+    else:
+        try:
+            saved = save(tmp_path, step, new, at(site, throw(OSError(28, "No space left on device"))))
+            after_publication = site.startswith("latest.") or site == "save.old_removed"
+            assert not reached or ("No space left" in saved.warnings[0] and after_publication)
+        except CheckpointError as error:
+            assert "rank 0: OSError: [Errno 28] No space left on device" in str(error)
+            assert ("nothing was published" in str(error)) == (SAVE_SITES.index(site) < PUBLISHED)
+        assert not any(".tmp-" in entry.name for entry in os.scandir(tmp_path))  # who lives cleans up
+    if death == "power":
+        assert (passed[-1] == site) == reached
+
+    found = tools.blank(old)
+    loaded = load_checkpoint(tmp_path, whole_tensors(found), warn=lambda line: None)
+    is_new = tools.same_bytes(found, new)
+    assert is_new or tools.same_bytes(found, old)
+    assert loaded.metadata == {"step": step if is_new else 10}
+    assert is_new == (SAVE_SITES.index(site) >= PUBLISHED or not reached)
+
+    save(tmp_path, 30, old)  # life goes on, and what the dead left is gone
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step_00000030"]
+
+
+def test_every_site_is_passed_in_order_and_none_is_unnamed(tmp_path, tools):
+    """So the matrix above misses none: a save that replaces and removes passes all of them, first passages in order."""
+    state = tools.make_state()
+    passed: list[str] = []
+    save(tmp_path, 10, state)
+    save(tmp_path, 10, state, passed.append)
+    assert list(dict.fromkeys(passed)) == list(SAVE_SITES)
+
+
+def test_a_checkpoint_half_removed_is_no_checkpoint(tmp_path, tools, monkeypatch):
+    old, new = tools.make_state(1), tools.make_state(2)
+    save(tmp_path, 10, old)
+
+    def die(path):
+        os.unlink(path / "rank_00000.safetensors")
+        raise Crash
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(Crash):
+        save(tmp_path, 20, new)
+    monkeypatch.undo()
+    found = tools.blank(old)
+    load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)  # not a word about the other
+    assert tools.same_bytes(found, new)

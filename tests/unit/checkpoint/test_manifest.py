@@ -1,0 +1,137 @@
+"""The manifest: what is read back is what was written, and nothing else passes, not even with a right seal."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import decode_manifest, merge_tensors, read_manifest
+from megatron_packed.checkpoint.seal import seal, unseal
+
+HERE = Path("manifest.json")
+
+
+@pytest.fixture
+def fields(tmp_path, tools) -> dict:
+    directory = tools.write_by_hand(tmp_path, 10, tools.make_state(), 2, 1)
+    return unseal((directory / "manifest.json").read_bytes(), HERE)
+
+
+def test_a_manifest_comes_back(fields, tmp_path):
+    manifest = read_manifest(tmp_path / "step_00000010")
+    assert (manifest.step, manifest.sequence, manifest.world_size, manifest.config_hash) == (10, 1, 2, "c0ffee")
+    assert manifest.metadata == {"consumed_tokens": 100}
+    assert manifest.tensors["step"].shape == () and manifest.tensors["nothing"].numel == 0
+    assert [record.name for record in manifest.files] == ["rank_00000.safetensors", "rank_00001.safetensors"]
+    assert decode_manifest(seal(fields), HERE) == manifest
+    assert json.loads((tmp_path / "step_00000010" / "manifest.json").read_text())["step"] == 10
+
+
+def test_every_bit_of_a_sealed_file_counts():
+    data = seal({"a": [1, 2.5, None], "b": "text"})
+    assert unseal(data, HERE) == {"a": [1, 2.5, None], "b": "text"}
+    for index in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[index] ^= 1 << bit
+            with pytest.raises(CheckpointError):
+                unseal(bytes(damaged), HERE)
+    for size in range(len(data)):
+        with pytest.raises(CheckpointError):
+            unseal(data[:size], HERE)
+        with pytest.raises(CheckpointError):
+            unseal(data[: size // 2] + data[size // 2 + 1 :], HERE)
+    with pytest.raises(CheckpointError):
+        unseal(data + b"\n", HERE)
+
+
+def change(path: str, value):
+    """A function that sets one place of the manifest's fields: ``files.0.name``."""
+
+    def apply(fields: dict) -> None:
+        *way, last = path.split(".")
+        place = fields
+        for key in way:
+            place = place[int(key)] if isinstance(place, list) else place[key]
+        place[int(last) if isinstance(place, list) else last] = value
+
+    return apply
+
+
+FORGED = {
+    "traversal": (change("files.0.name", "../rank_00000.safetensors"), "leads out of the checkpoint"),
+    "absolute": (change("files.0.name", "/etc/passwd"), "leads out of the checkpoint"),
+    "hidden": (change("files.0.name", ".lock"), "leads out of the checkpoint"),
+    "dots": (change("files.0.name", ".."), "leads out of the checkpoint"),
+    "newline": (change("files.0.name", "a\n"), "leads out of the checkpoint"),
+    "NUL": (change("files.0.name", "a\0b"), "leads out of the checkpoint"),
+    "same file twice": (change("files.1.name", "rank_00000.safetensors"), "a file is listed twice"),
+    "format": (change("format", "megatron_packed checkpoint 2"), "unknown format"),
+    "step is a string": (change("step", "10"), "field 'step'"),
+    "step is a bool": (change("step", True), "field 'step'"),
+    "negative step": (change("step", -1), "field 'step'"),
+    "no tensors": (change("tensors", []), "field 'tensors'"),
+    "metadata": (change("metadata", None), "field 'metadata'"),
+    "file is a list": (change("files.0", []), "expected an object"),
+    "algorithm": (change("files.0.algorithm", "none"), "does not add up"),
+    "checksum missing": (change("files.0.block_checksums", []), "does not add up"),
+    "checksum is a number": (change("files.0.block_checksums.0", 7), "does not add up"),
+    "checksum in capitals": (change("files.0.header_checksum", "ABCDEF01"), "does not add up"),
+    "huge block": (change("files.0.block_bytes", 1 << 40), "does not add up"),
+    "zero block": (change("files.0.block_bytes", 0), "does not add up"),
+    "header past the end": (change("files.0.header_bytes", 1 << 24), "does not add up"),
+    "size": (change("files.1.size", 1 << 61), "does not add up"),
+    "tensor name": (change("tensors.a[b", {}), "name is not allowed"),
+    "dtype": (change("tensors.half.dtype", "F99"), "shape or dtype of tensor half"),
+    "shape": (change("tensors.half.shape", [-5, -3]), "shape or dtype of tensor half"),
+    "more elements than bytes": (change("tensors.step.shape", [1 << 40]), "ranges of tensor step end early"),
+    "hole": (change("tensors.half.ranges", [[1, 15, 0]]), "starts at 0"),
+    "overlap": (change("tensors.half.ranges", [[0, 9, 0], [8, 15, 0]]), "starts at 9"),
+    "beyond the end": (change("tensors.half.ranges", [[0, 16, 0]]), "ends at most at 15"),
+    "no such file": (change("tensors.half.ranges", [[0, 15, 2]]), "do not cover its 15 elements"),
+    "file -1": (change("tensors.half.ranges", [[0, 15, -1]]), "do not cover"),
+    "other file": (change("tensors.step.ranges", [[0, 1, 0]]), "do not fill it"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_manifest_with_a_right_seal_is_refused(kind, fields):
+    apply, message = FORGED[kind]
+    apply(fields)
+    with pytest.raises(CheckpointError, match=message):
+        decode_manifest(seal(fields), HERE)
+
+
+def test_a_symbolic_link_and_a_pipe_are_no_manifest(tmp_path, tools):
+    directory = tools.write_by_hand(tmp_path, 10, tools.make_state(), 1, 1)
+    path = directory / "manifest.json"
+    path.rename(tmp_path / "elsewhere.json")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CheckpointError, match="found a symbolic link"):
+        read_manifest(directory)
+    path.unlink()
+    import os
+
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_manifest(directory)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [1, 4])}], "do not cover its 4 elements once each"),
+        ([{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [3, 4])}], "do not cover its 4 elements once each"),
+        ([{"w": ([4], "F32", [0, 2])}, {}], "end early: expected 4 elements, found 2"),
+        ([{"w": ([4], "F32", [0, 2])}, {"w": ([2, 2], "F32", [2, 4])}], r"rank 1 .* disagree on tensor w"),
+        ([{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F16", [2, 4])}], r"expected F32 \[4\], found F16 \[4\]"),
+    ],
+)
+def test_ranks_must_hold_every_element_exactly_once(parts, message):
+    def held(part):
+        return {name: {"shape": s, "dtype": d, "ranges": [r]} for name, (s, d, r) in part.items()}
+
+    merge_tensors([held({"w": ([4], "F32", [2, 4])}), held({"w": ([4], "F32", [0, 2])})], HERE)
+    with pytest.raises(CheckpointError, match=message):
+        merge_tensors([held(part) for part in parts], HERE)

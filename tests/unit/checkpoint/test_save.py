@@ -1,0 +1,187 @@
+"""Saving by one process: round trips, replacement, retention, leftovers, the lock, full disks, memory."""
+
+import errno
+import os
+import resource
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_packed.checkpoint.checksum import checksum, to_hex
+from megatron_packed.checkpoint.directory import RootLock, read_hint
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
+from megatron_packed.checkpoint.save import save_checkpoint
+from megatron_packed.checkpoint.shard_file import write_shard_file
+from megatron_packed.checkpoint.state import TensorShard, whole_tensors
+
+
+def names(root) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(root))
+
+
+@pytest.fixture
+def load(tools):
+    def load(root, like) -> tuple[dict, int]:
+        state = tools.blank(like)
+        return state, load_checkpoint(root, whole_tensors(state), warn=pytest.fail).step
+
+    return load
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, tools, load):
+    state = tools.make_state()
+    state["odd bits".replace(" ", "_")] = torch.tensor([0x7F800000 - 1, 1, -(1 << 31)], dtype=torch.int32).view(
+        torch.float32
+    )  # largest finite, smallest denormal, minus zero
+    metadata = {"plan": {"step": 3, "epoch": 0}, "text": "\u00e9\n", "float": 0.1, "none": None, "list": [1, [True]]}
+    saved = save_checkpoint(tmp_path / "new" / "root", 10, whole_tensors(state), metadata, run_id="r", config_hash="h")
+    found, _ = load(tmp_path / "new" / "root", state)
+    assert tools.same_bytes(found, state)
+    loaded = load_checkpoint(saved.path, whole_tensors(found))
+    assert (loaded.metadata, loaded.run_id, loaded.config_hash) == (metadata, "r", "h")
+    assert saved.path == tmp_path / "new" / "root" / "step_00000010" == loaded.path
+    assert names(saved.path) == ["manifest.json", "rank_00000.safetensors"]
+    assert saved.num_bytes == (saved.path / "rank_00000.safetensors").stat().st_size
+    by_library = load_file(saved.path / "rank_00000.safetensors")
+    assert torch.equal(by_library["half[0:15]"].view(5, 3), state["half"])
+
+
+def test_checksums_are_those_of_the_files_bytes_block_by_block(tmp_path):
+    shards = whole_tensors({"w": torch.randn(5000), "v": torch.randn(1024), "u": torch.randn(3)})
+    record = write_shard_file(tmp_path / "f", 0, shards, {}, lambda site: None, block_bytes=4096)
+    data = (tmp_path / "f").read_bytes()
+    assert len(data) == record.size and record.data_bytes == 6027 * 4
+
+    def crc(part: bytes) -> str:
+        return to_hex(checksum(record.algorithm, np.frombuffer(part, dtype=np.uint8)))
+
+    assert crc(data[: record.header_bytes]) == record.header_checksum
+    blocks = [data[i : i + 4096] for i in range(record.header_bytes, len(data), 4096)]
+    assert [crc(block) for block in blocks] == list(record.block_checksums) and len(blocks) == 6
+
+
+def test_a_save_of_nothing_is_a_checkpoint(tmp_path):
+    save_checkpoint(tmp_path, 3, [], {"only": "metadata"})
+    assert load_checkpoint(tmp_path, []).metadata == {"only": "metadata"}
+
+
+def test_keep_last_counts_this_run_alone_and_the_last_published(tmp_path, tools, load):
+    state = tools.make_state()
+    save_checkpoint(tmp_path, 1000, whole_tensors(state), {}, run_id="other")
+    for step in (10, 20, 30, 25):  # 25: the run went back to 20
+        saved = save_checkpoint(tmp_path, step, whole_tensors(state), {}, run_id="mine", keep_last=2)
+    assert saved.removed == ("step_00000020",)
+    assert names(tmp_path) == [".lock", "latest", "step_00000025", "step_00000030", "step_00001000"]
+    assert [c.manifest.step for c in find_checkpoints(tmp_path)] == [25, 30, 1000]
+    assert load(tmp_path, state)[1] == 25
+    assert read_hint(tmp_path) == {"checkpoint": "step_00000025", "sequence": 5}
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, tools):
+    state = tools.make_state()
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, whole_tensors(state), {})
+    os.truncate(tmp_path / "step_00000020" / "rank_00000.safetensors", 100)
+    saved = save_checkpoint(tmp_path, 30, whole_tensors(state), {}, keep_last=2)
+    assert saved.removed == ()  # 30 and 10 are the two that can be loaded
+
+
+def test_the_same_step_again_replaces_it(tmp_path, tools, load):
+    old, new = tools.make_state(1), tools.make_state(2)
+    save_checkpoint(tmp_path, 10, whole_tensors(old), {})
+    os.truncate(tmp_path / "step_00000010" / "manifest.json", 40)  # what a fallback left behind
+    save_checkpoint(tmp_path, 10, whole_tensors(new), {})
+    saved = save_checkpoint(tmp_path, 10, whole_tensors(old), {})
+    assert tools.same_bytes(load_and_ignore(tmp_path, tools, new), old)
+    assert len(saved.removed) == 1 and saved.removed[0].startswith("step_00000010.replaced-")
+    # the one without a manifest is nobody's and stays
+    assert sum("replaced" in name for name in names(tmp_path)) == 1
+
+
+def load_and_ignore(root, tools, like):
+    state = tools.blank(like)
+    load_checkpoint(root, whole_tensors(state), warn=lambda line: None)
+    return state
+
+
+def test_leftovers_of_dead_saves_are_removed_and_nothing_else(tmp_path, tools):
+    dead = ["step_00000010.tmp-0123456789ab", "step_00000010.deleting-0123456789ab"]
+    kept = ["step_00000010.tmp-xyz", "step_1.tmp-0123456789ab", "notes.tmp-0123456789ab", "step_00000010.tmp"]
+    for name in dead + kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "latest.tmp-0123456789ab").write_text("x")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "step_00000077.tmp-0123456789ab").symlink_to(tmp_path / "outside")
+    save_checkpoint(tmp_path, 20, whole_tensors(tools.make_state()), {})
+    assert names(tmp_path) == sorted([".lock", "latest", "outside", "step_00000020", *kept])
+
+
+def test_two_jobs_cannot_save_into_one_directory(tmp_path, tools):
+    lock = RootLock(tmp_path)
+    with pytest.raises(CheckpointError, match="another process is saving here"):
+        save_checkpoint(tmp_path, 20, whole_tensors(tools.make_state()), {})
+    lock.close()
+    save_checkpoint(tmp_path, 20, whole_tensors(tools.make_state()), {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": -1}, "step must be an integer"),
+        ({"step": 1.0}, "step must be an integer"),
+        ({"keep_last": 0}, "keep_last must be None"),
+        ({"metadata": {"x": (1, 2)}}, "would come back changed"),
+        ({"metadata": {1: 2}}, "would come back changed"),
+        ({"metadata": {"x": float("nan")}}, "cannot be written as JSON"),
+        ({"metadata": {"x": torch.zeros(1)}}, "cannot be written as JSON"),
+        ({"shards": whole_tensors({"a": torch.zeros(3)}) * 2}, r"a\[0:3\] is among the shards of rank 0 twice"),
+        (
+            {"shards": [TensorShard(name="a", global_shape=(4,), start=0, end=3, tensor=torch.zeros(3))]},
+            "ranges of tensor a end early",
+        ),
+    ],
+)
+def test_wrong_arguments_publish_nothing(tmp_path, arguments, message):
+    good = {"step": 1, "shards": whole_tensors({"a": torch.zeros(3)}), "metadata": {}}
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path, **{**good, **arguments})
+    assert set(names(tmp_path)) <= {".lock"}
+
+
+def test_a_full_disk_is_an_error_that_names_the_path_and_publishes_nothing(tmp_path, tools, load):
+    """A real refusal by the kernel: no file may grow beyond 6,000 bytes; a write comes back short, the next fails."""
+    state = tools.make_state()
+    save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        try:
+            save_checkpoint(tmp_path, 20, whole_tensors(state), {}, keep_last=1)
+        except CheckpointError as error:
+            text = str(error)
+            named = "rank 0: OSError" in text and os.strerror(errno.EFBIG) in text and "step_00000020.tmp-" in text
+            os._exit(0 if named and "nothing was published" in text else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert names(tmp_path) == [".lock", "latest", "step_00000010"]
+    assert load(tmp_path, state)[1] == 10
+
+
+def test_memory_does_not_double(tmp_path):
+    """48 MiB are saved and loaded in a new process whose peak memory grows by less than 24 MiB (two 4 MiB buffers)."""
+    child = os.fork()
+    if child == 0:
+        tensor = torch.full((12 << 20,), 1.25)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        save_checkpoint(tmp_path, 1, whole_tensors({"w": tensor}), {})
+        tensor.fill_(0)
+        load_checkpoint(tmp_path, whole_tensors({"w": tensor}))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os._exit(0 if grown < 24 << 10 and bool((tensor == 1.25).all()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
