@@ -26,7 +26,6 @@ class DataConfig(Section, title="data"):
     data_path: tuple[str, ...] = option(
         (), "Files of documents to train on: .jsonl or .jsonl.gz with messages, prompt/completion or text.",
         group="files", path="input_file",
-        megatron=("split into train, valid and test", "all of it trains; validation data is named"),
     )
     train_data_path: tuple[str, ...] = option(
         (), "The same as --data-path, beside --valid-data-path.", group="files", path="input_file"

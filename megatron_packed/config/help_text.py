@@ -26,8 +26,8 @@ Train a hybrid Mamba-Transformer-MoE model on packed sequences.
   torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
 
 Flags have Megatron-LM's names. The command line overrides an @file of flags, that overrides --config, and that
-overrides the default, which is in brackets. --no-x takes a switch --x back. Megatron's flags that are true anyway are accepted;
-those that are not built are refused, each by name."""
+overrides the default, which is in brackets. --no-x takes a switch --x back. Megatron's flags that are true anyway are
+accepted; those that are not built are refused, each by name."""
 _FLAG_COLUMN = 30
 
 

@@ -56,7 +56,7 @@ class ModelConfig(Section, title="model"):
     num_attention_heads: int = option(0, "Query heads of an attention layer.", unit="heads", group=ATTN, minimum=0)
     num_query_groups: int = option(
         None, "Key-value heads; each serves an equal share of the query heads.", unit="heads", group=ATTN, minimum=1,
-        derived="one per query head", megatron=("ignored without --group-query-attention", "a number given is meant"),
+        derived="one per query head",
     )
     kv_channels: int = option(
         None, "Width of one attention head.", unit="channels", group=ATTN, minimum=1, derived="hidden size / heads"

@@ -25,8 +25,7 @@ class ParallelConfig(Section, title="parallel"):
     expert_model_parallel_size: int = option(1, "Ranks that share the experts; 1.", unit="ranks", minimum=1)
     pipeline_model_parallel_size: int = option(1, "Ranks that share the layers; 1.", unit="ranks", minimum=1)
     distributed_backend: str | None = option(
-        None, "Library for collectives; by default nccl on GPUs and gloo on CPUs.", choices=("nccl", "gloo"),
-        megatron=("nccl", "the same command runs on a CPU"),
+        None, "Library for collectives; by default nccl on GPUs and gloo on CPUs.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = option(
         10, "A collective that takes longer ends the run.", unit="minutes", minimum=1, maximum=100000

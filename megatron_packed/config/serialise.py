@@ -56,8 +56,8 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 def model_hash(model: ModelConfig) -> str:
     """Identity of the function that the weights belong to: 16 hexadecimal digits.
 
-    Options that only steer training (``training_only``) do not count. Fields at their default do not either, so that a
-    new option leaves the hash of older models as it is.
+    Options that only steer training (``training_only``) do not count. Fields that hold their default, or what they would
+    be derived to, do not either, so that a new option leaves the hash of older models as it is.
     """
     identity = {"version": _HASH_VERSION, **_identity(model)}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -78,11 +78,14 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
+    held = section_to_dict(model)
     values = {}
     for described in section_fields(ModelConfig):
-        value = getattr(model, described.name)
-        if not described.option.training_only and value != described.default:
-            values[described.name] = value
+        name, expected = described.name, described.default
+        if described.option.derived:
+            expected = unchecked(ModelConfig, {**held, name: None}).derive(lambda *names: True).get(name)
+        if not described.option.training_only and held[name] != expected:
+            values[name] = held[name]
     return values
 
 

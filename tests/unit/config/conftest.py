@@ -1,0 +1,24 @@
+"""A command line that is right, for tests that change one thing about it."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """Flags and values of a small valid run, in an empty directory that holds train.jsonl and valid.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "valid.jsonl").write_text('{"text": "two"}\n')
+    return {
+        "--hybrid-layer-pattern": "M*-",
+        "--hidden-size": "256",
+        "--num-attention-heads": "4",
+        "--seq-length": "128",
+        "--train-iters": "20",
+        "--lr": "1e-3",
+        "--data-path": "train.jsonl",
+    }

@@ -1,0 +1,197 @@
+"""Flags are generated from the fields: precedence, spellings, suggestions, configuration and argument files."""
+
+import dataclasses
+
+import pytest
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.flags import parse, parse_with_sources
+from megatron_packed.config.registry import every_field, known_flags, spellings, usable_flags
+from megatron_packed.config.suggest import edit_distance, nearest
+
+
+def words(flags: dict[str, str | None]) -> list[str]:
+    return [part for pair in flags.items() for part in pair]
+
+
+def problems(argv: list[str]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    return {problem.option: f"{problem.rule} {problem.cure}" for problem in caught.value.problems}
+
+
+def test_every_field_has_help_and_its_own_spellings() -> None:
+    seen: dict[str, str] = {}
+    for field in every_field():
+        assert field.option.help.endswith("."), field.key
+        assert len(field.option.help) > 10, field.key
+        assert len(set(field.spellings)) == len(field.spellings), field.key
+        for spelling in field.spellings:
+            assert seen.setdefault(spelling, field.key) == field.key
+    assert len(seen) > 90
+
+
+def test_every_flag_with_one_character_dropped_suggests_the_flag() -> None:
+    wrong = 0
+    for flag in usable_flags():
+        for i in range(2, len(flag)):
+            typed = flag[:i] + flag[i + 1 :]
+            if typed in known_flags() or len(typed) < 4:
+                continue
+            wrong += 1
+            found = nearest(typed, usable_flags())
+            assert flag in found, (typed, found)
+    assert wrong > 1500
+
+
+def test_suggestions_also_know_swaps_underscores_and_abbreviations() -> None:
+    assert edit_distance("ab", "ba") == 1
+    assert edit_distance("kitten", "sitting") == 3
+    assert nearest("--sqe-length", usable_flags()) == ["--seq-length"]
+    assert nearest("--micro_batch_size", usable_flags()) == ["--micro-batch-size"]
+    assert "--max-position-embeddings" in nearest("--max-position", usable_flags())
+    assert nearest("--qqqqqqqqqq", usable_flags()) == []
+
+
+def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("optim: {weight_decay: 0.2, clip_grad: 2.0, adam_beta1: 0.5}\nseed: 7\n")
+    (tmp_path / "run.args").write_text("--clip-grad 3  # over the file\n--adam-beta1 0.6 \\\n  --bf16\n")
+    # The order of the words does not matter, only the level.
+    parsed = parse_with_sources(["--adam-beta1", "0.7", *words(right), "@run.args", "--config", "run.yaml"])
+    optim = parsed.config.optim
+    assert (optim.adam_beta2, optim.weight_decay, optim.clip_grad, optim.adam_beta1) == (0.999, 0.2, 3.0, 0.7)
+    assert parsed.config.training.bf16 is True
+    assert parsed.config.training.seed == 7
+    sources = {key.partition(".")[2]: source for key, source in parsed.sources.items()}
+    assert sources["adam_beta2"] == "default"
+    assert sources["weight_decay"] == "run.yaml:1"
+    assert sources["seed"] == "run.yaml:2"
+    assert sources["clip_grad"] == sources["bf16"] == "@run.args"
+    assert sources["adam_beta1"] == "flag"
+    assert sources["ffn_hidden_size"] == "derived: 4 x hidden size"
+
+
+def test_a_switch_can_be_taken_back_and_a_negated_one_given(right, tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("bf16: true\nmodel: {add_bias_linear: false}\n")
+    kept = parse([*words(right), "--config", "run.yaml"])
+    assert (kept.training.bf16, kept.model.add_bias_linear) == (True, False)
+    back = parse([*words(right), "--config", "run.yaml", "--no-bf16", "--add-bias-linear"])
+    assert (back.training.bf16, back.model.add_bias_linear) == (False, True)
+    assert parse([*words(right), "--disable-bias-linear"]).model.add_bias_linear is False
+
+
+def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_as_text(right, tmp_path) -> None:
+    del right["--lr"]
+    (tmp_path / "run.yaml").write_text(
+        "lr: 1e-4\ndisable-bias-linear: true\nuse-mcore-models: true\nhybrid-override-pattern: 'M*-M'\n"
+        "packing:\n  packing_method: sequential\nrotary_base: 5000\ndata-path: train.jsonl\ncuda-graph-impl: none\n"
+    )
+    for flag in ("--hybrid-layer-pattern", "--data-path"):
+        del right[flag]
+    parsed = parse_with_sources([*words(right), "--config", "run.yaml"])
+    config = parsed.config
+    assert config.optim.lr == 1e-4
+    assert config.model.add_bias_linear is False
+    assert config.model.hybrid_layer_pattern == "M*-M"
+    assert config.packing.packing_method == "sequential"
+    assert config.model.rotary_base == 5000.0
+    assert isinstance(config.model.rotary_base, float)
+    assert config.data.data_path == ("train.jsonl",)
+    assert set(parsed.always) == {"--use-mcore-models", "--cuda-graph-impl"}
+    assert len(parsed.warnings) == 1
+    assert "hybrid_layer_pattern" in parsed.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "cure"),
+    [
+        ("model:\n  hiden_size: 3\n", "run.yaml:2 model.hiden_size", "hidden_size"),
+        ("modle:\n  hidden_size: 3\n", "run.yaml:1 modle", "model"),
+        ("packing: {lr: 3}\n", "run.yaml:1 packing.lr", "remove it"),
+        ("seed: 1\nseed: 2\n", "run.yaml:2 seed", "keep one"),
+        ("seed: 1\ntraining: {seed: 2}\n", "run.yaml:2 training.seed", "keep one"),
+        ("optim: 3\n", "run.yaml:1 optim", "indented"),
+        ("- seed\n", "--config", "model:"),
+        ("seed: [1\n", "--config", "line"),
+        ("hybrid_layer_pattern: *M\n", "--config", "quotes"),
+        ("seed: !!python/object/apply:os.getcwd []\n", "--config", "correct it"),
+        ("seed: true\n", "--seed", "--seed N"),
+        ("seed: null\n", "run.yaml:1 seed", "remove the key"),
+        ("seed: 1.5\n", "--seed", "whole number"),
+        ("bf16: 1\n", "run.yaml:1 bf16", "true or false"),
+        ("bf16: 'true'\n", "run.yaml:1 bf16", "true or false"),
+        ("save: 2026\n", "run.yaml:1 save", "quotes"),
+        ("clip_grad: .nan\n", "--clip-grad", "finite"),
+        ("clip_grad: one\n", "run.yaml:1 clip_grad", "number"),
+        ("cuda-graph-impl: local\n", "--cuda-graph-impl", "none"),
+        ("? [a]\n: 1\n", "run.yaml:1", "name"),
+        ("seed: \x00\n", "--config", "correct it"),
+    ],
+)
+def test_a_wrong_configuration_file_names_the_line_and_the_cure(right, tmp_path, text, option, cure) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    found = problems([*words(right), "--config", "run.yaml"])
+    assert set(found) == {option}
+    assert cure in found[option]
+
+
+def test_a_misspelt_required_flag_is_one_problem(right) -> None:
+    right["--hiden-size"] = right.pop("--hidden-size")
+    assert set(problems(words(right))) == {"--hiden-size"}
+
+
+def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
+    (tmp_path / "outer.args").write_text("@inner.args --seed 5\n")
+    (tmp_path / "inner.args").write_text("--hybrid-layer-pattern 'M*-M'\n")
+    del right["--hybrid-layer-pattern"]
+    config = parse([*words(right), "@outer.args"])
+    assert (config.training.seed, config.model.num_layers) == (5, 4)
+    (tmp_path / "inner.args").write_text("@outer.args\n")
+    assert "circle" in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@outer.args"]
+    (tmp_path / "inner.args").write_text("--save 'open\n")
+    assert "quotation" in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@inner.args"]
+
+
+@pytest.mark.parametrize("pattern", ["-M*", "--M*-", "---", "*", "M"])
+def test_patterns_that_look_like_flags(right, pattern: str) -> None:
+    right["--hybrid-layer-pattern"] = pattern
+    assert parse(words(right)).model.hybrid_layer_pattern == pattern
+    del right["--hybrid-layer-pattern"]
+    assert parse([*words(right), f"--hybrid-layer-pattern={pattern}"]).model.hybrid_layer_pattern == pattern
+
+
+def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
+    assert parse([*words(right), "--micro-batch-size", "2"], 4).packing.global_batch_size == 8
+    config = parse([*words(right), "--global-batch-size", "24", "--micro-batch-size", "2"], 4)
+    assert config.micro_batches_per_step(config.data_parallel_size(4)) == 3
+    assert config.packs_per_step() == 12
+    assert config.packing.tokens_per_pack == 256
+
+
+def test_numbers_of_the_launch_come_from_the_environment(right, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert parse(words(right)).packing.global_batch_size == 2
+    assert "multiple of 2" in problems([*words(right), "--global-batch-size", "3"])["--global-batch-size"]
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert set(problems(words(right))) == {"WORLD_SIZE"}
+
+
+def test_a_run_that_resumes_itself_may_have_nothing_to_load_yet(right, tmp_path) -> None:
+    config = parse([*words(right), "--save", "ckpt", "--load", "./ckpt", "--save-interval", "5"])
+    assert (config.checkpoint.save, config.checkpoint.load) == ("ckpt", "./ckpt")
+    (tmp_path / "ckpt").mkdir()
+    assert parse([*words(right), "--load", "ckpt", "--finetune"]).checkpoint.finetune
+
+
+def test_configs_cannot_be_changed(right) -> None:
+    config = parse(words(right))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.optim.lr = 1.0
+
+
+def test_every_accepted_flag_has_the_type_of_its_field(right) -> None:
+    assert spellings()["--adam-beta1"].field.kind.base is float
+    assert spellings()["--valid-data-path"].field.kind.many
+    assert spellings()["--num-experts"].field.kind.optional
+    assert spellings()["--disable-bias-linear"].sets is False
+    assert spellings()["--hybrid-override-pattern"].deprecated

@@ -1,0 +1,155 @@
+"""Configurations that are wrong: every problem is found, at once, and says the option, the rule and a cure."""
+
+import pytest
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.flags import parse
+
+MOE = "--hybrid-layer-pattern ME --num-experts 4"
+# (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of processes) -> options
+# with problems, each with a word of its rule or cure.
+INVALID = [
+    ("~--hidden-size", {"--hidden-size": "required"}),
+    ("~--hybrid-layer-pattern", {"--hybrid-layer-pattern": "required"}),
+    ("~--train-iters ~--lr ~--seq-length", dict.fromkeys(("--train-iters", "--lr", "--seq-length"), "required")),
+    ("~--data-path", {"--data-path": "nothing to train on"}),
+    ("--hidden-size 0", {"--hidden-size": ">= 1"}),
+    ("--hidden-size -64", {"--hidden-size": ">= 1"}),
+    ("--hidden-size 99999999999", {"--hidden-size": "32 bits"}),
+    ("--hidden-size 256.5", {"--hidden-size": "whole number"}),
+    ("--train-iters 1e3", {"--train-iters": "write 1000"}),
+    ("--hidden-size 250 --kv-channels 64 --mamba-num-heads 6", {"--mamba-num-groups": "1, 2, 3, 6"}),
+    ("--hidden-size 100 --mamba-head-dim 50 --mamba-num-groups 4 --num-attention-heads 3", {"--hidden-size": "(3)"}),
+    ("--mamba-head-dim 48", {"--mamba-head-dim": "512"}),
+    ("--num-query-groups 3", {"--num-query-groups": "1, 2, 4"}),
+    ("--group-query-attention", {"--group-query-attention": "--num-query-groups"}),
+    ("--num-layers 4", {"--num-layers": "length"}),
+    ("~--num-attention-heads", {"--num-attention-heads": "attention layers"}),
+    ("--hybrid-layer-pattern MG*", {"--hybrid-layer-pattern": "gated delta net"}),
+    ("--hybrid-layer-pattern MxM", {"--hybrid-layer-pattern": "position 2"}),
+    ("--hybrid-layer-pattern", {"--hybrid-layer-pattern": "needs a value"}),
+    ("--squared-relu --swiglu", {"--squared-relu": "--swiglu"}),
+    ("--mamba-chunk-size 100", {"--mamba-chunk-size": "64"}),
+    ("--mamba-state-dim 512", {"--mamba-state-dim": "<= 256"}),
+    ("--normalization BatchNorm", {"--normalization": "LayerNorm"}),
+    ("--position-embedding-type yarn", {"--position-embedding-type": "rope"}),
+    ("--position-embedding-type rope --rotary-percent 0.02", {"--rotary-percent": "even"}),
+    ("--position-embedding-type rope --max-position-embeddings 64", {"--max-position-embeddings": "128"}),
+    ("--norm-epsilon nan", {"--norm-epsilon": "finite"}),
+    ("--hidden-dropout 1", {"--hidden-dropout": "< 1"}),
+    ("--attention-dropout 0.1", {"--attention-dropout": "--hidden-dropout"}),
+    ("--hybrid-layer-pattern ME", {"--num-experts": "expert layers"}),
+    ("--num-experts 4", {"--num-experts": "no expert layer"}),
+    (f"{MOE} --moe-router-topk 5", {"--moe-router-topk": "1 to 4"}),
+    (f"{MOE} --moe-router-topk 1", {"--moe-router-topk": "--moe-router-pre-softmax"}),
+    (f"{MOE} --moe-router-enable-expert-bias", {"--moe-router-enable-expert-bias": "sigmoid"}),
+    (f"{MOE} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", {"--moe-aux-loss-coeff": "none"}),
+    (f"{MOE} --moe-router-load-balancing-type seq_aux_loss", {"--moe-router-load-balancing-type": "aux_loss"}),
+    (f"{MOE} --moe-router-dtype fp64", {"--moe-router-dtype": "fp32"}),
+    (f"{MOE} --moe-token-dispatcher-type flex", {"--moe-token-dispatcher-type": "allgather, alltoall"}),
+    (f"{MOE} --seq-length 2000000000", {"--moe-router-topk": "4000000000"}),
+    ("--seq-length 1", {"--seq-length": ">= 2"}),
+    ("--seq-length 65536 --micro-batch-size 65536", {"--seq-length": "4294967296"}),
+    ("--micro-batch-size 4 --global-batch-size 6", {"--global-batch-size": "give 4 or 8"}),
+    ("^2 --micro-batch-size 2 --global-batch-size 6", {"--global-batch-size": "give 4 or 8"}),
+    ("--packing-method fist_fit", {"--packing-method": "sequential"}),
+    ("--overlong-policy wrap", {"--overlong-policy": "truncate"}),
+    ("--max-documents-per-pack 0", {"--max-documents-per-pack": ">= 1"}),
+    ("--data-path absent.jsonl", {"--data-path": "does not exist"}),
+    ("--data-path 0.5 train.jsonl", {"--data-path": "weight"}),
+    ("--data-path .", {"--data-path": "directory"}),
+    ("--data-path train.jsonl train.jsonl", {"--data-path": "twice"}),
+    ("--train-data-path valid.jsonl", {"--data-path": "--train-data-path"}),
+    ("--valid-data-path valid.jsonl", {"--valid-data-path": "--eval-interval"}),
+    ("--valid-data-path train.jsonl --eval-interval 5", {"--valid-data-path": "training data"}),
+    ("--eval-interval 5", {"--eval-interval": "--valid-data-path"}),
+    ("--tokenizer-type HuggingFaceTokenizer", {"--tokenizer-model": "required"}),
+    ("--tokenizer-type SFTTokenizer --tokenizer-model no.json", {"--tokenizer-model": "does not exist"}),
+    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model .", {"--tokenizer-model": "no tokenizer.json"}),
+    ("--tokenizer-model train.jsonl", {"--tokenizer-model": "reads no model"}),
+    ("--tokenizer-type GPT2BPETokenizer", {"--tokenizer-type": "HuggingFaceTokenizer"}),
+    ("--chat-template chatml", {"--chat-template": "--sft"}),
+    ("--sft --chat-template ./no.jinja", {"--chat-template": "does not exist"}),
+    ("--max-bad-fraction 1.5", {"--max-bad-fraction": "<= 1"}),
+    ("--lr abc", {"--lr": "number"}),
+    ("--lr inf", {"--lr": "finite"}),
+    ("--lr -1e-3", {"--lr": ">= 0"}),
+    ("--lr", {"--lr": "needs a value"}),
+    ("--lr 1e-3 1e-4", {"--lr": "one value"}),
+    ("--min-lr 1", {"--min-lr": "0.001"}),
+    ("--adam-beta2 1", {"--adam-beta2": "< 1"}),
+    ("--adam-eps 0", {"--adam-eps": "> 0"}),
+    ("--lr-warmup-iters 20", {"--lr-warmup-iters": "at most 19"}),
+    ("--lr-warmup-fraction 1", {"--lr-warmup-fraction": "at most 19"}),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
+    ("--lr-decay-style WSD", {"--lr-wsd-decay-iters": "required"}),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 18 --lr-warmup-iters 5", {"--lr-wsd-decay-iters": "at most 15"}),
+    ("--lr-wsd-decay-iters 5", {"--lr-wsd-decay-iters": "WSD"}),
+    ("--lr-decay-style inverse-square-root", {"--lr-decay-style": "cosine"}),
+    ("--optimizer muon", {"--optimizer": "AdamW"}),
+    ("--train-iters 0", {"--train-iters": ">= 1"}),
+    ("--seed -1", {"--seed": ">= 0"}),
+    ("--attention-backend flash_atn_2", {"--attention-backend": "flash_attn_2"}),
+    ("--device tpu", {"--device": "cpu"}),
+    ("--device cpu --distributed-backend nccl", {"--distributed-backend": "gloo"}),
+    ("--bf16 true", {"--bf16": "--no-bf16"}),
+    ("--save-interval 5", {"--save-interval": "--save"}),
+    ("--save-retain 0 --save ckpt", {"--save-retain": ">= 1"}),
+    ("--save absent/ckpt", {"--save": "mkdir -p"}),
+    ("--save train.jsonl", {"--save": "is a file"}),
+    ("--load absent", {"--load": "--save"}),
+    ("--finetune", {"--finetune": "--load"}),
+    ("--ckpt-step 3", {"--ckpt-step": "--load"}),
+    ("--log-jsonl absent/log.jsonl", {"--log-jsonl": "mkdir -p"}),
+    ("--log-interval 0", {"--log-interval": ">= 1"}),
+    ("--tensor-model-parallel-size 2", {"--tensor-model-parallel-size": "not built"}),
+    ("--context-parallel-size 2", {"--context-parallel-size": "not built"}),
+    ("--expert-model-parallel-size 2", {"--expert-model-parallel-size": "not built"}),
+    ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not built"}),
+    ("--cuda-graph-impl local", {"--cuda-graph-impl": "not built"}),
+    ("--recompute-granularity full", {"--recompute-granularity": "not built"}),
+    ("--fine-grained-activation-offloading", {"--fine-grained-activation-offloading": "not built"}),
+    ("--fp8-format hybrid --fp16", {"--fp8-format": "--bf16", "--fp16": "--bf16"}),
+    ("--spec my.module my_spec", {"--spec": "hybrid_stack_spec"}),
+    ("--seed 1 --seed 2", {"--seed": "twice"}),
+    ("--hybrid-override-pattern M*-", {"--hybrid-override-pattern": "keep one"}),
+    ("--use-mcore-models yes", {"--use-mcore-models": "takes no value"}),
+    ("--learning-rate 1", {"--learning-rate": "--help"}),
+    ("--hiden-size 64", {"--hiden-size": "--hidden-size"}),
+    ("--hidden_size 64", {"--hidden_size": "--hidden-size"}),
+    ("@absent.args", {"@absent.args": "cannot be read"}),
+    ("--config absent.yaml", {"--config": "cannot be read"}),
+    ("--hidden-size 0 --lr x --bogus --normalization L --global-batch-size 0 --fp8-margin 1 --moe-router-topk 0",
+     {"--hidden-size": "", "--lr": "", "--bogus": "", "--normalization": "", "--global-batch-size": "",
+      "--fp8-margin": "", "--moe-router-topk": ""}),
+]  # fmt: skip
+
+
+def command_line(right: dict[str, str | None], change: str) -> tuple[list[str], int]:
+    """The right command line with a change: a flag of the change replaces the right one."""
+    words, world_size, kept = change.split(), 1, dict(right)
+    for word in words:
+        kept.pop(word.lstrip("~"), None)
+        world_size = int(word[1:]) if word.startswith("^") else world_size
+    if "--hybrid-override-pattern" in words:
+        kept["--hybrid-layer-pattern"] = "M*-"
+    argv = [part for pair in kept.items() for part in pair]
+    return [*argv, *(word for word in words if word[0] not in "~^")], world_size
+
+
+@pytest.mark.parametrize(("change", "expected"), INVALID, ids=[change for change, _ in INVALID])
+def test_every_problem_is_reported(right, change: str, expected: dict[str, str]) -> None:
+    argv, world_size = command_line(right, change)
+    with pytest.raises(ConfigError) as caught:
+        parse(argv, world_size)
+    problems = caught.value.problems
+    assert {problem.option for problem in problems} == set(expected), str(caught.value)
+    for problem in problems:
+        assert expected[problem.option] in f"{problem.value} {problem.rule} {problem.cure}", str(problem)
+        assert problem.rule and problem.cure
+    assert len(problems) == len(expected), str(caught.value)
+
+
+def test_the_right_command_line_is_right(right) -> None:
+    argv, _ = command_line(right, "")
+    assert parse(argv).model.num_layers == 3

@@ -1,0 +1,92 @@
+"""Every flag of Megatron-LM is an option, true anyway, or refused by name; none is unknown."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.flags import parse, parse_with_sources
+from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF, REFUSED
+from megatron_packed.config.registry import spellings
+
+NAMES = (Path(__file__).parent / "megatron_flag_names.txt").read_text().split()
+SFT_COMMAND = """
+    --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hybrid-layer-pattern MEMEM*EMEMEM*E
+    --hidden-size 2688 --num-attention-heads 32 --group-query-attention --num-query-groups 2 --kv-channels 128
+    --ffn-hidden-size 1856 --mamba-num-heads 64 --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 8
+    --num-experts 128 --moe-router-topk 6 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-4 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 1 --sequence-parallel --context-parallel-size 1
+    --expert-model-parallel-size 1 --sft --tokenizer-type SFTTokenizer --tokenizer-model tokenizer.json
+    --data-path train.jsonl --seq-length 32768 --micro-batch-size 1 --global-batch-size 64 --train-iters 100 --lr 1e-5
+    --lr-decay-style cosine --bf16 --position-embedding-type none --normalization RMSNorm --squared-relu
+    --disable-bias-linear --no-create-attention-mask-in-dataloader --cuda-graph-impl none
+    --accumulate-allreduce-grads-in-fp32 --calculate-per-token-loss --use-mcore-models --is-hybrid-model
+    --attention-backend fused --save ckpt --load ckpt
+"""
+
+
+def test_no_flag_of_megatron_is_unknown() -> None:
+    assert len(NAMES) > 380
+    assert [name for name in NAMES if name not in spellings() and name not in ALWAYS and name not in REFUSAL_OF] == []
+
+
+def test_what_is_refused_or_true_anyway_is_a_flag_of_megatron_and_no_option_of_ours() -> None:
+    for name in {*ALWAYS, *REFUSAL_OF}:
+        assert name in NAMES
+        assert name not in spellings()
+    flags = [flag for group in REFUSED for flag in group.flags]
+    assert len(flags) == len(set(flags))
+    for flag, always in ALWAYS.items():
+        assert not always.values or flag in REFUSAL_OF, f"{flag} has other values, which need a refusal"
+
+
+def test_every_refusal_says_why_and_what_to_use_instead() -> None:
+    usable = {*spellings(), *ALWAYS}
+    for group in REFUSED:
+        assert len(group.reason) > 15
+        assert len(group.nearest) > 5
+        named = [word.strip(",;():") for word in group.nearest.split() if word.startswith("--")]
+        assert [name for name in named if name not in usable] == [], group.nearest
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSAL_OF))
+def test_a_refused_flag_is_one_problem_with_its_own_name(right, flag: str) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    with pytest.raises(ConfigError) as caught:
+        parse([*argv, flag, "certainly-not"])
+    (problem,) = caught.value.problems
+    assert problem.option == flag
+    always = ALWAYS.get(flag)
+    if always is None or always.values:  # else the flag's own rule speaks
+        assert problem.rule.startswith(REFUSAL_OF[flag].reason)
+        assert problem.cure == REFUSAL_OF[flag].nearest
+
+
+def test_a_typical_command_of_megatron_is_understood(right) -> None:
+    Path("tokenizer.json").write_text("{}")
+    parsed = parse_with_sources(SFT_COMMAND.split(), world_size=8)
+    config = parsed.config
+    assert config.model.num_layers == 14
+    assert (config.model.num_query_groups, config.model.head_dim, config.model.d_inner) == (2, 128, 4096)
+    assert config.model.activation == "squared_relu"
+    assert config.data.tokenizer_type == "HuggingFaceTokenizer"
+    assert config.training.attention_backend == "transformer_engine"
+    assert config.micro_batches_per_step(8) == 8
+    assert set(parsed.always) == {
+        "--spec", "--group-query-attention", "--moe-grouped-gemm", "--moe-token-dispatcher-type", "--sequence-parallel",
+        "--no-create-attention-mask-in-dataloader", "--cuda-graph-impl", "--accumulate-allreduce-grads-in-fp32",
+        "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model",
+    }  # fmt: skip
+
+
+TRUE_ANYWAY = [
+    "--num-layers 3", "--moe-router-dtype fp32", "--vocab-extra-ids 0", "--optimizer adam", "--main-grads-dtype fp32",
+    "--cpu-offloading-num-layers 0", "--rerun-mode disabled", "--override-opt_param-scheduler", "--exit-signal-handler",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", TRUE_ANYWAY)
+def test_values_that_are_true_anyway(right, words: str) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    assert set(parse_with_sources([*argv, *words.split()]).always) == {words.split()[0]}

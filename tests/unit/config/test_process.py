@@ -1,0 +1,98 @@
+"""A wrong command line as a process: exit code, output, speed; the answers that are printed."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import sys
+from megatron_packed.config.flags import parse_or_exit
+try:
+    config = parse_or_exit()
+finally:
+    print("imported:", sorted({"torch", "numpy", "transformers"} & set(sys.modules)), file=sys.stderr)
+print("ran", config.model.num_layers)
+"""
+WRONG = ["--hidden-size", "0", "--lr", "abc", "--data-path", "absent.jsonl", "--fp16", "--sequence-lenght", "5"]
+
+
+def start(argv: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    env = {key: value for key, value in os.environ.items() if key not in launch}
+    env |= {"PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", PROGRAM, *argv]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_a_wrong_command_line_ends_with_code_2_at_once_and_without_a_traceback(tmp_path) -> None:
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        done = start(WRONG, tmp_path)
+        times.append(time.monotonic() - begun)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "imported: []" in done.stderr
+    report = done.stderr.partition("imported:")[0]
+    assert re.match(r"\d+ problems in the configuration; nothing was started\.\n", report)
+    for option in ("--hidden-size 0", "--lr 'abc'", "--data-path absent.jsonl", "--fp16", "--sequence-lenght 5"):
+        assert option in report
+    assert report.count("rule: ") == report.count("cure: ") == int(report.split()[0])
+    assert min(times) < 1.5
+
+
+def test_only_rank_0_speaks(tmp_path) -> None:
+    silent = start(WRONG, tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert silent.returncode == 2
+    assert silent.stderr == "imported: []\n"
+    assert start(["--help"], tmp_path, RANK="1", WORLD_SIZE="2").stdout == ""
+
+
+def test_the_first_rank_of_another_machine_tells_of_paths_alone(tmp_path) -> None:
+    far = start(WRONG, tmp_path, RANK="8", LOCAL_RANK="0", GROUP_RANK="1", WORLD_SIZE="16")
+    assert far.returncode == 2
+    assert "absent.jsonl" in far.stderr
+    assert "--lr" not in far.stderr
+    assert far.stderr.startswith("On ")
+
+
+def test_a_right_command_line_runs(right, tmp_path) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    done = start([*argv, "--hybrid-override-pattern=M*-M"][2:], tmp_path)
+    assert done.stdout == "ran 4\n"
+    assert "warning: --hybrid-override-pattern is deprecated; write --hybrid-layer-pattern." in done.stderr
+
+
+def test_version_and_printed_configuration(right, tmp_path) -> None:
+    assert re.fullmatch(r"megatron_packed \d+\.\d+\.\d+\n", start(["--version"], tmp_path).stdout)
+    argv = [part for pair in right.items() for part in pair]
+    done = start([*argv, "--print-config", "--bf16", "--is-hybrid-model"], tmp_path)
+    assert done.returncode == 0
+    assert "\nran " not in done.stdout
+    assert re.search(r"^  bf16: true +# flag --bf16$", done.stdout, re.MULTILINE)
+    assert "--is-hybrid-model: every model is a hybrid stack" in done.stdout
+    assert start(["--print-config"], tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 110])
+def test_help_is_grouped_complete_and_as_wide_as_the_terminal(tmp_path, columns: int) -> None:
+    done = start(["--bogus", "-h"], tmp_path, COLUMNS=str(columns))
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("  --")) <= columns
+    from megatron_packed.config.registry import every_field
+
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(flags[4:]) == sorted(field.flag for field in every_field())
+    for title in ("General", "Model: Mamba-2", "Batches and packing", "Training: kernels", "Checkpoints"):
+        assert title in lines
+    text = " ".join(done.stdout.split())
+    assert "[4096 documents]" in text
+    assert "[required; tokens]" in text
