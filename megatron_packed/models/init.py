@@ -1,9 +1,9 @@
 """Initial values of all parameters, as Megatron draws them.
 
 Weights are normal with standard deviation ``init_method_std``; projections that write into the residual stream divide
-it by the square root of the number of layers, so that the variance of the stream does not grow with depth. Each layer of
-a hybrid pattern adds to the stream once, so Megatron divides by ``sqrt(L)`` here; a classical Transformer block is two of
-our layers and adds twice, hence the ``sqrt(2 L)`` of GPT-2, which is the same number.
+it by the square root of the number of layers, so that the variance of the stream does not grow with depth. A layer of a
+hybrid pattern adds to the stream once, so Megatron divides by ``sqrt(L)`` here; a classical Transformer block is two of
+these layers and adds twice, hence the ``sqrt(2 L)`` of GPT-2, which is the same number.
 Biases are 0 and norms 1. Mamba-2: ``A`` uniform in [1, 16], ``D`` 1, the step ``softplus(dt_bias)`` log-uniform in
 [0.001, 0.1], the convolution uniform in +-1/sqrt(width).
 

@@ -4,9 +4,9 @@ Letters: T tokens, D hidden size, E experts.
 
 [Note: auxiliary losses are outputs]
 The layer returns its auxiliary loss and its counts beside the hidden state, as tensors. The model adds the losses up
-and scales them (``scales[1]``), so their gradient arrives as an ordinary output gradient. Nothing is hidden in a global,
-a buffer that someone must reset, or an autograd function that scales on its own; a recomputed layer counts once, and a
-captured layer owns one more static output and its gradient.
+and scales them (``scales[1]``), so their gradient arrives as an ordinary output gradient. Nothing is hidden in a
+global, a buffer that someone must reset, or an autograd function that scales on its own; a recomputed layer counts
+once, and a captured layer owns one more static output and its gradient.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""Layout of the fused projection, and positions from the pack."""
+
+import torch
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.attention import Attention, Rotary
+from megatron_packed.layers.backends import Backends
+from megatron_packed.packed.params import PackedSeqParams
+
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def build(**changes):
+    config = ModelConfig(
+        hybrid_layer_pattern="*", hidden_size=16, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=WIDTH,
+        add_bias_linear=False, **changes,
+    )  # fmt: skip
+    rotary = None
+    if config.position_embedding_type == "rope":
+        rotary = Rotary(max_positions=32, rotary_dim=config.rotary_dim, base=config.rotary_base, device="cpu")
+    layer = Attention(config, rotary=rotary, backends=Backends(), device="cpu", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(generator=generator)
+    return layer
+
+
+def test_rows_go_group_by_group_queries_then_key_then_value():
+    """Only the second group has values, so only its two query heads say anything."""
+    layer = build()
+    rows = layer.qkv.weight.data.view(GROUPS, HEADS // GROUPS + 2, WIDTH, 16)
+    rows[0, -1] = 0
+    layer.proj = torch.nn.Identity()
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    heads = layer(x, PackedSeqParams.from_lengths([6], 6)).view(6, HEADS, WIDTH)
+    assert heads[:, :2].abs().max() == 0
+    value = x @ rows[1, -1].T
+    torch.testing.assert_close(heads[0, 2], value[0])  # the first token sees itself alone
+    key, query = x[:2] @ rows[1, -2].T, x[1] @ rows[1, 1].T
+    weights = torch.softmax(key @ query / WIDTH**0.5, dim=0)
+    torch.testing.assert_close(heads[1, 3], weights @ value[:2])
+
+
+def test_tables_of_the_pack_replace_its_positions():
+    layer = build(position_embedding_type="rope")
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    packed = PackedSeqParams.from_lengths([6], 6)
+    stretched = packed.with_tables(rope_position_ids=3 * packed.position_ids)
+    assert torch.equal(layer(x, packed), layer(x, packed.with_tables(rope_position_ids=packed.position_ids)))
+    assert not torch.allclose(layer(x, packed), layer(x, stretched))
+
+
+def test_biases():
+    assert build().qkv.bias is None
+    layer = build(add_qkv_bias=True)
+    assert layer.qkv.bias is not None and layer.proj.bias is None

@@ -1,0 +1,111 @@
+"""The mixture as a layer: what a token gets, what the tail gets, what is reported."""
+
+import pytest
+import torch
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.moe.layer import MoE, count_valid
+from megatron_packed.layers.transformer_layer import MoETransformerLayer
+from megatron_packed.packed.params import PackedSeqParams
+
+REAL, TAIL = 7, 3
+PACKED = PackedSeqParams.from_lengths([4, 3], REAL + TAIL)
+
+
+def config(**changes):
+    return ModelConfig(
+        **{
+            "hybrid_layer_pattern": "E", "hidden_size": 8, "num_experts": 4, "moe_ffn_hidden_size": 6,
+            "add_bias_linear": False, "squared_relu": True, "normalization": "RMSNorm",
+        } | changes
+    )  # fmt: skip
+
+
+def build(kind=MoE, **changes):
+    module = kind(config(**changes), backends=Backends(), device="cpu", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+    return module
+
+
+def inputs():
+    return torch.randn(REAL + TAIL, 8, generator=torch.Generator().manual_seed(1))
+
+
+def expert(moe, number, x):
+    return torch.relu(x @ moe.experts.fc1[number].T).square() @ moe.experts.fc2[number].T
+
+
+@pytest.mark.parametrize("shared", [None, 5])
+def test_a_token_gets_the_weighted_sum_of_its_experts(shared):
+    moe, x = build(moe_shared_expert_intermediate_size=shared), inputs()
+    output = moe(x, PACKED)
+    logits = x @ moe.router.weight.T
+    for t in range(REAL):
+        weights, chosen = logits[t].topk(2)
+        weights = torch.softmax(weights, dim=0)
+        expected = sum(w * expert(moe, int(e), x[t]) for w, e in zip(weights, chosen))
+        if shared:
+            expected = expected + moe.shared_expert(x[t : t + 1])[0]
+        torch.testing.assert_close(output.hidden_TD[t], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_tail_gets_the_shared_expert_or_zeros():
+    x = inputs()
+    assert build()(x, PACKED).hidden_TD[REAL:].abs().max() == 0
+    moe = build(moe_shared_expert_intermediate_size=5)
+    torch.testing.assert_close(moe(x, PACKED).hidden_TD[REAL:], moe.shared_expert(x[REAL:]))
+
+
+def test_counts_are_those_of_real_tokens():
+    moe, x = build(), inputs()
+    chosen = (x[:REAL] @ moe.router.weight.T).topk(2).indices
+    expected = torch.bincount(chosen.flatten(), minlength=4).float()
+    assert torch.equal(moe(x, PACKED).tokens_per_expert_E, expected)
+    assert expected.sum() == 2 * REAL
+
+
+def test_experts_without_tokens_and_all_tokens_to_one_expert():
+    moe, x = build(moe_router_topk=1, moe_router_pre_softmax=True), inputs().abs()
+    with torch.no_grad():
+        moe.router.weight.fill_(0)
+        moe.router.weight[2] = 1
+    output = moe(x, PACKED)
+    assert output.tokens_per_expert_E.tolist() == [0, 0, REAL, 0]
+    output.hidden_TD.sum().backward()
+    assert moe.experts.fc1.grad[2].abs().max() > 0
+    assert moe.experts.fc1.grad[[0, 1, 3]].abs().max() == 0
+    assert all(torch.isfinite(parameter.grad).all() for parameter in moe.parameters())
+
+
+def test_the_layer_adds_to_the_stream_and_passes_the_report_on():
+    layer, x = build(MoETransformerLayer, moe_z_loss_coeff=0.1), inputs()
+    output = layer(x, PACKED)
+    alone = layer.mixer(layer.norm(x), PACKED)
+    torch.testing.assert_close(output.hidden_TD, x + alone.hidden_TD)
+    assert torch.equal(output.aux_loss, alone.aux_loss) and output.aux_loss > 0
+    assert torch.equal(output.tokens_per_expert_E, alone.tokens_per_expert_E)
+
+
+def test_recomputing_the_layer_counts_its_losses_once():
+    """See [Note: auxiliary losses are outputs]."""
+    from torch.utils.checkpoint import checkpoint
+
+    layer, x = build(MoETransformerLayer, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.2), inputs().requires_grad_()
+    results = []
+    for recompute in (False, True):
+        layer.zero_grad()
+        x.grad = None
+        output = checkpoint(layer, x, PACKED, use_reentrant=False) if recompute else layer(x, PACKED)
+        (output.hidden_TD.sum() + 3 * output.aux_loss).backward()
+        results.append((output.aux_loss, output.tokens_per_expert_E, x.grad, layer.mixer.router.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_number_of_real_tokens_is_never_zero_and_taken_from_the_tables():
+    assert count_valid(PACKED) == REAL
+    assert count_valid(PackedSeqParams.from_lengths([], 4)) == 1
+    assert count_valid(PACKED.with_tables(num_valid=torch.tensor(5.0))) == 5

@@ -1,0 +1,131 @@
+"""Tiny models, packs and comparisons that the model tests share."""
+
+import numpy as np
+import torch
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.micro_batch import MicroBatch
+
+VOCAB = 61
+CHUNK = 8
+
+# Shorter than the convolution, a chunk, a chunk and one token, several chunks.
+AWKWARD = [1, 2, 3, CHUNK, CHUNK + 1, 5, 2 * CHUNK + 3, 4]
+MANY = [1 + i % 3 for i in range(104)]
+
+PATTERNS = ["M", "*", "-", "E", "M*-E", "ME*M-"]
+
+VARIANTS = {
+    "plain": {},
+    "rope": {"position_embedding_type": "rope"},
+    "half rope, qkv bias, swiglu": {
+        "position_embedding_type": "rope", "rotary_percent": 0.5, "add_qkv_bias": True, "squared_relu": False,
+        "swiglu": True,
+    },
+    "layer norm, gelu, tied": {
+        "normalization": "LayerNorm", "squared_relu": False, "untie_embeddings_and_output_weights": False,
+    },
+    "sigmoid router": {
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 3,
+        "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24,
+    },
+}  # fmt: skip
+
+
+def tiny_config(pattern: str, **changes) -> ModelConfig:
+    values = {
+        "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
+        "mamba_num_groups": 2, "mamba_chunk_size": CHUNK, "num_experts": 5, "moe_ffn_hidden_size": 16,
+        "add_bias_linear": False, "normalization": "RMSNorm", "squared_relu": True, "init_method_std": 0.2,
+        "untie_embeddings_and_output_weights": True, "make_vocab_size_divisible_by": 16,
+    }  # fmt: skip
+    if "E" not in pattern:
+        changes = {name: value for name, value in changes.items() if not name.startswith("moe_shared")}
+        values["num_experts"] = None
+    return ModelConfig(**values | changes)
+
+
+def tiny_model(
+    pattern: str, *, dtype=torch.float32, seed=7, max_positions=256, backends=None, **changes
+) -> HybridModel:
+    config = tiny_config(pattern, **changes)
+    model = HybridModel(
+        config, vocab_size=VOCAB, max_positions=max_positions, dtype=dtype, seed=seed, backends=backends
+    )
+    with torch.no_grad():
+        for layer in model.moe_layers:
+            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
+            if layer.mixer.router.expert_bias is not None:
+                layer.mixer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, config.num_experts))
+    return model
+
+
+def make_documents(lengths, seed=0):
+    """Random tokens; the first of a document is no target, and of the others three in four are."""
+    rng = np.random.default_rng(seed)
+    return [(rng.integers(0, VOCAB, n), rng.random(n) < 0.75) for n in lengths]
+
+
+def make_pack(documents, tail=0, spare=0, aux_scale=0.0, targets=None) -> MicroBatch:
+    total = sum(len(tokens) for tokens, _ in documents) + tail
+    targets = targets or max(1, count_targets(documents))
+    return MicroBatch.build(documents, total, len(documents) + spare, (1 / targets, aux_scale))
+
+
+def count_targets(documents) -> int:
+    return sum(int(mask[1:].sum()) for _, mask in documents)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Gradient of every parameter, cloned; zeros where there is none."""
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def run_packed(model, documents, **pack):
+    """(logits of the real tokens, per-token loss, loss, gradients) of one pack."""
+    model.zero_grad()
+    batch = make_pack(documents, **pack)
+    real = batch.num_real_tokens
+    with torch.no_grad():
+        logits = model.logits(batch.tokens, batch.packed)[:real]
+    output = model(batch)
+    output.loss.backward()
+    return logits, output.per_token_loss_T[:real], output.loss.detach(), gradients(model)
+
+
+def run_alone(model, documents):
+    """The same by one pack for each document, gradients accumulated by autograd."""
+    model.zero_grad()
+    targets = max(1, count_targets(documents))
+    logits, losses, total = [], [], 0.0
+    for document in documents:
+        batch = make_pack([document], targets=targets)
+        with torch.no_grad():
+            logits.append(model.logits(batch.tokens, batch.packed))
+        output = model(batch)
+        output.loss.backward()
+        losses.append(output.per_token_loss_T)
+        total = total + output.loss.detach()
+    return torch.cat(logits), torch.cat(losses), total, gradients(model)
+
+
+def relative_error(value, reference) -> float:
+    """max |difference| / max |reference|; 0 where both are all zero."""
+    difference = (value.double() - reference.double()).abs().max().item()
+    scale = reference.double().abs().max().item()
+    return difference if scale == 0 else difference / scale
+
+
+def worst_error(result, reference) -> tuple[float, str]:
+    """The largest relative error over logits, losses and each gradient, and where it is."""
+    errors = {
+        "logits": relative_error(result[0], reference[0]),
+        "per-token loss": relative_error(result[1], reference[1]),
+        "loss": relative_error(result[2], reference[2]),
+    }
+    assert result[3].keys() == reference[3].keys()
+    errors |= {name: relative_error(result[3][name], gradient) for name, gradient in reference[3].items()}
+    where = max(errors, key=errors.get)
+    return errors[where], where

@@ -1,0 +1,156 @@
+"""The model once more, for one document, written for reading: loops and sums, no op of the package, any dtype.
+
+The oracle of `HybridModel`: the scan is a recurrence over tokens, attention a softmax over all earlier tokens, an
+expert layer a sum over all experts with zeros for those not chosen.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
+    """``(L, vocab_size)`` logits of one document of L tokens.
+
+    Args:
+        parameters: name -> tensor, as `HybridModel` names them; their dtype is the dtype of the arithmetic.
+        expert_biases: one for each E layer, where the router has one.
+    """
+    expert_biases = list(expert_biases)
+    hidden = parameters["embedding.weight"][tokens]
+    for number, symbol in enumerate(config.layer_types):
+        prefix = f"layers.{number}."
+        layer = {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
+        mixer = {name.removeprefix("mixer."): p for name, p in layer.items() if name.startswith("mixer.")}
+        x = norm(hidden, layer["norm.weight"], layer.get("norm.bias"), config.norm_epsilon)
+        if symbol == "M":
+            update = mamba(x, mixer, config)
+        elif symbol == "*":
+            update = attention(x, mixer, config)
+        elif symbol == "-":
+            update = mlp(x, mixer, "", config)
+        else:
+            update = experts(x, mixer, config, expert_biases.pop(0) if expert_biases else None)
+        hidden = hidden + update
+    hidden = norm(hidden, parameters["final_norm.weight"], parameters.get("final_norm.bias"), config.norm_epsilon)
+    weight = parameters.get("output.weight", parameters["embedding.weight"])
+    return hidden @ weight[:vocab_size].T
+
+
+def norm(x, weight, bias, eps):
+    if bias is not None:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def activate(x, config):
+    if config.swiglu:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return F.relu(x).square() if config.squared_relu else F.gelu(x)
+
+
+def mlp(x, p, prefix, config):
+    inner = activate(F.linear(x, p[prefix + "fc1.weight"], p.get(prefix + "fc1.bias")), config)
+    return F.linear(inner, p[prefix + "fc2.weight"], p.get(prefix + "fc2.bias"))
+
+
+def attention(x, p, config):
+    length, width = x.shape[0], config.head_dim
+    per_group = config.num_attention_heads // config.num_query_groups
+    qkv = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).view(length, config.num_query_groups, per_group + 2, width)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    heads = []
+    for group in range(config.num_query_groups):
+        key, value = qkv[:, group, per_group], qkv[:, group, per_group + 1]
+        for head in range(per_group):
+            query = qkv[:, group, head]
+            scores = rotate(query, config) @ rotate(key, config).T / width**0.5
+            heads.append(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value)
+    return F.linear(torch.cat(heads, dim=-1), p["proj.weight"], p.get("proj.bias"))
+
+
+def rotate(x, config):
+    if config.position_embedding_type != "rope":
+        return x
+    half = config.rotary_dim // 2
+    frequency = config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[0], dtype=torch.float64)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def mamba(u, p, config):
+    length, inner, heads = u.shape[0], config.d_inner, config.mamba_num_heads
+    groups, states = config.mamba_num_groups, config.mamba_state_dim
+    z, xbc, dt = (u @ p["in_proj.weight"].T).split([inner, inner + 2 * groups * states, heads], dim=-1)
+    width = p["conv1d.weight"].shape[1]
+    padded = torch.cat([xbc.new_zeros(width - 1, xbc.shape[1]), xbc])
+    taps = [padded[w : w + length] * p["conv1d.weight"][:, w] for w in range(width)]
+    xbc = F.silu(torch.stack(taps).sum(0) + p["conv1d.bias"])
+    x, b, c = xbc.split([inner, groups * states, groups * states], dim=-1)
+    wide = torch.promote_types(u.dtype, torch.float32)  # a recurrence in bfloat16 would be no standard to meet
+    x = x.to(wide).view(length, heads, -1)
+    b, c = (v.to(wide).view(length, groups, states).repeat_interleave(heads // groups, dim=1) for v in (b, c))
+    dt = F.softplus(dt.to(wide) + p["dt_bias"].to(wide))
+    decay = torch.exp(-torch.exp(p["A_log"].to(wide)) * dt)
+    state, outputs = torch.zeros(heads, x.shape[2], states, dtype=wide), []
+    for t in range(length):
+        state = decay[t, :, None, None] * state + (dt[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
+        outputs.append((state * c[t, :, None, :]).sum(-1) + p["D"].to(wide)[:, None] * x[t])
+    y = torch.stack(outputs).reshape(length, inner).to(u.dtype)
+    gated = (y * F.silu(z)).view(length, groups, -1)
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
+    return (normed.view(length, inner) * p["norm.weight"]) @ p["out_proj.weight"].T
+
+
+def experts(x, p, config, bias):
+    router = p["router.weight"]
+    logits = x.to(router.dtype) @ router.T
+    if config.moe_router_score_function == "softmax":
+        scores = torch.softmax(logits, dim=-1)
+        chosen = scores.topk(config.moe_router_topk, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if not config.moe_router_pre_softmax:
+            weights = weights / weights.sum(-1, keepdim=True)
+    else:
+        scores = torch.sigmoid(logits)
+        chosen = (scores if bias is None else scores + bias).topk(config.moe_router_topk, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if config.moe_router_topk > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+    result = torch.zeros_like(x)
+    for expert in range(config.num_experts):
+        share = (weights * (chosen == expert)).sum(-1, keepdim=True)
+        y = activate(x @ p["experts.fc1"][expert].T, config) @ p["experts.fc2"][expert].T
+        result = result + (share * y).to(x.dtype)
+    if config.moe_shared_expert_intermediate_size:
+        result = result + mlp(x, p, "shared_expert.", config)
+    return result
+
+
+def run_plain(model, documents, vocab_size, targets, dtype):
+    """(logits, per-token loss, loss, gradients) of documents one by one with ``model``'s weights.
+
+    Args:
+        dtype: of the arithmetic; parameters that the model keeps in float32 stay there unless it is float64.
+    """
+    parameters = {}
+    for name, p in model.named_parameters():
+        kept = torch.float32 if getattr(p, "keep_fp32", False) and dtype != torch.float64 else dtype
+        parameters[name] = p.detach().to(kept).requires_grad_()
+    biases = [layer.mixer.router.expert_bias for layer in model.moe_layers]
+    biases = [] if None in biases else biases
+    wide = torch.promote_types(dtype, torch.float32)
+    all_logits, losses = [], []
+    for tokens, mask in documents:
+        tokens, mask = torch.as_tensor(tokens), torch.as_tensor(mask)
+        logits = plain_logits(parameters, model.config, tokens, vocab_size, biases).to(wide)
+        loss = F.cross_entropy(logits[:-1], tokens[1:], reduction="none") * mask[1:]
+        all_logits.append(logits.detach())
+        losses.append(torch.cat([loss, loss.new_zeros(1)]))
+    total = torch.cat(losses).sum() / targets
+    total.backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+    return torch.cat(all_logits), torch.cat(losses).detach(), total.detach(), gradients

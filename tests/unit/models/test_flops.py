@@ -1,0 +1,73 @@
+"""Operation counts against PyTorch's own counter and against numbers worked out by hand."""
+
+import hybrid_cases as cases
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_packed.models.flops import FlopCounter, model_flops
+
+LENGTHS = [3, 8, 20]
+
+
+def counted(model, lengths) -> int:
+    """What PyTorch counts in a forward pass up to the logits."""
+    batch = cases.make_pack(cases.make_documents(lengths))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.logits(batch.tokens, batch.packed)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("variant", ["plain", "half rope, qkv bias, swiglu"])
+def test_dense_layers_as_pytorch_counts_them(variant):
+    model = cases.tiny_model("--", make_vocab_size_divisible_by=1, **cases.VARIANTS[variant])
+    assert FlopCounter(model.config, cases.VOCAB).forward(LENGTHS).total == counted(model, LENGTHS)
+
+
+def test_attention_is_half_of_all_pairs_of_each_document():
+    model = cases.tiny_model("*", make_vocab_size_divisible_by=1)
+    flops = FlopCounter(model.config, cases.VOCAB).forward(LENGTHS)
+    # The reference multiplies all pairs of a document, masked ones too.
+    assert flops.projections + flops.output + 2 * flops.attention == counted(model, LENGTHS)
+    assert flops.attention == 4 * 4 * 8 * sum(n * n for n in LENGTHS) / 2
+
+
+def test_router_and_experts_by_hand():
+    config = cases.tiny_config("E", moe_router_topk=3, moe_shared_expert_intermediate_size=24)
+    flops = FlopCounter(config, cases.VOCAB).forward([10])
+    assert flops.projections == 10 * (2 * 32 * 5 + 3 * 2 * (2 * 32 * 16) + 2 * (2 * 32 * 24))
+    assert flops.output == 10 * 2 * 32 * 64
+    assert flops.attention == flops.scan == 0
+
+
+def test_scan_by_hand():
+    """20 tokens in chunks of 8 are pieces of 8, 8 and 4: 72 pairs, 3 chunk states."""
+    config = cases.tiny_config("M")
+    flops = FlopCounter(config, cases.VOCAB).forward([20])
+    inner, states = 4 * 8, 2 * 16
+    pairs = (2 * states + 2 * inner) * (8 * 8 + 8 * 8 + 4 * 4) / 2
+    per_token = 4 * inner * 16 + 2 * inner + 2 * 4 * (inner + 2 * states)
+    assert flops.scan == pairs + 20 * per_token + 3 * 2 * inner * 16
+    assert flops.projections == 20 * 2 * 32 * (2 * inner + 2 * states + 4 + inner)
+
+
+def test_only_attention_and_scan_depend_on_how_tokens_are_divided():
+    counter = FlopCounter(cases.tiny_config("M*-E"), cases.VOCAB)
+    one, many = counter.forward([64]), counter.forward([8] * 8)
+    assert (one.projections, one.output) == (many.projections, many.output)
+    assert one.attention == 8 * many.attention
+    assert counter.forward([]).total == 0
+
+
+def test_training_is_three_times_forward():
+    config = cases.tiny_config("M*-E")
+    counter = FlopCounter(config, cases.VOCAB)
+    assert model_flops(config, cases.VOCAB, LENGTHS) == counter.training(LENGTHS).total
+    assert counter.training(LENGTHS).total == pytest.approx(3 * counter.forward(LENGTHS).total)
+
+
+def test_six_n_t_agrees_where_there_are_only_matrix_products():
+    """Short of norms, which have parameters and no product, the two figures are the same for an MLP."""
+    config = cases.tiny_config("----", hidden_size=256, ffn_hidden_size=1024)
+    counter = FlopCounter(config, cases.VOCAB)
+    assert counter.six_n_t(100) == pytest.approx(counter.training([100]).total, rel=1e-3)

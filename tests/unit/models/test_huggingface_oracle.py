@@ -1,0 +1,210 @@
+"""Hugging Face's implementations as oracles: their models one document at a time, ours on the pack of all of them.
+
+Between them the four families check every symbol of the pattern: Mamba-2, attention with and without (partial) rotary
+positions, squared ReLU, SwiGLU and GELU, RMSNorm and LayerNorm, biases, softmax and sigmoid routing, a shared expert.
+"""
+
+import hybrid_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_packed.models.hybrid_model import HybridModel
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-4
+HIDDEN, HEADS, GROUPS, WIDTH = 32, 4, 2, 8
+
+
+def fill(model, seed=3):
+    """Random weights for every parameter, large enough that no part of the model is invisible."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+    return model.eval()
+
+
+def fused_qkv(q, k, v, groups):
+    """Their separate projections as our rows: for each group its query heads, its key head, its value head."""
+    q, k, v = (p.reshape(groups, -1, p.shape[-1]) for p in (q, k, v))
+    return torch.cat([q, k, v], dim=1).reshape(-1, q.shape[-1])
+
+
+def copy(ours: HybridModel, weights: dict) -> None:
+    """Fill ours by name; every parameter, and nothing else."""
+    parameters = dict(ours.named_parameters())
+    assert set(weights) == set(parameters), set(weights) ^ set(parameters)
+    with torch.no_grad():
+        for name, value in weights.items():
+            parameters[name].copy_(value)
+
+
+def compare(theirs, ours):
+    documents = cases.make_documents(cases.AWKWARD)
+    batch = cases.make_pack(documents, tail=5, spare=3)
+    output = ours(batch)
+    logits = ours.logits(batch.tokens, batch.packed)
+    loss_sum = 0.0
+    with torch.no_grad():
+        for number, (tokens, mask) in enumerate(documents):
+            tokens, mask = torch.as_tensor(tokens), torch.as_tensor(mask)
+            expected = theirs(input_ids=tokens[None], use_cache=False).logits[0]
+            mine = logits[batch.packed.seq_idx[0] == number]
+            assert expected.shape == mine.shape
+            assert (mine - expected).abs().max() <= TOLERANCE, f"document {number} of {len(tokens)} tokens"
+            loss_sum = loss_sum + (F.cross_entropy(expected[:-1], tokens[1:], reduction="none") * mask[1:]).sum()
+    assert abs(output.loss_sum - loss_sum) <= TOLERANCE * loss_sum
+
+
+def build(pattern, **changes):
+    return cases.tiny_model(pattern, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=WIDTH, **changes)
+
+
+def test_nemotron_h():
+    pattern = "ME*M-"
+    config = transformers.NemotronHConfig(
+        vocab_size=cases.VOCAB, hidden_size=HIDDEN, layers_block_type=None, hybrid_override_pattern=pattern,
+        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=WIDTH, intermediate_size=48, ssm_state_size=16,
+        mamba_num_heads=4, mamba_head_dim=8, n_groups=2, chunk_size=8, n_routed_experts=5, moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=24, num_experts_per_tok=3, routed_scaling_factor=2.5,
+        time_step_min=1e-12,  # theirs clamps the step from below, Megatron's kernels do not
+    )  # fmt: skip
+    theirs = fill(transformers.NemotronHForCausalLM(config))
+    ours = build(
+        pattern, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=3,
+        moe_router_topk_scaling_factor=2.5, moe_shared_expert_intermediate_size=24,
+    )  # fmt: skip
+    state = theirs.state_dict()
+    weights = {
+        "embedding.weight": padded(theirs.get_input_embeddings().weight, ours),
+        "final_norm.weight": state["model.norm_f.weight"],
+        "output.weight": padded(theirs.get_output_embeddings().weight, ours),
+    }
+    for number, symbol in enumerate(pattern):
+        get = lambda name, number=number: state[f"model.layers.{number}.{name}"]  # noqa: E731
+        mine = {"norm.weight": get("norm.weight")}
+        if symbol == "M":
+            names = ["A_log", "D", "dt_bias", "conv1d.bias", "in_proj.weight", "norm.weight", "out_proj.weight"]
+            mine |= {f"mixer.{name}": get(f"mixer.{name}") for name in names}
+            mine["mixer.conv1d.weight"] = get("mixer.conv1d.weight")[:, 0]
+        elif symbol == "*":
+            q, k, v = (get(f"mixer.{name}_proj.weight") for name in "qkv")
+            mine |= {"mixer.qkv.weight": fused_qkv(q, k, v, GROUPS), "mixer.proj.weight": get("mixer.o_proj.weight")}
+        elif symbol == "-":
+            mine |= {"mixer.fc1.weight": get("mixer.up_proj.weight"), "mixer.fc2.weight": get("mixer.down_proj.weight")}
+        else:
+            mine |= {
+                "mixer.router.weight": get("mixer.gate.weight"),
+                "mixer.experts.fc1": get("mixer.experts.up_proj"),
+                "mixer.experts.fc2": get("mixer.experts.down_proj"),
+                "mixer.shared_expert.fc1.weight": get("mixer.shared_experts.up_proj.weight"),
+                "mixer.shared_expert.fc2.weight": get("mixer.shared_experts.down_proj.weight"),
+            }
+            bias = torch.linspace(-0.3, 0.3, 5)
+            theirs.model.layers[number].mixer.gate.e_score_correction_bias.copy_(bias)
+            ours.layers[number].mixer.router.expert_bias.copy_(bias)
+        weights |= {f"layers.{number}.{name}": value for name, value in mine.items()}
+    copy(ours, weights)
+    compare(theirs, ours)
+
+
+def padded(table, ours):
+    """Their table with rows of rubbish where our vocabulary is padded: they must not matter."""
+    return F.pad(table, (0, 0, 0, ours.embedding.weight.shape[0] - table.shape[0]), value=50.0)
+
+
+def decoder_weights(model, ours, layers):
+    """The parts that Llama and Mixtral share: every one of their layers is two of ours."""
+    state = model.state_dict()
+    weights = {
+        "embedding.weight": padded(model.get_input_embeddings().weight, ours),
+        "final_norm.weight": state["model.norm.weight"],
+        "output.weight": padded(model.get_output_embeddings().weight, ours),
+    }
+    for number in range(layers):
+        theirs, mine = f"model.layers.{number}.", f"layers.{2 * number}."
+        q, k, v = (state[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv")
+        weights |= {
+            mine + "norm.weight": state[theirs + "input_layernorm.weight"],
+            mine + "mixer.qkv.weight": fused_qkv(q, k, v, GROUPS),
+            mine + "mixer.proj.weight": state[theirs + "self_attn.o_proj.weight"],
+            f"layers.{2 * number + 1}.norm.weight": state[theirs + "post_attention_layernorm.weight"],
+        }
+    return weights
+
+
+COMMON = {
+    "vocab_size": cases.VOCAB, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+    "head_dim": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_llama():
+    theirs = fill(transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)))
+    ours = build("*-*-", position_embedding_type="rope", squared_relu=False, swiglu=True)
+    state = theirs.state_dict()
+    weights = decoder_weights(theirs, ours, 2)
+    for number in range(2):
+        prefix = f"model.layers.{number}.mlp."
+        gate_up = torch.cat([state[prefix + "gate_proj.weight"], state[prefix + "up_proj.weight"]])
+        weights[f"layers.{2 * number + 1}.mixer.fc1.weight"] = gate_up
+        weights[f"layers.{2 * number + 1}.mixer.fc2.weight"] = state[prefix + "down_proj.weight"]
+    copy(ours, weights)
+    compare(theirs, ours)
+
+
+def test_mixtral():
+    config = transformers.MixtralConfig(
+        **COMMON, num_local_experts=5, num_experts_per_tok=2, sliding_window=None, rope_theta=1e6
+    )
+    theirs = fill(transformers.MixtralForCausalLM(config))
+    base = theirs.model.rotary_emb.config.rope_parameters["rope_theta"]
+    ours = build(
+        "*E*E", position_embedding_type="rope", rotary_base=base, squared_relu=False, swiglu=True,
+        moe_ffn_hidden_size=48,
+    )  # fmt: skip
+    state = theirs.state_dict()
+    weights = decoder_weights(theirs, ours, 2)
+    for number in range(2):
+        prefix, mine = f"model.layers.{number}.mlp.", f"layers.{2 * number + 1}.mixer."
+        weights[mine + "router.weight"] = state[prefix + "gate.weight"]
+        weights[mine + "experts.fc1"] = state[prefix + "experts.gate_up_proj"]
+        weights[mine + "experts.fc2"] = state[prefix + "experts.down_proj"]
+    copy(ours, weights)
+    compare(theirs, ours)
+
+
+def test_gpt_neox():
+    config = transformers.GPTNeoXConfig(
+        vocab_size=cases.VOCAB, hidden_size=HIDDEN, num_attention_heads=HEADS, intermediate_size=48,
+        num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        use_parallel_residual=False, hidden_act="gelu", layer_norm_eps=1e-5,
+    )  # fmt: skip
+    theirs = fill(transformers.GPTNeoXForCausalLM(config))
+    ours = build(
+        "*-*-", num_query_groups=HEADS, position_embedding_type="rope", rotary_percent=0.5, squared_relu=False,
+        normalization="LayerNorm", add_bias_linear=True,
+    )  # fmt: skip
+    state = theirs.state_dict()
+    weights = {
+        "embedding.weight": padded(theirs.get_input_embeddings().weight, ours),
+        "output.weight": padded(theirs.get_output_embeddings().weight, ours),
+    }
+    # Theirs fuses q, k, v of one head after the other, which is our layout with one query head for each group.
+    names = {
+        "input_layernorm": (0, "norm"), "attention.query_key_value": (0, "mixer.qkv"),
+        "attention.dense": (0, "mixer.proj"), "post_attention_layernorm": (1, "norm"),
+        "mlp.dense_h_to_4h": (1, "mixer.fc1"), "mlp.dense_4h_to_h": (1, "mixer.fc2"),
+    }  # fmt: skip
+    for kind in ("weight", "bias"):
+        weights[f"final_norm.{kind}"] = state[f"gpt_neox.final_layer_norm.{kind}"]
+        for number in range(2):
+            for their, (half, mine) in names.items():
+                value = state[f"gpt_neox.layers.{number}.{their}.{kind}"]
+                weights[f"layers.{2 * number + half}.{mine}.{kind}"] = value
+    copy(ours, weights)
+    compare(theirs, ours)

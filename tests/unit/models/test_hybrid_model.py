@@ -1,0 +1,191 @@
+"""The model as a whole: names, precisions, marks, losses, gradients in flat buffers, refusals."""
+
+import hybrid_cases as cases
+import pytest
+import torch
+
+import megatron_packed.models.hybrid_model as hybrid_model
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.hybrid_model import HybridModel
+
+AUX = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+
+
+def test_names_precisions_and_marks_of_a_bfloat16_model():
+    model = cases.tiny_model("M*-E", dtype=torch.bfloat16, **cases.VARIANTS["sigmoid router"])
+    parameters = dict(model.named_parameters())
+    mamba = [
+        "in_proj.weight",
+        "conv1d.weight",
+        "conv1d.bias",
+        "A_log",
+        "D",
+        "dt_bias",
+        "norm.weight",
+        "out_proj.weight",
+    ]
+    moe = ["router.weight", "experts.fc1", "experts.fc2", "shared_expert.fc1.weight", "shared_expert.fc2.weight"]
+    expected = {"embedding.weight", "final_norm.weight", "output.weight"}
+    for number, names in enumerate((mamba, ["qkv.weight", "proj.weight"], ["fc1.weight", "fc2.weight"], moe)):
+        expected |= {f"layers.{number}.norm.weight"} | {f"layers.{number}.mixer.{name}" for name in names}
+    assert set(parameters) == expected
+    float32 = {f"layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias")} | {"layers.3.mixer.router.weight"}
+    assert {name for name, p in parameters.items() if p.dtype == torch.float32} == float32
+    assert {name for name, p in parameters.items() if getattr(p, "keep_fp32", False)} == float32
+    undecayed = {name for name, p in parameters.items() if getattr(p, "no_weight_decay", False)}
+    norms = {name for name in parameters if name.endswith("norm.weight")}
+    assert undecayed == norms | {f"layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.bias")}
+    assert set(model.state_dict()) - set(parameters) == {"layers.3.mixer.router.expert_bias"}
+
+
+def test_output_in_bfloat16_is_float32_where_it_counts():
+    model = cases.tiny_model("M*-E", dtype=torch.bfloat16, **AUX)
+    output = model(cases.make_pack(cases.make_documents(cases.AWKWARD), aux_scale=0.5))
+    assert {value.dtype for value in output} == {torch.float32}
+    assert output.loss.requires_grad and not output.loss_sum.requires_grad and not output.aux_loss.requires_grad
+
+
+def test_loss_is_made_of_its_parts():
+    model = cases.tiny_model("ME*E", **AUX)
+    documents = cases.make_documents(cases.AWKWARD)
+    batch = cases.make_pack(documents, tail=4, aux_scale=0.25)
+    output = model(batch)
+    targets, tokens = cases.count_targets(documents), sum(cases.AWKWARD)
+    torch.testing.assert_close(output.loss_sum, output.per_token_loss_T.sum())
+    torch.testing.assert_close(output.loss, output.loss_sum / targets + 0.25 * output.aux_loss)
+    assert (output.per_token_loss_T != 0).sum() == targets
+    assert output.tokens_per_expert.shape == (2, 5)
+    assert output.tokens_per_expert.sum(-1).tolist() == [2.0 * tokens] * 2
+
+
+def test_the_aux_losses_reach_every_layer_below_with_their_own_scale():
+    """With no weight on the cross-entropy the gradients are the auxiliary losses', proportional to scales[1]."""
+    model = cases.tiny_model("MEE", **AUX)
+    documents = [(tokens, 0 * mask) for tokens, mask in cases.make_documents(cases.AWKWARD)]
+    by_scale = []
+    for scale in (1.0, 2.0):
+        model.zero_grad()
+        model(cases.make_pack(documents, aux_scale=scale, targets=1)).loss.backward()
+        by_scale.append(cases.gradients(model))
+    for name in ("layers.1.mixer.router.weight", "layers.2.mixer.router.weight", "layers.0.mixer.A_log"):
+        assert by_scale[0][name].abs().max() > 0
+        torch.testing.assert_close(by_scale[1][name], 2 * by_scale[0][name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["plain", "layer norm, gelu, tied"])
+def test_flat_gradients_equal_autograd_over_two_micro_batches(variant, dtype):
+    plain = cases.tiny_model("M*-E", dtype=dtype, **AUX, **cases.VARIANTS[variant])
+    flat = cases.tiny_model("M*-E", dtype=dtype, **AUX, **cases.VARIANTS[variant])
+    buffers = FlatBuffers(flat)
+    for seed in range(2):
+        batch = cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3, aux_scale=0.5)
+        expected, output = plain(batch), flat(batch)
+        assert torch.equal(expected.loss, output.loss)
+        expected.loss.backward()
+        output.loss.backward()
+    buffers.check_addresses()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02  # autograd rounds each gradient to bfloat16, ours does not
+    expected = cases.gradients(plain)
+    for name, parameter in flat.named_parameters():
+        assert parameter.grad is None
+        error = cases.relative_error(parameter.main_grad, expected[name])
+        assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+def test_evaluation_leaves_the_flat_gradients_alone():
+    model = cases.tiny_model("M*-")
+    buffers = FlatBuffers(model)
+    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    with torch.no_grad():
+        training_mode = model(batch).loss
+        model.eval()
+        assert torch.equal(model(batch).loss, training_mode)
+    assert buffers.grads.abs().max() == 0
+
+
+def test_tables_are_built_once_for_all_layers(monkeypatch):
+    calls = []
+    build = hybrid_model.prepare_tables
+    monkeypatch.setattr(hybrid_model, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw))
+    model = cases.tiny_model("*M" * 8)
+    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    model(batch)
+    assert len(calls) == 1
+    packed = model.prepare(batch.packed)
+    assert model.prepare(packed) is packed
+    assert len(calls) == 2
+
+
+def test_rows_that_pad_the_vocabulary_take_no_part():
+    model = cases.tiny_model("-")
+    assert model.output_weight.shape[0] == 64 > cases.VOCAB
+    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    before = model(batch)
+    before.loss.backward()
+    assert model.output_weight.grad[cases.VOCAB :].abs().max() == 0
+    with torch.no_grad():
+        model.output_weight[cases.VOCAB :] = 1e3
+    assert torch.equal(model(batch).loss, before.loss)
+    assert model.logits(batch.tokens, batch.packed).shape == (sum(cases.AWKWARD), cases.VOCAB)
+
+
+def test_tied_and_untied_output():
+    tied = cases.tiny_model("-", untie_embeddings_and_output_weights=False)
+    untied = cases.tiny_model("-")
+    assert tied.output_weight is tied.embedding.weight
+    assert "output.weight" not in dict(tied.named_parameters())
+    assert untied.num_parameters - tied.num_parameters == 64 * 32
+
+
+def test_dropout_acts_in_training_only():
+    model = cases.tiny_model("M*-E", hidden_dropout=0.5)
+    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    torch.manual_seed(0)
+    first, second = model(batch).loss, model(batch).loss
+    assert first != second
+    model.eval()
+    assert torch.equal(model(batch).loss, model(batch).loss)
+
+
+def test_aux_losses_stop_outside_training():
+    model = cases.tiny_model("E", **AUX).eval()
+    output = model(cases.make_pack(cases.make_documents(cases.AWKWARD), aux_scale=1.0))
+    assert output.aux_loss == 0 and output.tokens_per_expert.sum() > 0
+
+
+def test_expert_biases_of_all_layers_follow_the_counts():
+    model = cases.tiny_model("EE", moe_router_bias_update_rate=0.5, **cases.VARIANTS["sigmoid router"])
+    before = [layer.mixer.router.expert_bias.clone() for layer in model.moe_layers]
+    counts = torch.tensor([[9.0, 1, 5, 5, 5], [1, 1, 1, 1, 21]])
+    model.update_expert_bias(counts.reshape(-1), skip=torch.tensor(True))
+    assert all(torch.equal(layer.mixer.router.expert_bias, b) for layer, b in zip(model.moe_layers, before))
+    model.update_expert_bias(counts.reshape(-1), skip=torch.tensor(False))
+    moved = [layer.mixer.router.expert_bias - b for layer, b in zip(model.moe_layers, before)]
+    torch.testing.assert_close(moved[0], torch.tensor([-0.5, 0.5, 0, 0, 0]))
+    torch.testing.assert_close(moved[1], torch.tensor([0.5, 0.5, 0.5, 0.5, -0.5]))
+
+
+def test_expert_bias_update_is_nothing_without_biases():
+    cases.tiny_model("E").update_expert_bias(torch.ones(5))
+    cases.tiny_model("M").update_expert_bias(torch.ones(0))
+
+
+def test_a_forced_backend_reaches_its_op():
+    from megatron_packed.ops.dispatch import NoBackendError
+
+    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    for pattern, op in {"*": "varlen_attention", "M": "ssd", "-": "activation", "E": "grouped_mlp"}.items():
+        model = cases.tiny_model(pattern, backends={op: "no such kernel"})
+        with pytest.raises(NoBackendError, match=f"{op} has no backend 'no such kernel'"):
+            model(batch)
+
+
+def test_refusals():
+    config = cases.tiny_config("E", add_bias_linear=True)
+    with pytest.raises(ValueError, match="--disable-bias-linear"):
+        HybridModel(config, vocab_size=10, max_positions=8)
+    groups = ParallelGroups(device=torch.device("cpu"), tp_size=2)
+    with pytest.raises(ValueError, match="tp_size is 2"):
+        HybridModel(cases.tiny_config("M"), vocab_size=10, max_positions=8, groups=groups)

@@ -1,0 +1,41 @@
+"""Packing is invisible: a pack gives what its documents give one by one, by this model and by the plain oracle."""
+
+import hybrid_cases as cases
+import plain_model
+import pytest
+import torch
+
+TOLERANCE = 1e-5
+"""max |difference| / max |reference| for each tensor, float32."""
+
+PACKS = {
+    "awkward lengths": (cases.AWKWARD, {}),
+    "with a tail": (cases.AWKWARD, {"tail": 11}),
+    "capacity for more documents": (cases.AWKWARD, {"tail": 3, "spare": 9}),
+    "one document": ([3 * cases.CHUNK + 1], {}),
+    "over 100 documents": (cases.MANY, {"tail": 5}),
+}
+
+
+def check(pattern, variant, lengths, pack):
+    model = cases.tiny_model(pattern, **cases.VARIANTS[variant])
+    documents = cases.make_documents(lengths)
+    packed = cases.run_packed(model, documents, **pack)
+    error, where = cases.worst_error(packed, cases.run_alone(model, documents))
+    assert error <= TOLERANCE, f"{where}: {error:.1e} from the same model, one document at a time"
+    return model, documents, packed
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_packed_equals_alone(pattern, pack):
+    check(pattern, "plain", *PACKS[pack])
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_packed_equals_the_plain_oracle(pattern, variant):
+    model, documents, packed = check(pattern, variant, *PACKS["capacity for more documents"])
+    oracle = plain_model.run_plain(model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64)
+    error, where = cases.worst_error(packed, oracle)
+    assert error <= TOLERANCE, f"{where}: {error:.1e} from the oracle"
