@@ -1,0 +1,134 @@
+"""Large arrays on disk, memory-mapped, with a checksum per block that is checked when the block is first read.
+
+A flipped bit is found before the number it changed is used, and nothing has to be read ahead of time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megatron_packed.data.errors import DataError
+
+BLOCK_BYTES = 2**16
+"""Data per checksum; a multiple of every item size."""
+_CHECKSUMS = np.dtype("<u4")
+
+
+def checksum(data: bytes) -> int:
+    """CRC32C."""
+    return int(google_crc32c.value(data))
+
+
+class ArrayWriter:
+    """Appends to ``<name>.bin`` and writes ``<name>.crc32c`` when closed.
+
+    Args:
+        directory: where.
+        name: of the array.
+        dtype: little-endian items.
+    """
+
+    def __init__(self, directory: Path, name: str, dtype: DTypeLike) -> None:
+        self._dtype = np.dtype(dtype)
+        self._file = (directory / f"{name}.bin").open("wb")
+        self._checksums_file = directory / f"{name}.crc32c"
+        self._checksums: list[int] = []
+        self._block = bytearray()
+        self._count = 0
+
+    def append(self, values: NDArray[Any]) -> None:
+        raw = np.ascontiguousarray(values, self._dtype).tobytes()
+        self._count += len(values)
+        self._block += raw
+        if len(self._block) >= BLOCK_BYTES:
+            whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+            self._write(bytes(self._block[:whole]))
+            del self._block[:whole]
+
+    def _write(self, data: bytes) -> None:
+        for start in range(0, len(data), BLOCK_BYTES):
+            self._checksums.append(checksum(data[start : start + BLOCK_BYTES]))
+        self._file.write(data)
+
+    def close(self) -> dict[str, Any]:
+        """The array's entry in the manifest."""
+        if self._block:
+            self._write(bytes(self._block))
+        self._file.close()
+        checksums = np.array(self._checksums, _CHECKSUMS).tobytes()
+        self._checksums_file.write_bytes(checksums)
+        return {"dtype": self._dtype.str, "count": self._count, "checksums_crc32c": checksum(checksums)}
+
+
+class CheckedArray:
+    """Reads what `ArrayWriter` wrote.
+
+    Args:
+        directory, name: as written.
+        dtype: expected; another one in ``entry`` is an error.
+        entry: the array's entry in the manifest.
+    Raises:
+        DataError: a file is missing, has another size, or the checksums themselves are damaged.
+    """
+
+    def __init__(self, directory: Path, name: str, dtype: DTypeLike, entry: dict[str, Any]) -> None:
+        self.path = directory / f"{name}.bin"
+        item = np.dtype(dtype)
+        if entry["dtype"] != item.str:
+            raise DataError(f"{self.path} holds {entry['dtype']}, expected {item.str}; remove the cache.")
+        self.count = int(entry["count"])
+        num_bytes = self.count * item.itemsize
+        self._check_size(self.path, num_bytes)
+        checksums_path = directory / f"{name}.crc32c"
+        self._check_size(checksums_path, -(-num_bytes // BLOCK_BYTES) * _CHECKSUMS.itemsize)
+        raw = checksums_path.read_bytes()
+        if checksum(raw) != entry["checksums_crc32c"]:
+            raise DataError(f"{checksums_path} is damaged; remove {directory} and it will be built again.")
+        self._checksums = np.frombuffer(raw, _CHECKSUMS)
+        self._checked = np.zeros(len(self._checksums), np.bool_)
+        self._items_per_block = BLOCK_BYTES // item.itemsize
+        empty = np.zeros(0, item)
+        self._values: NDArray[Any] = np.asarray(np.memmap(self.path, item, "r")) if self.count else empty
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """A read-only view of items ``start`` to ``stop``.
+
+        Raises:
+            DataError: a block has changed since it was written.
+        """
+        if stop > start:
+            first, last = start // self._items_per_block, (stop - 1) // self._items_per_block
+            if not self._checked[first : last + 1].all():
+                self._check_blocks(first, last)
+        return self._values[start:stop]
+
+    def read_all(self) -> NDArray[Any]:
+        return self.read(0, self.count)
+
+    def _check_blocks(self, first: int, last: int) -> None:
+        for block in range(first, last + 1):
+            if self._checked[block]:
+                continue
+            at = block * self._items_per_block
+            if checksum(self._values[at : at + self._items_per_block].tobytes()) != self._checksums[block]:
+                raise DataError(
+                    f"{self.path}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} are not what was "
+                    f"written (CRC32C differs); test the disk, remove {self.path.parent} and it will be built again."
+                )
+            self._checked[block] = True
+
+    @staticmethod
+    def _check_size(path: Path, expected: int) -> None:
+        try:
+            found = path.stat().st_size
+        except OSError:
+            raise DataError(f"{path} is missing; remove {path.parent} and it will be built again.") from None
+        if found != expected:
+            raise DataError(
+                f"{path} has {found} bytes, expected {expected}; remove {path.parent} and it will be built again."
+            )

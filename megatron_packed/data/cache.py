@@ -1,0 +1,199 @@
+"""A directory that is built once and then only read, by any number of processes and nodes.
+
+[Note: how a cache directory comes into being]
+1. Whoever holds the lock (``flock`` on ``<name>.lock``, which the kernel drops when its owner dies) builds into a
+   temporary directory beside the final one; the others wait.
+2. Files and directories are flushed to the disk, then the temporary directory is renamed. A directory with the final
+   name is therefore whole, whenever the writer was killed.
+3. Where locks do not reach (another node on a file system without them), two builders work for nothing, but the rename
+   of the second fails and it takes what the first made. Correctness never rests on the lock.
+4. A build that fails because of the data says so in ``<name>.failed``, so that those who waited fail with the same
+   sentence instead of trying one after the other. A later run tries again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_packed.data.errors import DataError, printable
+
+_STALE_SECONDS = 24 * 3600.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
+_SAY_EVERY = 30.0
+
+
+def get_or_build(
+    final: Path,
+    *,
+    is_valid: Callable[[Path], bool],
+    build: Callable[[Path], None],
+    log: Callable[[str], None],
+) -> None:
+    """Return when ``final`` is there and valid, building it if need be.
+
+    See [Note: how a cache directory comes into being].
+
+    Args:
+        is_valid: looks at a directory that may not exist.
+        build: fills an empty directory. A `DataError` from it is passed on to all who wait.
+        log: told of waiting and of rebuilding.
+    Raises:
+        DataError: from ``build``, here or in the process that was waited for; or the cache cannot be written.
+    """
+    if is_valid(final):
+        return
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{final.parent} cannot be made: {error.strerror}; set --data-cache-path elsewhere.") from None
+    failure_before = _failure(final)
+    wait, said = _FIRST_WAIT, time.monotonic()
+    while True:
+        with _try_lock(final) as owned:
+            if owned:
+                if not is_valid(final):
+                    _build_and_publish(final, is_valid, build, log)
+                return
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT)
+        failure = _failure(final)
+        if failure is not None and failure != failure_before:
+            raise DataError(failure[1])
+        if time.monotonic() - said > _SAY_EVERY:
+            log(f"waiting for {_owner(final)} to build {final}")
+            said = time.monotonic()
+
+
+def _build_and_publish(
+    final: Path, is_valid: Callable[[Path], bool], build: Callable[[Path], None], log: Callable[[str], None]
+) -> None:
+    _remove_stale(final)
+    if final.exists():
+        log(f"{final} is damaged or from another version; building it again")
+    temporary = final.with_name(f".{final.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir()
+        build(temporary)
+        for file in temporary.iterdir():
+            _flush(file)
+        _flush(temporary)
+        _publish(temporary, final, is_valid)
+    except DataError as error:
+        write_atomically(final.with_name(f"{final.name}.failed"), f"{uuid.uuid4().hex}\n{error}".encode())
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{final} cannot be written: {error.strerror or error}; make room or set --data-cache-path elsewhere."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    final.with_name(f"{final.name}.failed").unlink(missing_ok=True)
+
+
+def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> None:
+    for _ in range(3):
+        try:
+            os.rename(temporary, final)
+            _flush(final.parent)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if is_valid(final):  # another node was faster
+            return
+        aside = final.with_name(f".{final.name}.bad-{uuid.uuid4().hex[:8]}")
+        os.rename(final, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    raise DataError(f"{final} keeps changing while it is being replaced; give each run its own --data-cache-path.")
+
+
+def _remove_stale(final: Path) -> None:
+    """Remove what killed writers left. We hold the lock, so a live writer can only be on another node."""
+    for left in final.parent.glob(f".{final.name}.tmp-*"):
+        host, pid, _ = ["", "", *left.name.split(".tmp-", 1)[1].rsplit("-", 2)][-3:]
+        try:
+            old = time.time() - left.stat().st_mtime > _STALE_SECONDS
+        except OSError:
+            continue
+        if old or (host == socket.gethostname() and pid.isdigit() and not _is_alive(int(pid))):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextmanager
+def _try_lock(final: Path) -> Iterator[bool]:
+    """Whether this process owns the build for now; True as well where the file system has no locks."""
+    path = final.with_name(f"{final.name}.lock")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}; set --data-cache-path elsewhere.") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass  # ENOLCK, EOPNOTSUPP: see point 3 of the note
+        owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, owner, 0)
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def _owner(final: Path) -> str:
+    try:
+        owner = json.loads(final.with_name(f"{final.name}.lock").read_bytes())
+        return printable(f"process {owner['pid']} on {owner['host']}")
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"
+
+
+def _failure(final: Path) -> tuple[str, str] | None:
+    """(token, sentence) of the last failed build; the token tells one failure from the next."""
+    try:
+        token, _, sentence = final.with_name(f"{final.name}.failed").read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return token, sentence
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a small file so that readers see all of it or the previous one."""
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_bytes(data)
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

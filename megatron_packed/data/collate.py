@@ -1,0 +1,48 @@
+"""Pieces of documents -> `MicroBatch`.
+
+The label at t is token t + 1 where that token is marked as a target and lies in the same piece; else there is none. So
+the last token of a piece predicts nothing, and the first token of a piece is predicted by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.dataset import TokenizedDataset
+from megatron_packed.data.segments import Segments
+from megatron_packed.packed.micro_batch import Document, MicroBatch
+
+
+def collate(
+    dataset: TokenizedDataset,
+    segments: Segments,
+    pieces: Sequence[int] | NDArray[np.integer],
+    *,
+    total_tokens: int,
+    capacity: int | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
+    max_seqlen: int | None = None,
+) -> MicroBatch:
+    """One pack on the host.
+
+    Args:
+        pieces: numbers of the pieces in the pack, in order; none for a pack that is all tail.
+        total_tokens: slots of the pack.
+        capacity, scales, max_seqlen: as for `MicroBatch.build`.
+    Raises:
+        DataError: the data on disk is not what was written.
+        ValueError: the pieces do not fit.
+    Example:
+        Pieces of 3 and 2 tokens, ``a b c`` with targets ``0 1 1`` and ``d e`` with ``0 0``, in 6 slots: labels
+        ``b c - - - -``, loss mask ``1 1 0 0 0 0``.
+    """
+    documents = []
+    for piece in pieces:
+        tokens, targets = dataset.document(
+            int(segments.document[piece]), int(segments.start[piece]), int(segments.length[piece])
+        )
+        documents.append(Document(tokens, targets))
+    return MicroBatch.build(documents, total_tokens, capacity=capacity, scales=scales, max_seqlen=max_seqlen)

@@ -1,0 +1,209 @@
+"""From samples to token numbers and target masks.
+
+Pieces of a document that are trained and pieces that are not are encoded separately, so that no token ever covers both
+and the tokens before an answer are those that a prompt has when the model is used. For tokenizers that do not split
+cleanly (`tokenizer.Tokenizer.splits_cleanly`) the document is encoded as a whole, character offsets tell which tokens
+are targets, and a token that covers a boundary makes the line unusable: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.chat import ChatFormat, Piece
+from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.schema import Conversation, PromptCompletion, Sample
+from megatron_packed.data.template import BROKEN
+from megatron_packed.data.tokenizer import OffsetTokenizer, TokenIds, Tokenizer
+
+
+class EncodedDocument(NamedTuple):
+    """One document as it is stored."""
+
+    ids: TokenIds
+    """``(L,)``."""
+    targets: NDArray[np.uint8]
+    """``(L,)``, 1 where the token is to be predicted; never at 0, which nothing precedes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEncoder:
+    """Encodes samples with one tokenizer and one chat format; safe to use from several threads."""
+
+    tokenizer: Tokenizer
+    chat: ChatFormat
+
+    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
+        """The documents of each line, each ended by the end-of-document token, or why the line is unusable.
+
+        Raises:
+            DataError: the tokenizer makes a token outside of its vocabulary, or the template is unusable altogether.
+        """
+        outcomes: list[list[EncodedDocument] | BadLine] = []
+        pending: list[tuple[int, list[Piece]]] = []
+        for number, samples in enumerate(lines):
+            try:
+                documents = [(number, self._pieces(sample)) for sample in samples]
+            except BadLine as bad:
+                outcomes.append(bad)
+                continue
+            outcomes.append([])
+            pending.extend(documents)
+        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces in pending])
+        for (number, _), document in zip(pending, encoded):
+            outcome = outcomes[number]
+            if isinstance(outcome, BadLine):
+                continue
+            finished = document if isinstance(document, BadLine) else self._finish(document)
+            if isinstance(finished, BadLine):
+                outcomes[number] = finished
+            else:
+                outcome.append(finished)
+        return outcomes
+
+    def _pieces(self, sample: Sample) -> list[Piece]:
+        if isinstance(sample, Conversation):
+            return self.chat.pieces(sample)
+        if isinstance(sample, PromptCompletion):
+            return [Piece(sample.prompt, False, False), Piece(sample.completion, True, False)]
+        return [Piece(sample.text, True, False)]
+
+    def _finish(self, document: EncodedDocument) -> EncodedDocument | BadLine:
+        ids, targets = document
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
+            raise DataError(
+                f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, outside of its own vocabulary of "
+                f"{self.tokenizer.vocab_size}; the tokenizer's files do not belong together."
+            )
+        if not targets.any():
+            return BadLine("no_trainable_token")
+        eod = self.tokenizer.eod_id
+        if ids[-1] != eod:  # some templates end with it
+            ids, targets = np.append(ids, np.int32(eod)), np.append(targets, np.uint8(0))
+        targets[-1] = 1
+        targets[0] = 0
+        return EncodedDocument(ids, targets) if targets.any() else BadLine("no_trainable_token")
+
+
+def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
+    """Encode documents given as pieces, without an end-of-document token. Documents without markup begin with the
+    tokenizer's prefix."""
+    return (_encode_split if tokenizer.splits_cleanly else _encode_whole)(tokenizer, documents)
+
+
+def prompt_tokens(
+    tokenizer: Tokenizer, chat: ChatFormat, messages: list[dict[str, Any]], tools: list[Any] | None = None
+) -> list[int]:
+    """Tokens after which a model is to answer ``messages``, encoded as the training data was.
+
+    Raises:
+        BadLine: the chat format refuses the messages.
+    """
+    [document] = encode_pieces(tokenizer, [chat.prompt(messages, tools)])
+    if isinstance(document, BadLine):
+        raise document
+    return [int(token) for token in document.ids]
+
+
+# ------------------------------------------------------------------------------------------------------ piece by piece
+
+
+def _encode_split(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
+    plain, special = _Batch(tokenizer, special=False), _Batch(tokenizer, special=True)
+    breaks = _special_pattern(tokenizer)
+    for pieces in documents:
+        for piece in pieces:
+            if not piece.markup:
+                plain.add(piece.text)
+            elif BROKEN not in piece.text:
+                special.add(piece.text)
+            else:
+                for at, part in enumerate(breaks.split(piece.text)):
+                    (special if at % 2 else plain).add(part.replace(BROKEN, ""))
+    plain.encode()
+    special.encode()
+    encoded: list[EncodedDocument | BadLine] = []
+    for pieces in documents:
+        ids: list[TokenIds] = [_prefix(tokenizer, pieces)]
+        targets = [np.zeros(len(ids[0]), np.uint8)]
+        for piece in pieces:
+            if not piece.markup:
+                parts = [plain.take()]
+            elif BROKEN not in piece.text:
+                parts = [special.take()]
+            else:
+                count = len(breaks.split(piece.text))
+                parts = [(special if at % 2 else plain).take() for at in range(count)]
+            ids.extend(parts)
+            targets.append(np.full(sum(map(len, parts)), piece.train, np.uint8))
+        encoded.append(EncodedDocument(np.concatenate(ids), np.concatenate(targets)))
+    return encoded
+
+
+class _Batch:
+    """Texts that are encoded by one call and handed out in the order in which they came."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._texts: list[str] = []
+        self._encoded: list[TokenIds] = []
+        self._next = 0
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def encode(self) -> None:
+        self._encoded = self._tokenizer.encode_batch(self._texts, special=self._special) if self._texts else []
+
+    def take(self) -> TokenIds:
+        self._next += 1
+        return self._encoded[self._next - 1]
+
+
+def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    ordered = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, ordered)) + ")")
+
+
+def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:
+    return np.array(() if any(piece.markup for piece in pieces) else tokenizer.prefix_ids, np.int32)
+
+
+# --------------------------------------------------------------------------------------------------------- as a whole
+
+
+def _encode_whole(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
+    encoded: list[EncodedDocument | BadLine] = []
+    for pieces in documents:
+        try:
+            encoded.append(_encode_one(cast(OffsetTokenizer, tokenizer), pieces))
+        except BadLine as bad:
+            encoded.append(bad)
+    return encoded
+
+
+def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[Piece]) -> EncodedDocument:
+    text = "".join(piece.text for piece in pieces)
+    if BROKEN in text:
+        raise BadLine("special_token_in_content")
+    ids, offsets = tokenizer.encode_with_offsets(text, special=any(piece.markup for piece in pieces))
+    # 1 for each character that is trained; a token is a target if all of its characters are
+    trained = np.repeat(
+        np.array([piece.train for piece in pieces], np.int64), np.array([len(piece.text) for piece in pieces], np.int64)
+    )
+    before = np.concatenate([[0], np.cumsum(trained)])
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    ends = np.where(ends > starts, ends, np.minimum(starts + 1, len(text)))  # a token of no characters: the next one's
+    inside = before[ends] - before[starts]
+    if np.any((inside != 0) & (inside != ends - starts)):
+        at = int(np.flatnonzero((inside != 0) & (inside != ends - starts))[0])
+        raise BadLine("token_across_boundary", f"characters {starts[at]} to {ends[at]}")
+    prefix = _prefix(tokenizer, pieces)
+    targets = np.concatenate([np.zeros(len(prefix), np.uint8), (inside > 0).astype(np.uint8)])
+    return EncodedDocument(np.concatenate([prefix, ids]), targets)

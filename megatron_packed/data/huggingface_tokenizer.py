@@ -1,0 +1,179 @@
+"""Hugging Face ``tokenizer.json`` through the `tokenizers` library, without transformers and without remote code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.tokenizer import Offsets, TokenIds
+
+_KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
+_MAX_CONFIG_BYTES = 64 * 2**20
+_PROBE = ("The first part.", " A second\npart", "third", "\n\nfourth ")
+
+
+class HuggingFaceTokenizer:
+    """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes) read from files.
+
+    Args:
+        path: ``tokenizer.json``, or a directory with it; ``tokenizer_config.json``, ``special_tokens_map.json`` and
+            ``chat_template.jinja`` beside it are read when they are there.
+    Raises:
+        DataError: a file is missing or damaged, or nothing says which token ends a document.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = _tokenizer_file(Path(path))
+        self.path = file
+        text = _read_text(file)
+        self._with_specials = _load(file, text)
+        self._plain = _load(file, text)
+        self._plain.encode_special_tokens = True
+        config = {**_read_json(file.with_name("special_tokens_map.json")),
+                  **_read_json(file.with_name("tokenizer_config.json"))}  # fmt: skip
+        self.template_variables: Mapping[str, str] = _named_tokens(config)
+        self.chat_template = _chat_template(file, config)
+        added = self._with_specials.get_added_tokens_decoder()
+        self.special_tokens: Mapping[str, int] = {t.content: n for n, t in sorted(added.items()) if t.special}
+        self.vocab_size = 1 + max(self._with_specials.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eod_id = self._end_token(file)
+        self.pad_id = self._token_id("pad_token", default=self.eod_id)
+        self.prefix_ids = self._prefix()
+        self.splits_cleanly = self._probe_splits()
+        identity = [text, self.template_variables, self.eod_id, self.prefix_ids]
+        self.fingerprint = "hf-1:" + hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        return np.array(self._engine(special).encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        encoded = self._engine(special).encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(item.ids, np.int32) for item in encoded]
+
+    def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
+        encoded = self._engine(special).encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+        return str(self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special))
+
+    def _engine(self, special: bool) -> tokenizers.Tokenizer:
+        return self._with_specials if special else self._plain
+
+    def _token_id(self, name: str, default: int) -> int:
+        content = self.template_variables.get(name)
+        number = None if content is None else self._with_specials.token_to_id(content)
+        return default if number is None else int(number)
+
+    def _end_token(self, file: Path) -> int:
+        number = self._token_id("eos_token", default=-1)
+        if number >= 0:
+            return number
+        if "eos_token" in self.template_variables:
+            name = printable(self.template_variables["eos_token"], 40)
+            raise DataError(f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct it.")
+        known = [name for name in _KNOWN_END_TOKENS if name in self.special_tokens]
+        if len(known) != 1:
+            found = "none" if not known else " and ".join(known)
+            raise DataError(
+                f"{file} does not say which token ends a document (of the usual names: {found}); put a "
+                'tokenizer_config.json with "eos_token" beside it.'
+            )
+        return self.special_tokens[known[0]]
+
+    def _prefix(self) -> tuple[int, ...]:
+        """What the tokenizer's own post-processing puts first, such as a beginning-of-sequence token."""
+        bare = self._with_specials.encode("a", add_special_tokens=False).ids
+        full = self._with_specials.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return tuple(full[:start])
+        return ()
+
+    def _probe_splits(self) -> bool:
+        """See `tokenizer.Tokenizer.splits_cleanly`: tried, since no file says it."""
+        whole = self._plain.encode("".join(_PROBE), add_special_tokens=False).ids
+        pieces = [n for text in _PROBE for n in self._plain.encode(text, add_special_tokens=False).ids]
+        if self._plain.decode(whole) != self._plain.decode(pieces):
+            return False
+        for content, number in self.special_tokens.items():
+            before, after = (self._plain.encode(text, add_special_tokens=False).ids for text in ("a ", " b\n"))
+            around = self._with_specials.encode(f"a {content} b\n", add_special_tokens=False).ids
+            if around != [*before, number, *after]:
+                return False
+        return True
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"{file} does not exist; give --tokenizer-model a tokenizer.json or the directory it is in.")
+    return file
+
+
+def _load(file: Path, text: str) -> tokenizers.Tokenizer:
+    try:
+        engine = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        reason = printable(str(error))
+        raise DataError(f"{file} is not a tokenizer.json of the tokenizers library: {reason}.") from None
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is not UTF-8 text; it is damaged or no tokenizer file.") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    if file.stat().st_size > _MAX_CONFIG_BYTES:
+        raise DataError(f"{file} has {file.stat().st_size} bytes; a tokenizer configuration is small, check the file.")
+    try:
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not JSON: {printable(str(error))}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{file} must hold one JSON object.")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; each is a string or an object with ``content``."""
+    named = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
+    separate = file.with_name("chat_template.jinja")
+    if separate.is_file():
+        return _read_text(separate)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+        if template is None:
+            names = printable(", ".join(map(str, named)))
+            raise DataError(f"{file}: none of its chat templates ({names}) is called default; give --chat-template.")
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"{file}: chat_template must be text or a list of named templates.")
+    return template

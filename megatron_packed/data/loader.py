@@ -1,0 +1,137 @@
+"""Micro-batches as a pure function of (plan, step), prepared ahead by a background thread.
+
+There is no state to save: asking for step s gives the micro-batches of step s, in any order of asking, in any run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from megatron_packed.data.collate import collate
+from megatron_packed.data.dataset import TokenizedDataset
+from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
+from megatron_packed.data.segments import Segments
+from megatron_packed.packed.micro_batch import MicroBatch
+
+Plan = PackPlan | EvaluationPlan
+
+
+class Loader:
+    """The micro-batches of one data-parallel rank.
+
+    Args:
+        dataset: the documents.
+        plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`.
+        dp_rank: rank within the plan's data-parallel ranks.
+        total_tokens: slots of every pack.
+        capacity: documents each micro-batch leaves room for: a number, a function of the step's plan (so that all ranks
+            choose alike), or None for exactly as many as there are.
+        max_seqlen: upper bound to report in every micro-batch; None for the longest row of each.
+        prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are asked for.
+        device: micro-batches are pinned for it if it is a CUDA device.
+    Raises:
+        ValueError: the rank is not one of the plan's, or the plan was made of other documents.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenizedDataset,
+        plan: Plan,
+        *,
+        dp_rank: int,
+        total_tokens: int,
+        capacity: int | Callable[[StepPlan], int | None] | None = None,
+        max_seqlen: int | None = None,
+        prefetch: int = 2,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 <= dp_rank < plan.dp_size:
+            raise ValueError(f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks.")
+        _check_segments(plan.segments, dataset)
+        self.dataset, self.plan = dataset, plan
+        self.dp_rank, self.total_tokens, self.max_seqlen = dp_rank, total_tokens, max_seqlen
+        self._capacity = capacity
+        self._prefetch = prefetch
+        self._device = torch.device(device)
+        self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[tuple[int, int], Future[MicroBatch]] = {}
+        self._plans: dict[int, StepPlan] = {}
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """All micro-batches of ``step``, on the host (pinned if the device is a CUDA device).
+
+        Raises:
+            Exception: whatever went wrong while they were prepared.
+        """
+        count = self.plan.packs_per_step // self.plan.dp_size
+        wanted = [(step, number) for number in range(count)]
+        if not self._prefetch:
+            return [self._prepare(*place) for place in wanted]
+        following = self._following(step + 1, count)
+        for place in self._ahead.keys() - {*wanted, *following}:
+            self._ahead.pop(place).cancel()
+        for place in [*wanted, *following]:
+            if place not in self._ahead:
+                self._ahead[place] = self._thread().submit(self._prepare, *place)
+        return [self._ahead.pop(place).result() for place in wanted]
+
+    def close(self) -> None:
+        """End the background thread. The loader stays usable: asking for a step starts it again."""
+        self._ahead.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _following(self, step: int, count: int) -> list[tuple[int, int]]:
+        """Places of the micro-batches from ``step`` on, as many as are prepared ahead, up to the end of the plan."""
+        places = [(step + ahead // count, ahead % count) for ahead in range(self._prefetch)]
+        return [place for place in places if self._num_steps is None or place[0] < self._num_steps]
+
+    def _prepare(self, step: int, number: int) -> MicroBatch:
+        plan = self._step_plan(step)
+        micro_batch = collate(
+            self.dataset,
+            self.plan.segments,
+            plan.packs[self.dp_rank][number],
+            total_tokens=self.total_tokens,
+            capacity=self._capacity(plan) if callable(self._capacity) else self._capacity,
+            scales=plan.scales,
+            max_seqlen=self.max_seqlen,
+        )
+        return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
+
+    def _step_plan(self, step: int) -> StepPlan:
+        plan = self._plans.get(step)
+        if plan is None:
+            # All micro-batches of a step need it, one after the other in one thread: one step is worth remembering.
+            plan = self.plan.step(step)
+            self._plans = {step: plan}
+        return plan
+
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=self._enter_thread)
+        return self._pool
+
+    def _enter_thread(self) -> None:
+        # A new thread's current device is 0 on every rank; pinning would make a context there.
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+
+def _check_segments(segments: Segments, dataset: TokenizedDataset) -> None:
+    last = int(segments.document.max(initial=-1))
+    if last >= len(dataset):
+        raise ValueError(f"the plan names document {last}, but the data set has {len(dataset)} documents.")
+    if (segments.start + segments.length > dataset.lengths[segments.document]).any():
+        raise ValueError("the plan names pieces longer than their documents; it was made of another data set.")

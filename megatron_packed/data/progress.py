@@ -1,0 +1,69 @@
+"""Progress over a known number of bytes: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+_QUIET_SECONDS = 2.0
+"""Work that is done sooner shows nothing."""
+_LINE_EVERY = 10.0
+
+
+class Progress:
+    """Shows how far work over ``total`` bytes has come, with the time left.
+
+    Args:
+        title: what is being done.
+        total: bytes in all.
+        show: False for silence (all ranks but one).
+    """
+
+    def __init__(self, title: str, total: int, show: bool = True) -> None:
+        self._title, self._total, self._show = title, max(total, 1), show
+        self._start = self._last = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def update(self, done: int, note: str = "") -> None:
+        """``done`` bytes of the total are behind us; ``note`` says what came of it."""
+        now = time.monotonic()
+        if not self._show or now - self._start < _QUIET_SECONDS:
+            return
+        if sys.stderr.isatty():
+            if now - self._last >= 0.2:
+                self._draw(done, note)
+                self._last = now
+        elif now - self._last >= _LINE_EVERY:
+            self._last = now
+            left = (now - self._start) * max(self._total - done, 0) / max(done, 1)
+            print(f"{self._title}: {done / self._total:.0%}, {note}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def _draw(self, done: int, note: str) -> None:
+        if self._bar is None:
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TaskProgressColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[note]}", markup=False),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._total, note=note)
+        self._bar.update(self._task, completed=done, note=note)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,205 @@
+"""From one raw line to samples: strict JSON, then one of three schemas, told by the fields of each line.
+
+- ``messages``: a list of ``{"role": ..., "content": ...}``; only assistant messages train, except those with
+  ``"train": false``. A system message after the first message begins a new conversation, as in Megatron's SFT data: one
+  line can hold several documents. Fields that the template may want (``tool_calls``, ``name``, ``tools``) are kept.
+- ``prompt`` and ``completion``: only the completion trains.
+- ``text``: every token trains.
+
+Where a line has fields of several schemas, the first in this order is taken. A line is used as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from megatron_packed.data.errors import BadLine, printable
+
+ROLES = ("system", "user", "assistant", "tool")
+_MAX_NUMBER_CHARS = 4000
+_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
+"""A surrogate escape, or a reserved character as an escape or raw."""
+_RESERVED = re.compile("[\ufdd0-\ufdd2]")
+
+
+class Conversation(NamedTuple):
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
+class PromptCompletion(NamedTuple):
+    prompt: str
+    completion: str
+
+
+class Text(NamedTuple):
+    text: str
+
+
+Sample = Conversation | PromptCompletion | Text
+"""One document before tokenisation."""
+SCHEMA_NAMES: dict[type, str] = {Conversation: "messages", PromptCompletion: "prompt/completion", Text: "text"}
+
+
+def parse_line(data: bytes) -> list[Sample]:
+    """The samples of one line, at least one.
+
+    Raises:
+        BadLine: the line cannot be used, with the reason.
+    """
+    value = parse_json(data)
+    if not isinstance(value, dict):
+        raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
+    if "messages" in value:
+        return _conversations(value)
+    if "prompt" in value:
+        return [_prompt_completion(value)]
+    if "text" in value:
+        text = _string(value, "text")
+        if not text.strip():
+            raise BadLine("empty_text")
+        return [Text(text)]
+    raise BadLine("no_known_field", f"fields: {printable(', '.join(value)) or 'none'}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+def parse_json(data: bytes) -> Any:
+    """The JSON value of one line, read strictly.
+
+    Raises:
+        BadLine: anything that readers of JSON might take differently.
+    """
+    if b"\x00" in data:
+        raise BadLine("nul_byte")
+    try:
+        value = _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
+    except RecursionError:
+        raise BadLine("too_deep") from None
+    except ValueError as error:  # JSONDecodeError, and int() of too many digits
+        raise BadLine("malformed_json", str(error)) from None
+    # Both are too rare to look at every string of every line for them.
+    if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
+        _check_characters(value)
+    return value
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")
+    except RecursionError:
+        raise BadLine("too_deep") from None
+    except UnicodeEncodeError:
+        raise BadLine("lone_surrogate") from None
+    if _RESERVED.search(text):
+        raise BadLine("reserved_character")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadLine("duplicate_key", printable(twice))
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise BadLine("nan_literal", name)
+
+
+def _integer(digits: str) -> int:
+    _check_digits(digits)
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    _check_digits(digits)
+    return float(digits)
+
+
+def _check_digits(digits: str) -> None:
+    # int() of a million digits takes minutes on Python versions without a limit of their own
+    if len(digits) > _MAX_NUMBER_CHARS:
+        raise BadLine("huge_number", f"{len(digits)} characters")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_integer, parse_float=_float
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- schemas
+
+
+def _conversations(value: dict[str, Any]) -> list[Sample]:
+    messages = value["messages"]
+    if not isinstance(messages, list):
+        raise BadLine("wrong_type", f"messages is a {_type_name(messages)}, not a list")
+    if not messages:
+        raise BadLine("empty_messages")
+    tools = value.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise BadLine("wrong_type", f"tools is a {_type_name(tools)}, not a list")
+    for number, message in enumerate(messages):
+        _check_message(f"messages[{number}]", message)
+    starts = [0, *(n for n, message in enumerate(messages) if n and message["role"] == "system"), len(messages)]
+    parts = [messages[start:end] for start, end in pairwise(starts)]
+    for part in parts:
+        if not any(message["role"] == "assistant" for message in part):
+            raise BadLine("no_assistant", f"{len(part)} messages" if len(parts) == 1 else "in one of several parts")
+    return [Conversation(part, tools) for part in parts]
+
+
+def _check_message(where: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise BadLine("wrong_type", f"{where} is a {_type_name(message)}, not an object")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadLine("wrong_type", f"{where}.role is a {_type_name(role)}, not a string")
+    if role not in ROLES:
+        raise BadLine("unknown_role", f"{where}.role is {printable(role, 40)!r}")
+    tool_calls = message.get("tool_calls")
+    if tool_calls is not None and not (isinstance(tool_calls, list) and all(isinstance(c, dict) for c in tool_calls)):
+        raise BadLine("wrong_type", f"{where}.tool_calls is not a list of objects")
+    content = message.get("content")
+    if content is None and role == "assistant" and tool_calls:
+        message["content"] = ""
+    elif not isinstance(content, str):
+        raise BadLine("wrong_type", f"{where}.content is a {_type_name(content)}, not a string")
+    elif role == "assistant" and not content.strip() and not tool_calls:
+        raise BadLine("empty_assistant", where)
+    train = message.get("train")
+    if train is not None and (not isinstance(train, bool) or (train and role != "assistant")):
+        raise BadLine("bad_train_flag", f"{where}.train is {printable(repr(train), 40)}")
+
+
+def _prompt_completion(value: dict[str, Any]) -> PromptCompletion:
+    prompt = _string(value, "prompt")
+    if "completion" not in value:
+        raise BadLine("missing_completion")
+    completion = _string(value, "completion")
+    if not completion:
+        raise BadLine("empty_completion")
+    return PromptCompletion(prompt, completion)
+
+
+def _string(value: dict[str, Any], field: str) -> str:
+    text = value[field]
+    if not isinstance(text, str):
+        raise BadLine("wrong_type", f"{field} is a {_type_name(text)}, not a string")
+    return text
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), type(value).__name__)

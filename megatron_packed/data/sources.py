@@ -1,0 +1,203 @@
+"""From paths to raw lines: JSONL files, plain or gzip, read as a stream of bytes in bounded memory.
+
+A line ends with ``\\n``; a ``\\r`` before it and a byte order mark at its start are dropped. Lines of white space alone
+are counted as blank, not as bad: files are often joined with empty lines between them, and nothing is lost with them.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from megatron_packed.data.errors import DataError
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Default limit of one line, in decompressed bytes."""
+_READ_BYTES = 2**20
+_GZIP_MAGIC = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SUFFIXES = (".jsonl", ".jsonl.gz")
+QUARANTINE_SUFFIX = ".quarantine.jsonl"
+
+_WHOLE_HASH_BYTES = 256 * 2**20
+_SAMPLE_BYTES = 2**16
+_NUM_SAMPLES = 16
+
+
+class RawLine(NamedTuple):
+    """One physical line."""
+
+    number: int
+    """From 1."""
+    data: bytes
+    """Without its end; the first 1024 bytes only where ``reason`` says that the line is unusable."""
+    reason: str | None = None
+    """Why the bytes themselves are unusable: a key of `errors.REASONS`, else None."""
+
+    @property
+    def is_blank(self) -> bool:
+        return self.reason is None and not self.data.strip()
+
+
+def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
+    """Files named by ``paths``: each a file, a directory (its ``*.jsonl`` and ``*.jsonl.gz``, at any depth, sorted), or
+    a pattern with ``*``, ``?`` or ``[]``. The order of files is the order of documents.
+
+    Raises:
+        DataError: nothing is there, a path is not a regular readable file, or a file is named twice.
+    """
+    if not paths:
+        raise DataError("no data path was given; name a .jsonl or .jsonl.gz file, a directory or a pattern.")
+    files: list[Path] = []
+    for path in paths:
+        files.extend(_expand(str(path)))
+    seen: set[Path] = set()
+    for file in files:
+        _check_file(file)
+        resolved = file.resolve()
+        if resolved in seen:
+            raise DataError(f"{file} is named twice by the data paths; every file is read once per epoch, remove one.")
+        seen.add(resolved)
+    return files
+
+
+def _expand(path: str) -> list[Path]:
+    here = Path(path)
+    if here.is_dir():
+        found = sorted(
+            file
+            for file in here.rglob("*")
+            if file.name.endswith(_SUFFIXES)
+            and not file.name.endswith(QUARANTINE_SUFFIX)
+            and not any(part.startswith(".") for part in file.relative_to(here).parts)
+            and file.is_file()
+        )
+        if not found:
+            raise DataError(f"{path} holds no .jsonl or .jsonl.gz file; name the files, or another directory.")
+        return found
+    if here.exists() or here.is_symlink():
+        return [here]
+    if any(c in path for c in "*?["):
+        matched = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if not Path(name).is_dir()]
+        if not matched:
+            raise DataError(f"{path} matches no file; check the pattern.")
+        return matched
+    if _is_number(path):
+        raise DataError(
+            f"{path} is not a file; weights of blended data sets (`0.5 first 0.5 second`) are not built yet, "
+            "name the files without weights."
+        )
+    raise DataError(f"{path} does not exist; name a .jsonl or .jsonl.gz file, a directory or a pattern.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_file(file: Path) -> None:
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}; check the path and its permissions.") from None
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{file} is not a regular file; a pipe or device cannot be read twice, write it to a file.")
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
+
+
+def file_identity(file: Path) -> str:
+    """A hash that changes when the file does, whatever its name.
+
+    Up to 256 MiB: of the whole content. Beyond: of size, modification time and sixteen evenly spaced blocks of 64 KiB,
+    since reading a terabyte at every start would cost more than it protects.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{size}:".encode())
+    with file.open("rb") as stream:
+        if size <= _WHOLE_HASH_BYTES:
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+        else:
+            digest.update(f"{file.stat().st_mtime_ns}:".encode())
+            for sample in range(_NUM_SAMPLES):
+                stream.seek((size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+class LineReader:
+    """Iterates over the `RawLine`s of one file.
+
+    Never raises for what the file contains: a damaged gzip stream and a read error end the file with one unusable line.
+
+    Args:
+        file: plain or gzip, told by its first bytes and not by its name.
+        max_line_bytes: longer lines are skipped in bounded memory and reported as ``line_too_long``.
+    """
+
+    def __init__(self, file: Path, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        self.file, self.max_line_bytes = file, max_line_bytes
+        self._raw: IO[bytes] | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file (compressed, if it is) read so far."""
+        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
+
+    def __iter__(self) -> Iterator[RawLine]:
+        with self.file.open("rb") as raw:
+            self._raw = raw
+            compressed = raw.read(2) == _GZIP_MAGIC
+            raw.seek(0)
+            stream: Any = gzip.GzipFile(fileobj=raw, mode="rb") if compressed else raw
+            yield from self._lines(stream)
+
+    def _lines(self, stream: Any) -> Iterator[RawLine]:
+        number = 1
+        pending: list[bytes] = []  # pieces of a line whose end has not been read yet
+        pending_bytes = 0  # counted beyond the limit too, though nothing beyond it is kept
+        damage: str | None = None
+        while True:
+            try:
+                block = stream.read1(_READ_BYTES)
+            except (EOFError, gzip.BadGzipFile, zlib.error):
+                damage, block = "corrupt_gzip", b""
+            except OSError:
+                damage, block = "read_error", b""
+            if not block:
+                break
+            first, *others = block.split(b"\n")
+            for piece in others:
+                yield self._line(number, [*pending, first], pending_bytes + len(first))
+                number += 1
+                pending, pending_bytes = [], 0
+                first = piece
+            pending_bytes += len(first)
+            if pending_bytes <= self.max_line_bytes:
+                pending.append(first)
+            elif sum(map(len, pending)) > 1024:
+                pending = [b"".join(pending)[:1024]]
+        if damage is not None:
+            # What was read of the last line cannot be trusted to be a whole line, even if it parses.
+            yield RawLine(number, b"".join(pending)[:1024], damage)
+        elif pending_bytes:
+            yield self._line(number, pending, pending_bytes)
+
+    def _line(self, number: int, pieces: list[bytes], num_bytes: int) -> RawLine:
+        if num_bytes > self.max_line_bytes:
+            return RawLine(number, b"".join(piece[:1024] for piece in pieces[:2])[:1024], "line_too_long")
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if data.startswith(_BYTE_ORDER_MARK):
+            data = data[len(_BYTE_ORDER_MARK) :]
+        return RawLine(number, data[:-1] if data.endswith(b"\r") else data)

@@ -1,0 +1,224 @@
+"""Chat templates: sandboxed jinja2, and which characters of a rendered conversation the assistant said.
+
+Imports nothing but jinja2, since a template that came with a tokenizer is rendered in a small process of its own
+(`template_process`).
+
+Two private markers travel through rendering (Unicode noncharacters, which `schema` refuses in data):
+
+- `GENERATION_START` and `GENERATION_END` around what a ``{% generation %}`` block printed;
+- `BROKEN` after the first character of every special token spelt inside a message, so that a user who writes
+  ``<|im_end|>`` does not end a turn. Special tokens in the result that are not broken come from the template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron_packed.data.errors import BadLine, printable
+
+GENERATION_START, GENERATION_END, BROKEN = "\ufdd0", "\ufdd1", "\ufdd2"
+_GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
+
+DEFAULT_TEMPLATE = """\
+{%- if tools -%}
+  {{- raise_exception('the built-in template prints no tool definitions; give --chat-template one that does') -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {{- '<|im_start|>' + message.role + '\\n' -}}
+  {%- if message.role == 'assistant' -%}
+    {%- generation -%}
+      {{- message.content -}}
+      {%- for call in message.tool_calls or [] -%}
+        {{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' -}}
+      {%- endfor -%}
+      {{- '<|im_end|>' -}}
+    {%- endgeneration -%}
+  {%- else -%}
+    {{- message.content + '<|im_end|>' -}}
+  {%- endif -%}
+  {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+"""Used when a tokenizer brings no template: ChatML, with the end of an assistant's turn trained."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    """May contain `BROKEN`; see the module."""
+    spans: list[tuple[int, int]]
+    """Character ranges of ``text`` to train on, in order, none empty."""
+
+
+class TemplateError(ValueError):
+    """A template cannot be used at all."""
+
+
+class _Generation(Extension):
+    """``{% generation %} ... {% endgeneration %}`` puts marks around what it prints."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{GENERATION_START}{caller()}{GENERATION_END}"
+
+
+class TemplateRenderer:
+    """One compiled template.
+
+    Args:
+        source: jinja2, in the dialect of Hugging Face tokenizers (``trim_blocks``, ``raise_exception``, ``tojson``,
+            ``{% generation %}``). The date (``strftime_now``) is undefined, so that the same data gives the same tokens
+            every day; templates that know that name print a fixed date instead.
+        variables: e.g. ``{"bos_token": "<s>", "eos_token": "</s>"}``.
+        special_tokens: strings that must not take effect when they stand in a message.
+    Raises:
+        TemplateError: it does not compile.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str], special_tokens: Sequence[str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        del environment.filters["random"], environment.globals["lipsum"]  # the same data must give the same tokens
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            parsed = environment.parse(source)
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateError(f"the chat template does not compile: {printable(str(error), 400)}") from None
+        self.has_generation_blocks = any(
+            call.node.identifier == _Generation.identifier and call.node.name == "_mark"
+            for call in parsed.find_all(nodes.Call)
+            if isinstance(call.node, nodes.ExtensionAttribute)
+        )
+        self._variables = dict(variables)
+        ordered = sorted(special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        """The text after which an answer is to be generated.
+
+        Raises:
+            BadLine: the template refuses.
+        """
+        return _GENERATION_MARKS.sub("", self._render(self._protect(messages), self._protect(tools), prompt=True))
+
+    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+        """The whole conversation, and what to train on: what the template's generation blocks printed, or else, for
+        each assistant message, what it adds to the conversation before it. Messages with ``train: false`` are left out.
+
+        Raises:
+            BadLine: the template refuses, or what an assistant message added cannot be told for certain.
+        """
+        try:
+            messages, tools = self._protect(messages), self._protect(tools)
+            train = [message.get("train", True) for message in messages if message["role"] == "assistant"]
+            if self.has_generation_blocks:
+                return _marked_spans(self._render(messages, tools), train)
+            return self._added_spans(messages, tools)
+        except RecursionError:
+            raise BadLine("too_deep", "while rendering") from None
+
+    def _added_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Rendered:
+        text = self._render(messages, tools)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or not message.get("train", True):
+                continue
+            before = self._render(messages[:number], tools, prompt=True)
+            after = self._render(messages[: number + 1], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise BadLine("template_prefix", f"messages[{number}]; add a generation block to the template")
+            if len(after) > len(before):
+                spans.append((len(before), len(after)))
+        return Rendered(text, spans)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+            )
+        except (BadLine, RecursionError, MemoryError):
+            raise
+        except Exception as error:  # whatever an expression in a foreign template can raise
+            raise BadLine("template_error", f"{type(error).__name__}: {printable(str(error))}") from None
+
+    def _protect(self, value: Any) -> Any:
+        """``value`` with every special token in its strings broken."""
+        if self._special is None:
+            return value
+        if isinstance(value, str):
+            return self._special.sub(_break, value)
+        if isinstance(value, list):
+            return [self._protect(item) for item in value]
+        if isinstance(value, dict):
+            return {self._protect(key): self._protect(item) for key, item in value.items()}
+        return value
+
+
+def _marked_spans(marked: str, train: list[bool]) -> Rendered:
+    """Take the generation marks out of ``marked`` and return where they were."""
+    spans: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    length, start, at = 0, -1, 0
+    for match in _GENERATION_MARKS.finditer(marked):
+        piece = marked[at : match.start()]
+        pieces.append(piece)
+        length += len(piece)
+        at = match.end()
+        opens = match.group() == GENERATION_START
+        if opens == (start >= 0):
+            raise BadLine("template_spans", "generation blocks are nested")
+        if opens:
+            start = length
+        else:
+            spans.append((start, length))
+            start = -1
+    pieces.append(marked[at:])
+    if not all(train):
+        if len(spans) != len(train):
+            raise BadLine(
+                "template_spans",
+                f"{len(train)} assistant messages, one with train: false, but {len(spans)} generation blocks",
+            )
+        spans = [span for span, wanted in zip(spans, train) if wanted]
+    return Rendered("".join(pieces), [(start, end) for start, end in spans if end > start])
+
+
+def _break(match: re.Match[str]) -> str:
+    token = match.group()
+    return token[0] + BROKEN + token[1:]
+
+
+def _raise_exception(message: object = "") -> NoReturn:
+    raise BadLine("template_error", printable(str(message)))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which models would then learn to write
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
