@@ -1,6 +1,7 @@
 """Everything a run must keep to go on as if it had never stopped, as named tensors and a JSON object.
 
-Tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>``, ``rng/rank_<r>/<generator>``.
+Tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>`` and
+``rng/rank_<r>/<generator>``.
 JSON: the position in the data, the plan it is a position in, random states that are not arrays, the configuration.
 """
 
@@ -38,9 +39,9 @@ class Progress:
 
 def model_tensors(model: HybridModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers by global name; tied parameters once."""
-    named = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in model.state_dict().keys()
-    }
+    persistent = model.state_dict()
+    named = dict(model.named_parameters())
+    named |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {f"model/{name}": tensor.detach() for name, tensor in named.items()}
 
 
@@ -157,8 +158,8 @@ class RunState:
         found = loaded.metadata["plan_hash"]
         if found != self.plan_hash:
             raise CheckpointMismatchError(
-                f"{loaded.path} is at iteration {loaded.step} of another order of the data (plan {found}, this run's is "
-                f"{self.plan_hash}): the data, the tokenizer, a packing option, a batch size or the seed changed; "
-                "restore them to resume, or pass --finetune to start a new run from these weights"
+                f"{loaded.path} is at iteration {loaded.step} of another order of the data (plan {found[:12]}, this "
+                f"run's is {self.plan_hash[:12]}): the data, the tokenizer, a packing option, a batch size or the seed "
+                "changed; restore them to resume, or pass --finetune to start a new run from these weights"
             )
 

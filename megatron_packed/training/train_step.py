@@ -111,7 +111,10 @@ class TrainStep:
 
     def _watch_gradient(self, embedded_TD: Tensor) -> None:
         if embedded_TD.requires_grad:
-            embedded_TD.register_hook(lambda grad_TD: self._input_grad_sum.copy_(grad_TD.sum(dtype=torch.float32)))
+            embedded_TD.register_hook(self._keep_sum)
+
+    def _keep_sum(self, grad_TD: Tensor) -> None:
+        self._input_grad_sum.copy_(grad_TD.sum(dtype=torch.float32))
 
     def _forward_backward(self, micro_batch: MicroBatch, number: int) -> None:
         micro_batch = micro_batch.to(self.device, non_blocking=True)

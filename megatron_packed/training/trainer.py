@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.data.loader import Loader
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.schedule import Schedule
 from megatron_packed.training.console import Console
+from megatron_packed.training.data import Stream
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import StepFacts, memory_gib, peak_flops, step_record
 from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
@@ -40,8 +40,8 @@ class Trainer:
     step: TrainStep
     state: RunState
     schedule: Schedule
-    train: Loader
-    valid: Loader | None
+    train: Stream
+    valid: Stream | None
     flops: FlopCounter
     console: Console
     writers: list[Writer]
@@ -87,7 +87,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         with torch.no_grad():
             for number in range(self.valid.plan.num_steps):
-                for micro_batch in self.valid.micro_batches(number):
+                for micro_batch in self.valid.loader.micro_batches(number):
                     output = model(micro_batch.to(device, non_blocking=True))
                     totals[0] += output.loss_sum
                     totals[1] += micro_batch.num_target_tokens
@@ -95,11 +95,16 @@ class Trainer:
         all_reduce_sum(totals, self.groups.dp_group)
         loss_sum, targets = totals.tolist()
         loss = loss_sum / targets if targets else float("nan")
-        self.console.say(f"validation at step {self.state.progress.iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
+        iteration = self.state.progress.iteration
+        self.console.say(f"validation at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
         self._write(
-            {"iteration": self.state.progress.iteration, "valid_loss": loss, "valid_target_tokens": int(targets),
-             "plan_hash": self.valid.plan.hash}
-        )  # fmt: skip
+            {
+                "iteration": iteration,
+                "valid_loss": loss,
+                "valid_target_tokens": int(targets),
+                "plan_hash": self.valid.plan.hash,
+            }
+        )
         return loss
 
     def save(self) -> None:
@@ -117,7 +122,7 @@ class Trainer:
         progress = self.state.progress
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
-        micro_batches = self.train.micro_batches(progress.iteration)
+        micro_batches = self.train.loader.micro_batches(progress.iteration)
         vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
         progress.iteration += 1
         progress.consumed_tokens = facts.consumed_tokens
@@ -125,8 +130,9 @@ class Trainer:
 
     def _facts(self, number: int, lr: float) -> StepFacts:
         plan = self.train.plan.step(number)
-        real = plan.num_tokens
-        slots = plan.num_packs * self.config.packing.tokens_per_pack
+        lengths = self.train.lengths(plan)
+        real = plan.global_tokens
+        slots = self.config.packs_per_step() * self.config.packing.tokens_per_pack
         return StepFacts(
             iteration=number + 1,
             learning_rate=lr,
@@ -134,10 +140,10 @@ class Trainer:
             target_tokens=plan.global_targets,
             padded_tokens=slots - real,
             consumed_tokens=self.state.progress.consumed_tokens + real,
-            num_seqs=plan.num_segments,
+            num_seqs=len(lengths),
             num_packs=plan.global_packs,
             epoch=plan.epoch,
-            flops=self.flops.training(plan.lengths).total,
+            flops=self.flops.training(lengths).total,
             plan_hash=self.train.plan.hash,
         )
 
@@ -161,19 +167,20 @@ class Trainer:
         self.console.step(record)
         self._write(record.as_dict())
         if values.nonfinite:
-            self.state.progress.skipped_steps += 1
-            where = ", ".join(
-                f"micro-batch {micro_batch} of data-parallel rank {rank}"
-                for rank, micro_batch in values.bad_micro_batches.items()
-            )
-            self.console.warn(
-                f"step {record.iteration} had a non-finite {'loss or gradient in ' + where if where else 'gradient norm'}"
-                "; its update was not applied, weights and moments are those of the step before."
-            )
+            self._report_nonfinite(record.iteration, values)
             if self.config.training.on_nonfinite == "stop":
                 self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
                 return EXIT_NONFINITE
         return EXIT_PREEMPTED if values.stop_requested else None
+
+    def _report_nonfinite(self, iteration: int, values: StepValues) -> None:
+        self.state.progress.skipped_steps += 1
+        places = [f"micro-batch {number} of rank {rank}" for rank, number in values.bad_micro_batches.items()]
+        what = f"loss or gradient in {', '.join(places)}" if places else "gradient norm"
+        self.console.warn(
+            f"step {iteration} had a non-finite {what}; its update was not applied, weights and moments are those of "
+            "the step before."
+        )
 
     def _stop_requested(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

@@ -1,0 +1,170 @@
+"""A run's data: tokenizer, tokenised documents, pack plans and loaders, with a report of what became of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.data.bpe import train_bpe
+from megatron_packed.data.chat import ChatFormat, chat_format
+from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, TokenizedDataset, open_dataset
+from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_packed.data.loader import Loader
+from megatron_packed.data.packing import Packer
+from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
+from megatron_packed.data.segments import Segments
+from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_packed.distributed.groups import ParallelGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Documents in the order of a plan."""
+
+    dataset: TokenizedDataset
+    plan: PackPlan | EvaluationPlan
+    loader: Loader
+
+    def lengths(self, step: StepPlan) -> NDArray[np.int64]:
+        """Tokens of every document piece of a step, over all ranks."""
+        pieces = [pieces for rank in step.packs for pieces in rank]
+        return self.plan.segments.length[np.concatenate(pieces)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """What a run trains and validates on."""
+
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    vocab_size: int
+    train: Stream
+    valid: Stream | None
+
+    def close(self) -> None:
+        for stream in (self.train, self.valid):
+            if stream is not None:
+                stream.loader.close()
+
+
+def build_tokenizer(options: DataConfig, say: Callable[[str], None] = lambda line: None) -> Tokenizer:
+    """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data."""
+    if options.tokenizer_type == BYTES:
+        return ByteTokenizer()
+    if options.tokenizer_type == HUGGING_FACE:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return HuggingFaceTokenizer(options.tokenizer_model)
+    return train_bpe(
+        options.train_paths,
+        options.tokenizer_vocab_size,
+        cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
+        log=say,
+    )
+
+
+def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], None]) -> RunData:
+    """Tokenises what is not tokenised yet, packs it, and says what became of it.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    options, show = config.data, groups.rank == 0
+    tokenizer = build_tokenizer(options, say)
+    chat = chat_format("default", tokenizer, options.chat_template)
+
+    def dataset(paths: Sequence[str]) -> TokenizedDataset:
+        return open_dataset(
+            paths,
+            tokenizer,
+            chat,
+            sft=options.sft,
+            cache_root=options.data_cache_path,
+            max_bad_fraction=options.max_bad_fraction,
+            show=show,
+        )
+
+    train = dataset(options.train_paths)
+    for line in train.report.lines_of_text():
+        say(line)
+    segments, targets = _pieces(config, train)
+    plan = PackPlan(
+        segments,
+        targets,
+        packer=_packer(config),
+        packs_per_step=config.packs_per_step(),
+        dp_size=groups.dp_size,
+        seed=config.training.seed,
+    )
+    _report_packs(config, plan, segments, say)
+    valid = None
+    if options.valid_data_path and config.training.eval_interval:
+        valid_dataset = dataset(options.valid_data_path)
+        segments, targets = _pieces(config, valid_dataset)
+        evaluation = EvaluationPlan(
+            segments,
+            targets,
+            packer=_packer(config),
+            packs_per_step=config.packs_per_step(),
+            dp_size=groups.dp_size,
+            seed=config.training.seed,
+            max_steps=config.training.eval_iters,
+        )
+        valid = _stream(config, groups, valid_dataset, evaluation)
+    return RunData(
+        tokenizer=tokenizer,
+        chat=chat,
+        vocab_size=tokenizer.vocab_size,
+        train=_stream(config, groups, train, plan),
+        valid=valid,
+    )
+
+
+def _packer(config: RunConfig) -> Packer:
+    packing = config.packing
+    return Packer(
+        slots=packing.tokens_per_pack,
+        method=packing.packing_method,
+        window=packing.packing_window,
+        max_documents=packing.max_documents_per_pack,
+    )
+
+
+def _pieces(config: RunConfig, dataset: TokenizedDataset) -> tuple[Segments, NDArray[np.int64]]:
+    segments = Segments.cut(dataset.lengths, config.packing.tokens_per_pack, config.packing.overlong_policy)
+    return segments, dataset.count_targets(segments.document, segments.start, segments.length)
+
+
+def _stream(
+    config: RunConfig, groups: ParallelGroups, dataset: TokenizedDataset, plan: PackPlan | EvaluationPlan
+) -> Stream:
+    loader = Loader(
+        dataset,
+        plan,
+        dp_rank=groups.dp_rank,
+        total_tokens=config.packing.tokens_per_pack,
+        prefetch=config.data.num_workers,
+        device=groups.device,
+    )
+    return Stream(dataset=dataset, plan=plan, loader=loader)
+
+
+def _report_packs(config: RunConfig, plan: PackPlan, segments: Segments, say: Callable[[str], None]) -> None:
+    packs, counts = plan.epoch(0), segments.counts
+    documents = packs.documents_per_pack
+    fill = counts.tokens_kept / (len(packs) * config.packing.tokens_per_pack)
+    p50, p90, p99 = (int(value) for value in np.percentile(documents, [50, 90, 99], method="inverted_cdf"))
+    say(
+        f"packing ({config.packing.packing_method}): {len(segments):,} documents in {len(packs):,} packs, fill "
+        f"{100 * fill:.2f} %, documents per pack P50 {p50} P90 {p90} P99 {p99} max {documents.max()}"
+    )
+    say(
+        f"tokens: {counts.tokens_in:,} in = {counts.tokens_kept:,} kept + {counts.tokens_truncated:,} truncated "
+        f"({counts.documents_truncated} documents) + {counts.tokens_dropped:,} dropped "
+        f"({counts.documents_dropped} documents)"
+    )

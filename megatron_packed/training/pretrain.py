@@ -1,0 +1,225 @@
+"""From a valid configuration to a trained model, and out with the exit code that says how it went.
+
+Exit codes: 0 done; 2 usage; 3 data; 4 no checkpoint can be loaded or written; 20 non-finite step under
+``--on-nonfinite stop``; 22 out of GPU memory; 75 stopped by a signal or a time limit after saving (run again to go on).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from megatron_packed.checkpoint.errors import CheckpointError, NoCheckpointError
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import model_hash, to_dict
+from megatron_packed.data.errors import DataError
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import seed_all
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.isolation import check_isolation
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.schedule import Schedule
+from megatron_packed.training.console import Console
+from megatron_packed.training.data import RunData, build_data
+from megatron_packed.training.report import write_report
+from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
+from megatron_packed.training.state import RunState
+from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+from megatron_packed.training.trainer import EXIT_DONE, EXIT_NONFINITE, Trainer
+from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
+
+EXIT_DATA = 3
+EXIT_CHECKPOINT = 4
+EXIT_OUT_OF_MEMORY = 22
+
+
+def pretrain(config: RunConfig) -> NoReturn:
+    """Runs the job of this process and ends the process."""
+    with SignalFlag() as signal_flag:
+        exit_code = _run(config, signal_flag)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Libraries' threads and half-dead process groups must not change the exit code or keep the process.
+    os._exit(exit_code)
+
+
+def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
+    if config.training.deterministic_mode:
+        configure_determinism()
+    groups = ParallelGroups.create(config.parallel, device_of(config))
+    console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
+    try:
+        exit_code = _train(config, groups, console, signal_flag)
+    except DataError as error:
+        exit_code = _fail(groups, f"data error: {error}", EXIT_DATA)
+    except CheckpointError as error:
+        exit_code = _fail(groups, f"checkpoint error: {error}", EXIT_CHECKPOINT)
+    except torch.OutOfMemoryError as error:
+        cure = "lower --seq-length or --micro-batch-size, or train a smaller model"
+        exit_code = _fail(groups, f"out of GPU memory: {error}; {cure}.", EXIT_OUT_OF_MEMORY)
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
+    _write_status(config, groups, exit_code)
+    if exit_code in (EXIT_DONE, EXIT_NONFINITE, EXIT_PREEMPTED):
+        # All ranks are here. After an error the others learn of it soonest when this process is gone.
+        groups.shutdown()
+    return exit_code
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one."""
+    name = config.training.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model that can be trained."""
+
+    model: HybridModel
+    buffers: FlatBuffers
+    optimizer: Optimizer
+    step: TrainStep
+
+
+def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
+    """Model, flat buffers, optimizer and step on this rank's device; the initial weights depend on the seed alone."""
+    model = HybridModel(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.max_positions,
+        groups=groups,
+        device=groups.device,
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        seed=config.training.seed,
+        backends=config.training.backends,
+    ).train()
+    buffers = FlatBuffers(model, extras=extra_slots(model, groups), counters=counter_slots(model))
+    optimizer = Optimizer.from_config(buffers, config.optim)
+    return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))
+
+
+def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag) -> int:
+    data = build_data(config, groups, console.say)
+    seed_all(config.training.seed, groups.dp_rank)
+    job = build_job(config, groups, data.vocab_size)
+    state = RunState(
+        job.model,
+        job.optimizer,
+        groups,
+        plan_hash=data.train.plan.hash,
+        config=to_dict(config),
+        model_hash=model_hash(config.model),
+    )
+    _restore(config, state, console)
+    _describe(config, groups, job, data, console.say)
+    if config.training.isolation_self_test:
+        _self_test(config, groups, job.model, console)
+    writers = _writers(config, groups, state.progress.iteration)
+    trainer = Trainer(
+        config=config,
+        groups=groups,
+        step=job.step,
+        state=state,
+        schedule=Schedule.from_config(config.optim, config.training.train_iters),
+        train=data.train,
+        valid=data.valid,
+        flops=FlopCounter(config.model, data.vocab_size),
+        console=console,
+        writers=writers,
+        signal=signal_flag,
+    )
+    try:
+        exit_code = trainer.run()
+    finally:
+        data.close()
+        for writer in writers:
+            writer.close()
+    if exit_code == EXIT_DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
+        page = write_report(config.logging.log_jsonl, config.logging.report)
+        console.say(f"report: {page}")
+    return exit_code
+
+
+def _restore(config: RunConfig, state: RunState, console: Console) -> None:
+    """Resumes from ``--load`` if there is something to resume from."""
+    options = config.checkpoint
+    if options.load is None:
+        return
+    try:
+        loaded = state.load(options)
+    except NoCheckpointError:
+        if options.load != options.save or options.finetune or options.ckpt_step is not None:
+            raise
+        console.say(f"No checkpoint in {options.load} yet: starting from random weights.")
+        return
+    what = "weights of" if options.finetune else "resuming from"
+    console.say(f"{what} {loaded.path} (iteration {loaded.step})")
+
+
+def _describe(
+    config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, say: Callable[[str], None]
+) -> None:
+    precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
+    say(
+        f"model {config.model.hybrid_layer_pattern}: {job.model.num_parameters:,} parameters, {precision}, "
+        f"optimizer kernel {job.optimizer.implementation}"
+    )
+    say(
+        f"{groups.world_size} process(es) on {groups.device.type}; packs of {config.packing.tokens_per_pack:,} tokens, "
+        f"{config.packs_per_step()} packs a step; plan {data.train.plan.hash[:12]}"
+    )
+
+
+def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console) -> None:
+    """Refuses to train when a document can see another through the kernels in use."""
+    results = check_isolation(config.model, groups.device, model.dtype, model.backends)
+    leaks = [str(result) for result in results if not result.passed]
+    if leaks:
+        raise RuntimeError(
+            "documents of a pack can see each other: " + "; ".join(leaks) + ". Choose another backend for this op "
+            "(docs/isolation.md), or pass --no-isolation-self-test to train on a leak."
+        )
+    console.say(f"isolation self-test: {len(results)} checks passed")
+
+
+def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[Writer]:
+    writers: list[Writer] = []
+    if groups.rank == 0 and config.logging.log_jsonl:
+        writers.append(JsonlWriter(config.logging.log_jsonl, first_iteration=iteration + 1))
+    if groups.rank == 0 and config.logging.tensorboard_dir:
+        writers.append(TensorBoardWriter(config.logging.tensorboard_dir))
+    return writers
+
+
+def _fail(groups: ParallelGroups, text: str, exit_code: int) -> int:
+    print(f"[rank {groups.rank}] {text}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _write_status(config: RunConfig, groups: ParallelGroups, exit_code: int) -> None:
+    """``STATUS.json`` beside the checkpoints: torchrun turns every exit code into 1."""
+    if groups.rank != 0 or config.checkpoint.save is None:
+        return
+    path = Path(config.checkpoint.save) / "STATUS.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"exit_code": exit_code}) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)
