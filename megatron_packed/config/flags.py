@@ -18,6 +18,7 @@ from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.megatron_flags import ALWAYS
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.options import problems_of, unchecked
+from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
 from megatron_packed.config.surroundings import environment_number, launch_problems, path_problems
@@ -126,8 +127,7 @@ def _values_of(section: str, given: Given) -> dict[str, object]:
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
     """One micro-batch on every rank, when nothing else is said."""
     size = run.packing.micro_batch_size
-    axes = [run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size,
-            run.parallel.pipeline_model_parallel_size]
+    axes = [getattr(run.parallel, axis) for axis in NOT_BUILT]
     well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
     if run.packing.global_batch_size is None and well_typed and "packing.global_batch_size" not in unsound:
         object.__setattr__(run.packing, "global_batch_size", size * run.data_parallel_size(world_size))
@@ -157,9 +157,9 @@ def _finish(text: str) -> NoReturn:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write what may be cut off by a reader such as ``head``."""
+    """Write any text to any terminal, also when a reader such as ``head`` has gone."""
     try:
-        stream.write(text)
+        stream.write(text.encode(stream.encoding or "utf-8", "backslashreplace").decode(stream.encoding or "utf-8"))
         stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

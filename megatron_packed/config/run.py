@@ -13,7 +13,7 @@ from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.packing import PackingConfig, nearest_multiples
-from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.parallel import NOT_BUILT, ParallelConfig
 from megatron_packed.config.training import TrainingConfig
 
 SECTIONS: dict[str, type[Section]] = {
@@ -147,9 +147,10 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[...,
 
 def batch_rule(run: RunConfig, world_size: int, sound: Callable[..., bool]) -> Iterator[Problem]:
     """The global batch divides into micro-batches for every data-parallel rank."""
-    packing, ranks = run.packing, run.data_parallel_size(world_size)
-    if not sound("packing.global_batch_size", "packing.micro_batch_size"):
+    packing = run.packing
+    if not sound("packing.global_batch_size", "packing.micro_batch_size", *(f"parallel.{axis}" for axis in NOT_BUILT)):
         return
+    ranks = run.data_parallel_size(world_size)
     unit = packing.micro_batch_size * ranks
     splits_into_micro_batches = packing.global_batch_size % packing.micro_batch_size == 0  # else PackingConfig says so
     if splits_into_micro_batches and packing.global_batch_size % unit:

@@ -56,8 +56,8 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 def model_hash(model: ModelConfig) -> str:
     """Identity of the function that the weights belong to: 16 hexadecimal digits.
 
-    Options that only steer training (``training_only``) do not count. Fields that hold their default, or what they would
-    be derived to, do not either, so that a new option leaves the hash of older models as it is.
+    Options that only steer training (``training_only``) do not count. Fields that hold their default, or what they
+    would be derived to, do not either, so that a new option leaves the hash of older models as it is.
     """
     identity = {"version": _HASH_VERSION, **_identity(model)}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -67,12 +67,13 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
     """Why a checkpoint whose model section (of ``to_dict``) is ``stored`` does not fit ``model``; empty if it does."""
     described = {f.name: f for f in section_fields(ModelConfig)}
     kept = unchecked(ModelConfig, {name: value for name, value in stored.items() if name in described})
-    before, now = _identity(kept), _identity(model)
+    derived = kept.derive(lambda *names: True)  # a checkpoint that is older than an option does not name it
     found = []
-    for name in described:
-        if before.get(name) != now.get(name):
-            found.append(Problem(described[name].flag, str(getattr(model, name)),
-                                 f"the checkpoint was made with {getattr(kept, name)}",
+    for name, about in described.items():
+        before, now = getattr(kept, name), getattr(model, name)
+        before = derived.get(name) if before is None else before
+        if before != now and not about.option.training_only:
+            found.append(Problem(about.flag, str(now), f"the checkpoint was made with {before}",
                                  "give the checkpoint's value, or load another checkpoint"))
     return found
 

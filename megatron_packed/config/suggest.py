@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def edit_distance(a: str, b: str) -> int:
+def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     """Insertions, deletions, replacements and swaps of neighbours that lead from ``a`` to ``b``.
 
+    Args:
+        limit: a larger distance need not be exact, only larger than this.
     Source: optimal string alignment, the restricted form of Damerau and Levenshtein's distance.
     """
     before: list[int] = []
@@ -19,6 +21,8 @@ def edit_distance(a: str, b: str) -> int:
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 current[j] = min(current[j], before[j - 2] + 1)
         before, previous, current = previous, current, [0] * (len(b) + 1)
+        if limit is not None and min(before) > limit and min(previous) > limit:
+            return limit + 1
     return previous[len(b)]
 
 
@@ -31,7 +35,7 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
         return same[:limit]
     reach = min(3, max(1, len(wanted) // 4))
     similar = {name: plain for name, plain in candidates.items() if abs(len(plain) - len(wanted)) <= reach}
-    near = {candidate: edit_distance(wanted, plain) for candidate, plain in similar.items()}
+    near = {candidate: edit_distance(wanted, plain, reach) for candidate, plain in similar.items()}
     smallest = min(near.values(), default=reach + 1)
     if smallest <= reach:
         return [candidate for candidate, distance in near.items() if distance == smallest][:limit]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron_packed.config.data import HUGGING_FACE
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Field
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
 
@@ -44,41 +43,44 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         value = getattr(getattr(run, described.section), described.name)
         for path in value if isinstance(value, tuple) else () if value is None else (value,):
             if described.key == "checkpoint.load":
-                wrong = _load_problem(path, run.checkpoint.save)
+                wrong = _tried(_load_problem, path, run.checkpoint.save)
             elif described.key == "data.tokenizer_model":
-                wrong = _tokenizer_problem(path, run.data.tokenizer_type)
+                wrong = _tried(_tokenizer_problem, path, run.data.tokenizer_type)
             else:
-                wrong = _CHECKS[use](path)
+                wrong = _tried(_CHECKS[use], path)
             if wrong is not None:
-                yield _problem(described, path, *wrong)
+                yield Problem(described.flag, path, *wrong, node_dependent=True)
     template = run.data.chat_template
     if template is None or not sound("data.chat_template"):
         return
     if "/" in template or template.endswith((".jinja", ".jinja2", ".j2")):  # otherwise the name of a built-in one
-        wrong = _input_file(template)
+        wrong = _tried(_input_file, template)
         if wrong is not None:
             yield Problem("--chat-template", template, *wrong, node_dependent=True)
 
 
-def _problem(described: Field, path: str, rule: str, cure: str) -> Problem:
-    return Problem(described.flag, path, rule, cure, node_dependent=True)
+def _tried(check: Callable[..., tuple[str, str] | None], *arguments: str | None) -> tuple[str, str] | None:
+    """(rule, cure) of a check; what the file system itself cannot take (a name that is too long) is a rule as well."""
+    try:
+        return check(*arguments)
+    except OSError as error:
+        return f"cannot be used: {error.strerror}", "correct the path"
+    except ValueError as error:  # a text that is no file name in this file system's encoding
+        return f"cannot be used: {error}", "correct the path"
 
 
 def _input_file(path: str) -> tuple[str, str] | None:
     place = Path(path)
-    try:
-        if not place.exists():
-            return _missing(path)
-        if place.is_dir():
-            return "is a directory, and a file is needed", "name a file in it"
-        if not place.is_file():
-            return "is no regular file", "give a file that can be read more than once"
-        if not os.access(path, os.R_OK):
-            return "cannot be read by this user", "change its permissions"
-        if place.stat().st_size == 0:
-            return "is empty", "give a file with documents"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}", "give the path of a file"
+    if not place.exists():
+        return _missing(path)
+    if place.is_dir():
+        return "is a directory, and a file is needed", "name a file in it"
+    if not place.is_file():
+        return "is no regular file", "give a file that can be read more than once"
+    if not os.access(path, os.R_OK):
+        return "cannot be read by this user", "change its permissions"
+    if place.stat().st_size == 0:
+        return "is empty", "give a file with something in it"
     return None
 
 

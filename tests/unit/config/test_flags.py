@@ -47,6 +47,7 @@ def test_every_flag_with_one_character_dropped_suggests_the_flag() -> None:
 def test_suggestions_also_know_swaps_underscores_and_abbreviations() -> None:
     assert edit_distance("ab", "ba") == 1
     assert edit_distance("kitten", "sitting") == 3
+    assert edit_distance("abcdef", "uvwxyz", limit=2) == 3
     assert nearest("--sqe-length", usable_flags()) == ["--seq-length"]
     assert nearest("--micro_batch_size", usable_flags()) == ["--micro-batch-size"]
     assert "--max-position-embeddings" in nearest("--max-position", usable_flags())
