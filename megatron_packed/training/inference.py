@@ -1,0 +1,37 @@
+"""A trained model back from its checkpoint, on one process, for looking at what it learned."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.state import whole_tensors
+from megatron_packed.config.run import RunConfig
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.state import model_tensors
+
+
+def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = "cpu") -> HybridModel:
+    """The model of ``config`` with the weights of the newest valid checkpoint of ``--load``, in evaluation mode.
+
+    Raises:
+        ValueError: ``--load`` is not given.
+        CheckpointError: there is no checkpoint of this model.
+    """
+    if config.checkpoint.load is None:
+        raise ValueError("--load is not given; name the directory of the checkpoints.")
+    model = HybridModel(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.max_positions,
+        device=device,
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        backends=config.training.backends,
+    )
+    load_checkpoint(
+        config.checkpoint.load,
+        whole_tensors(model_tensors(model)),
+        step=config.checkpoint.ckpt_step,
+        allow_extra=("optimizer/", "rng/"),
+    )
+    return model.eval()
