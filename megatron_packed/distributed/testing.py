@@ -6,9 +6,11 @@ context and no threads, so forking it is safe. The rendezvous store lives in the
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 
 _PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.distributed.groups"]
 _GRACE_SECONDS = 3.0
+_STACK_SECONDS = 0.5
 
 
 class DistributedError(AssertionError):
@@ -127,6 +130,10 @@ def _collect(ranks: dict[Connection, _Rank], deadline: float, stacks: Path) -> l
                 # Peers of a failed rank wait for it in a collective: give them a moment to say so, no more.
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for entry in open_ends.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(entry.process.pid, signal.SIGUSR2)  # it writes its stacks
+    time.sleep(_STACK_SECONDS if open_ends else 0)
+    for entry in open_ends.values():
         failures.append(f"rank {entry.number} did not finish in time and was killed.{_stack(stacks, entry.number)}")
     if failures:
         raise DistributedError("\n\n".join(failures))
@@ -161,7 +168,7 @@ def _child(sender: Connection, setup: _Setup, fn: Callable[..., Any], args: tupl
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     with setup.stack_file().open("w") as stack_file:
-        faulthandler.dump_traceback_later(setup.timeout * 0.9, file=stack_file)
+        faulthandler.register(signal.SIGUSR2, file=stack_file)
         try:
             minutes = setup.timeout / 60
             config = _Backend(distributed_backend=setup.backend, distributed_timeout_minutes=minutes)
@@ -172,7 +179,7 @@ def _child(sender: Connection, setup: _Setup, fn: Callable[..., Any], args: tupl
         except BaseException:
             released = False
             message = (False, f"rank {setup.rank} failed:\n{traceback.format_exc()}")
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR2)
     sender.send(message)
     sender.close()
     sys.stdout.flush()

@@ -1,0 +1,185 @@
+"""The optimizer step on a GPU: no host synchronisation, capturable, predicated; implementations against the oracle."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.optim.adamw import OP, Inputs
+from megatron_packed.optim.optimizer import Optimizer
+
+pytestmark = pytest.mark.gpu
+
+IMPLEMENTATIONS = ["torch", "transformer_engine", "apex", "reference"]
+
+
+class Mixed(nn.Module):
+    """bf16 matrices and norms, float32 vectors: every kind of slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(96, 200), nn.LayerNorm(200), nn.Linear(200, 64)).to(torch.bfloat16)
+        self.gate = nn.Parameter(torch.randn(64, 3))
+        self.a_log = nn.Parameter(torch.randn(3))
+        for p in self.parameters():
+            p.no_weight_decay = p.dim() == 1
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return (self.body(x_TD).float() @ self.gate * self.a_log.exp()).square().mean()
+
+
+def build(implementation: str, clip_grad: float = 0.1) -> tuple[Mixed, FlatBuffers, Optimizer]:
+    reasons = OP.explain(Inputs(device_type="cuda"))[implementation]
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    model = Mixed().cuda()
+    buffers = FlatBuffers(model, extras={"loss": 1}, counters={"experts": 4})
+    return model, buffers, Optimizer(buffers, clip_grad=clip_grad, weight_decay=0.1, implementation=implementation)
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(32, 96, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def queue_gradients(model: Mixed, buffers: FlatBuffers, x_TD: torch.Tensor) -> None:
+    buffers.zero_grad()
+    loss = model(x_TD)
+    loss.backward()
+    buffers.extras["loss"].add_(loss.detach())
+    buffers.counters["experts"].add_(torch.ones(4, device="cuda"))
+    buffers.all_reduce(ParallelGroups.single("cuda"))
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def everything(model: Mixed, optimizer: Optimizer) -> list[torch.Tensor]:
+    return [*model.parameters(), *optimizer.state_shards().values()]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_steps_never_wait_for_the_device(implementation: str) -> None:
+    model, buffers, optimizer = build(implementation)
+    data = batches(6)
+    for x_TD in data[:2]:  # libraries may synchronise while they load
+        queue_gradients(model, buffers, x_TD)
+        optimizer.step(1e-3, loss=buffers.extras["loss"])
+    with no_synchronisation():
+        for number, x_TD in enumerate(data[2:]):
+            queue_gradients(model, buffers, x_TD)
+            stats = optimizer.step(1e-3 / (number + 1), loss=buffers.extras["loss"])
+    assert stats.nonfinite.item() == 0 and stats.grad_norm.item() > 0.1 and optimizer.steps.item() == 6
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.1])
+@pytest.mark.parametrize("implementation", ["torch", "transformer_engine", "apex"])
+def test_implementations_agree_with_the_oracle(implementation: str, clip_grad: float) -> None:
+    runs = {name: build(name, clip_grad) for name in (implementation, "reference")}
+    for step, x_TD in enumerate(batches(20)):
+        queue_gradients(*runs["reference"][:2], x_TD)
+        # The same gradients for both: what is compared is the optimizer.
+        runs[implementation][1].storage.copy_(runs["reference"][1].storage)
+        stats = {name: run[2].step(1e-3 * (step + 1)) for name, run in runs.items()}
+        assert stats[implementation].grad_norm.item() == stats["reference"].grad_norm.item()
+    found, expected = (runs[name][2].state_shards() for name in (implementation, "reference"))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_non_finite_step_changes_no_bit(implementation: str, bad: float) -> None:
+    model, buffers, optimizer = build(implementation)
+    first, second = batches(2)
+    queue_gradients(model, buffers, first)
+    optimizer.step(1e-3)
+    before = [t.clone() for t in everything(model, optimizer)]
+    queue_gradients(model, buffers, second)
+    model.gate.main_grad[1, 1] = bad
+    with no_synchronisation():
+        stats = optimizer.step(1e-3)
+    assert stats.nonfinite.item() == 1 and not stats.grad_norm.isfinite().item()
+    for now, then in zip(everything(model, optimizer), before):
+        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+    queue_gradients(model, buffers, second)
+    assert optimizer.step(1e-3).nonfinite.item() == 0 and optimizer.steps.item() == 2
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_captured_step_replays_with_new_rates_gradients_and_flags(implementation: str) -> None:
+    eager_model, eager_buffers, eager = build(implementation)
+    model, buffers, optimizer = build(implementation)
+    gradients = []
+    for x_TD in batches(4):
+        queue_gradients(eager_model, eager_buffers, x_TD)
+        gradients.append(eager_buffers.storage.clone())
+    gradients[2][5] = float("nan")
+
+    initial = {name: t.clone() for name, t in optimizer.state_shards().items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optimizer.step(0.0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats = optimizer.step(loss=buffers.extras["loss"])
+    optimizer.load_state(initial)
+
+    flags = []
+    for step, storage in enumerate(gradients):
+        lr = 1e-2 / (step + 1)
+        eager_buffers.storage.copy_(storage)
+        eager.step(lr, loss=eager_buffers.extras["loss"])
+        buffers.storage.copy_(storage)
+        optimizer.set_lr(lr)
+        graph.replay()
+        flags.append(stats.nonfinite.item())
+    assert flags == [0.0, 0.0, 1.0, 0.0] and optimizer.steps.item() == 3
+    for replayed, expected in zip(everything(model, optimizer), everything(eager_model, eager)):
+        assert torch.equal(replayed, expected)
+
+
+def test_forward_backward_and_step_in_one_graph() -> None:
+    """Hooks, flat buffers and optimizer together: parameters stay at the addresses that the graph reads and writes."""
+    eager_model, eager_buffers, eager = build("torch")
+    model, buffers, optimizer = build("torch")
+    data = batches(5)
+    static_TD = data[0].clone()
+    initial = {name: t.clone() for name, t in optimizer.state_shards().items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            queue_gradients(model, buffers, static_TD)
+            optimizer.step(0.0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        queue_gradients(model, buffers, static_TD)
+        optimizer.step(loss=buffers.extras["loss"])
+    optimizer.load_state(initial)
+    buffers.check_addresses()
+    for x_TD in data:
+        queue_gradients(eager_model, eager_buffers, x_TD)
+        eager.step(1e-3, loss=eager_buffers.extras["loss"])
+        static_TD.copy_(x_TD)
+        optimizer.set_lr(1e-3)
+        graph.replay()
+    assert buffers.counters["experts"].value().tolist() == [1] * 4
+    for replayed, expected in zip(everything(model, optimizer), everything(eager_model, eager)):
+        torch.testing.assert_close(replayed, expected, rtol=1e-2, atol=1e-4)
+    assert optimizer.steps.item() == len(data)
