@@ -9,6 +9,10 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
+CHAT_TEMPLATES = ("chatml",)
+"""Names of built-in chat templates."""
+CACHE_NAME = ".megatron_packed_cache"
+"""Directory beside the first file that holds tokenised data when --data-cache-path names none."""
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
     **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
@@ -24,14 +28,14 @@ class DataConfig(Section, title="data"):
     """Training and validation documents, and the tokenizer."""
 
     data_path: tuple[str, ...] = option(
-        (), "Files of documents to train on: .jsonl or .jsonl.gz with messages, prompt/completion or text.",
-        group="files", path="input_file",
+        (), "Documents to train on: files (.jsonl, .jsonl.gz with messages, prompt/completion or text), directories of "
+        "them, or patterns with *.", group="files", path="input_data",
     )
     train_data_path: tuple[str, ...] = option(
-        (), "The same as --data-path, beside --valid-data-path.", group="files", path="input_file"
+        (), "The same as --data-path, beside --valid-data-path.", group="files", path="input_data"
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "Files of documents to validate on.", group="files", path="input_file"
+        (), "Documents to validate on, named likewise.", group="files", path="input_data"
     )
     sft: bool = option(
         False, "Fine-tuning: documents are conversations or prompts with answers, and only the answers are learned.",
@@ -42,7 +46,7 @@ class DataConfig(Section, title="data"):
         group="files", minimum=0, maximum=1,
     )
     data_cache_path: str | None = option(
-        None, "Directory for tokenised data; by default beside each file.", group="files", path="output_directory"
+        None, "Directory for tokenised data; by default beside the first file.", group="files", path="output_directory"
     )
     num_workers: int = option(
         2, "Micro-batches that a background thread prepares ahead of the step; 0 prepares each when it is needed.",
@@ -62,7 +66,7 @@ class DataConfig(Section, title="data"):
         4096, "Entries of a TrainedBPETokenizer.", unit="tokens", group="tokenizer", minimum=260, maximum=1 << 20
     )
     chat_template: str | None = option(
-        None, "Chat template: a jinja2 file, or the name of a built-in template; by default the tokenizer's own.",
+        None, f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; by default the tokenizer's own.",
         group="tokenizer",
     )
 

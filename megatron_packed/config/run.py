@@ -133,10 +133,9 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[...,
     name = "--lr-warmup-iters" if optim.lr_warmup_fraction is None else "--lr-warmup-fraction"
     value = str(optim.lr_warmup_iters if optim.lr_warmup_fraction is None else optim.lr_warmup_fraction)
     source = "--train-iters" if optim.lr_decay_iters is None else "--lr-decay-iters"
-    last = end if optim.lr_decay_style == "constant" else end - 1
-    if warmup > last:
+    if warmup >= end:
         yield Problem(name, value, f"warms up for {warmup} iterations, and the decay ends at {end} ({source})",
-                      f"warm up for at most {last} iterations")
+                      f"warm up for at most {end - 1} iterations")
     elif optim.lr_decay_style == "WSD" and sound("optim.lr_wsd_decay_iters"):
         annealing = optim.lr_wsd_decay_iters
         if annealing is not None and warmup + annealing > end:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_packed.config.data import HUGGING_FACE
+from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
@@ -51,12 +52,24 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             if wrong is not None:
                 yield Problem(described.flag, path, *wrong, node_dependent=True)
     template = run.data.chat_template
-    if template is None or not sound("data.chat_template"):
-        return
-    if "/" in template or template.endswith((".jinja", ".jinja2", ".j2")):  # otherwise the name of a built-in one
+    if template is not None and sound("data.chat_template") and template not in CHAT_TEMPLATES:
         wrong = _tried(_input_file, template)
         if wrong is not None:
-            yield Problem("--chat-template", template, *wrong, node_dependent=True)
+            rule, cure = wrong
+            cure = f"{cure}, or give {' or '.join(CHAT_TEMPLATES)}"
+            yield Problem("--chat-template", template, rule, cure, node_dependent=True)
+    yield from _cache_problems(run, sound)
+
+
+def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Without --data-cache-path the tokenised data goes beside the first training file."""
+    if run.data.data_cache_path is not None or not sound("data.data_path", "data.train_data_path"):
+        return
+    for path in run.data.train_paths[:1]:
+        place = Path(path).absolute().parent
+        if os.path.isfile(path) and not (place / CACHE_NAME).exists() and not os.access(place, os.W_OK):
+            yield Problem("--data-cache-path", "", f"is required: this user cannot write beside the data, to {place}",
+                          "give a directory for tokenised data", node_dependent=True)
 
 
 def _tried(check: Callable[..., tuple[str, str] | None], *arguments: str | None) -> tuple[str, str] | None:
@@ -82,6 +95,20 @@ def _input_file(path: str) -> tuple[str, str] | None:
     if place.stat().st_size == 0:
         return "is empty", "give a file with something in it"
     return None
+
+
+def _input_data(path: str) -> tuple[str, str] | None:
+    """A file, a directory that holds .jsonl or .jsonl.gz, or a pattern that matches something."""
+    if os.path.isdir(path):
+        held = (name for _, _, names in os.walk(path) for name in names)
+        if any(name.endswith((".jsonl", ".jsonl.gz")) for name in held):
+            return None
+        return "holds no .jsonl or .jsonl.gz file", "name the files, or another directory"
+    if any(character in path for character in "*?[") and not os.path.exists(path):
+        if next(glob.iglob(path, recursive=True), None) is None:
+            return "matches no file", "correct the pattern, and quote it so that the shell leaves it alone"
+        return None
+    return _input_file(path)
 
 
 def _missing(path: str) -> tuple[str, str]:
@@ -155,6 +182,7 @@ def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None
 
 _CHECKS: dict[str, Callable[[str], tuple[str, str] | None]] = {
     "input_file": _input_file,
+    "input_data": _input_data,
     "input_directory": _input_directory,
     "output_file": _output_file,
     "output_directory": _output_directory,

@@ -7,11 +7,14 @@ import pytest
 
 @pytest.fixture
 def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """Flags and values of a small valid run, in an empty directory that holds train.jsonl and valid.jsonl."""
+    """Flags and values of a small valid run, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.jsonl").touch()
+    (tmp_path / "corpus_text.bin").write_bytes(b"\0")
     (tmp_path / "valid.jsonl").write_text('{"text": "two"}\n')
     return {
         "--hybrid-layer-pattern": "M*-",

@@ -18,7 +18,7 @@ def test_the_table_of_differences_is_the_data() -> None:
 
 def test_flags_and_variables_in_the_text_exist() -> None:
     written = set(re.findall(r"--[a-z][a-z0-9-]+", DOCUMENT))
-    assert written - known_flags() == {"--x", "--no-x"}
+    assert written - known_flags() == {"--no-x"}
     for name in VARIABLES:
         assert f"`{name}`" in DOCUMENT
 

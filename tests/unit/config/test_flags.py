@@ -1,9 +1,11 @@
 """Flags are generated from the fields: precedence, spellings, suggestions, configuration and argument files."""
 
 import dataclasses
+import os
 
 import pytest
 
+from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse, parse_with_sources
 from megatron_packed.config.registry import every_field, known_flags, spellings, usable_flags
@@ -182,6 +184,30 @@ def test_a_run_that_resumes_itself_may_have_nothing_to_load_yet(right, tmp_path)
     assert (config.checkpoint.save, config.checkpoint.load) == ("ckpt", "./ckpt")
     (tmp_path / "ckpt").mkdir()
     assert parse([*words(right), "--load", "ckpt", "--finetune"]).checkpoint.finetune
+
+
+def test_data_may_be_files_directories_and_patterns(right) -> None:
+    right["--data-path"] = "."
+    assert parse(words(right)).data.train_paths == (".",)
+    right["--data-path"] = "t*.jsonl"
+    config = parse([*words(right), "--sft", "--chat-template", "chatml", "--tokenizer-type", "TrainedBPETokenizer"])
+    assert config.data.train_paths == ("t*.jsonl",)
+
+
+def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(right, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("os.access", lambda place, mode: not (mode & os.W_OK and str(place) == str(tmp_path)))
+    assert set(problems(words(right))) == {"--data-cache-path"}
+    (tmp_path / "cache").mkdir()
+    assert parse([*words(right), "--data-cache-path", "cache"]).data.data_cache_path == "cache"
+    (tmp_path / CACHE_NAME).mkdir()
+    assert parse(words(right)).data.data_cache_path is None
+
+
+def test_names_that_the_data_package_knows_as_well() -> None:
+    from megatron_packed.data.chat import BUILT_IN_TEMPLATES
+    from megatron_packed.data.dataset import DEFAULT_CACHE_NAME
+
+    assert (set(CHAT_TEMPLATES), CACHE_NAME) == (set(BUILT_IN_TEMPLATES), DEFAULT_CACHE_NAME)
 
 
 def test_configs_cannot_be_changed(right) -> None:
