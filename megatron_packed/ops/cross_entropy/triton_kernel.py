@@ -73,8 +73,8 @@ def softmax_step(
         logits_CV.stride(0),
         labels_C.stride(0),
         loss_mask_C.stride(0),
-        vocab_size,
-        vocab_rows,
+        VOCAB_SIZE=vocab_size,
+        VOCAB_ROWS=vocab_rows,
         WITH_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8 if block == _BLOCK else 4,
@@ -91,8 +91,8 @@ def _softmax_kernel(
     logits_stride,
     label_stride,
     loss_mask_stride,
-    vocab_size,
-    vocab_rows,
+    VOCAB_SIZE: tl.constexpr,
+    VOCAB_ROWS: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -103,14 +103,14 @@ def _softmax_kernel(
     column = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite, so that a lane without a logit subtracts no infinities
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        logit = tl.load(row_ptr + start + column, mask=start + column < vocab_size, other=float("-inf")).to(tl.float32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        logit = tl.load(row_ptr + start + column, mask=start + column < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, logit)
         total = total * tl.exp(largest - larger) + tl.exp(logit - larger)
         largest = larger
     row_largest = tl.max(largest, axis=0)
     row_total = tl.sum(total * tl.exp(largest - row_largest), axis=0)
-    known = (label >= 0) & (label < vocab_size)
+    known = (label >= 0) & (label < VOCAB_SIZE)
     label_logit = tl.load(row_ptr + tl.where(known, label, 0)).to(tl.float32)
     nll = tl.where(known, tl.log(row_total) + row_largest - label_logit, float("nan"))
     tl.store(loss_ptr + token, tl.where(weight == 0, 0.0, nll * weight))
@@ -121,10 +121,10 @@ def _softmax_kernel(
         inverse = 1.0 / row_total
         # every thread has read the label's logit before any overwrites it
         tl.debug_barrier()
-        for start in range(0, vocab_rows, BLOCK):
+        for start in range(0, VOCAB_ROWS, BLOCK):
             position = start + column
-            logit = tl.load(row_ptr + position, mask=position < vocab_size, other=float("-inf")).to(tl.float32)
+            logit = tl.load(row_ptr + position, mask=position < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
             p = tl.exp(logit - row_largest) * inverse
             gradient = tl.where(position == label, p - 1.0, p) * scale
-            gradient = tl.where(weight == 0, 0.0, tl.where(position < vocab_size, gradient, 0.0))
-            tl.store(row_ptr + position, gradient.to(logits_ptr.dtype.element_ty), mask=position < vocab_rows)
+            gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
+            tl.store(row_ptr + position, gradient.to(logits_ptr.dtype.element_ty), mask=position < VOCAB_ROWS)

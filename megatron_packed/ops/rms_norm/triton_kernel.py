@@ -84,9 +84,10 @@ class _RMSNorm(torch.autograd.Function):
         programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
         shares = torch.empty(programs, features, dtype=torch.float32, device=x.device)
         _backward_kernel[(programs,)](
-            x, weight, rstd, dy, dtotal, dx, shares, tokens, triton.cdiv(tokens, programs * rows) * rows,
+            x, weight, rstd, dy, dtotal, dx, shares, tokens,
             x.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0),
-            FEATURES=features, ROWS=rows, BLOCK_D=block_d, num_warps=min(32, 2 * warps),
+            PROGRAM_ROWS=triton.cdiv(tokens, programs * rows) * rows, FEATURES=features, ROWS=rows, BLOCK_D=block_d,
+            num_warps=min(32, 2 * warps),
         )  # fmt: skip
         dweight = _sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[2] else None
         dx_TD = dx.view(ctx.shape)
@@ -98,7 +99,14 @@ def _sum_shares(shares: Tensor, weight: Tensor, main_grad: Tensor | None) -> Ten
     programs, features = shares.shape
     out = torch.empty_like(weight) if main_grad is None else main_grad
     _sum_kernel[(triton.cdiv(features, 64),)](
-        shares, out, programs, FEATURES=features, ADD=main_grad is not None, BLOCK_P=64, BLOCK_D=64, num_warps=8
+        shares,
+        out,
+        PROGRAMS=programs,
+        FEATURES=features,
+        ADD=main_grad is not None,
+        BLOCK_P=64,
+        BLOCK_D=64,
+        num_warps=8,
     )
     return out if main_grad is None else None
 
@@ -165,10 +173,10 @@ def _backward_kernel(
     dx_ptr,
     shares_ptr,
     tokens,
-    rows_per_program,
     x_stride,
     dy_stride,
     dtotal_stride,
+    PROGRAM_ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -178,8 +186,8 @@ def _backward_kernel(
     real = column < FEATURES
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
     share = tl.zeros((BLOCK_D,), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * rows_per_program
-    for start in range(0, rows_per_program, ROWS):
+    first = tl.program_id(0).to(tl.int64) * PROGRAM_ROWS
+    for start in range(0, PROGRAM_ROWS, ROWS):
         row = first + start + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & real[None, :]
         x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -201,7 +209,7 @@ def _backward_kernel(
 def _sum_kernel(
     shares_ptr,
     out_ptr,
-    programs,
+    PROGRAMS: tl.constexpr,
     FEATURES: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -211,9 +219,9 @@ def _sum_kernel(
     column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = column < FEATURES
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, programs, BLOCK_P):
+    for start in range(0, PROGRAMS, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
-        mask = (program < programs)[:, None] & real[None, :]
+        mask = (program < PROGRAMS)[:, None] & real[None, :]
         total += tl.load(shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0)
     result = tl.sum(total, axis=0)
     if ADD:

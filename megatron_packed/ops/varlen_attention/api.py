@@ -17,6 +17,7 @@ from megatron_packed.ops.varlen_attention.tables import Tables, build_tables
 
 _HERE = "megatron_packed.ops.varlen_attention"
 _INT32_LIMIT = 2**31
+_DETERMINISTIC_SQUARE_LIMIT = 2**30
 
 # Fastest first on an H200 (README, 'Order'). 'auto' takes the first that can serve.
 OP = Op(
@@ -49,6 +50,8 @@ class Inputs:
     deterministic: bool
     oversized_backward: int = 0
     """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else 0."""
+    oversized_square: int = 0
+    """Documents x heads x max_seqlen^2 where ``deterministic`` and 2^30 or more, else 0."""
 
 
 def varlen_attention(
@@ -88,15 +91,16 @@ def varlen_attention(
     _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
     tokens, num_heads, head_dim = q_TNH.shape
     inputs = _inputs(
-        tokens,
-        num_heads,
-        k_TKH.shape[1],
-        head_dim,
-        q_TNH.dtype,
-        q_TNH.device,
-        cu_seqlens.shape[0] - 1,
-        window,
-        deterministic,
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=k_TKH.shape[1],
+        head_dim=head_dim,
+        dtype=q_TNH.dtype,
+        device=q_TNH.device,
+        num_sequences=cu_seqlens.shape[0] - 1,
+        max_seqlen=max_seqlen,
+        window_size=window,
+        deterministic=deterministic,
     )
     run = OP.run(inputs, backend)
     if backend == "auto":
@@ -125,6 +129,7 @@ def prepare_tables(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    max_seqlen: int | None = None,
     window_size: int | None = None,
     deterministic: bool = False,
 ) -> Tables | None:
@@ -135,15 +140,16 @@ def prepare_tables(
     """
     window = _window(window_size)
     inputs = _inputs(
-        seq_idx_1T.shape[-1],
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        dtype,
-        seq_idx_1T.device,
-        cu_seqlens.shape[0] - 1,
-        window,
-        deterministic,
+        tokens=seq_idx_1T.shape[-1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=seq_idx_1T.device,
+        num_sequences=cu_seqlens.shape[0] - 1,
+        max_seqlen=seq_idx_1T.shape[-1] if max_seqlen is None else max_seqlen,
+        window_size=window,
+        deterministic=deterministic,
     )
     return build_tables(OP.select(inputs, backend).name, seq_idx_1T, window)
 
@@ -158,6 +164,7 @@ def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, he
 
 
 def _inputs(
+    *,
     tokens: int,
     num_heads: int,
     num_kv_heads: int,
@@ -165,10 +172,12 @@ def _inputs(
     dtype: torch.dtype,
     device: torch.device,
     num_sequences: int,
+    max_seqlen: int,
     window_size: int | None,
     deterministic: bool,
 ) -> Inputs:
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
+    square = num_sequences * num_heads * max_seqlen**2
     return Inputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -180,6 +189,7 @@ def _inputs(
         window_size=window_size,
         deterministic=deterministic,
         oversized_backward=elements if elements >= _INT32_LIMIT else 0,
+        oversized_square=square if deterministic and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
     )
 
 

@@ -42,6 +42,27 @@ class BlockTables:
     full_q_index: Tensor
     window_size: int | None
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors alone, in the order of the fields."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+
+    @classmethod
+    def from_tensors(cls, tensors: tuple[Tensor, ...], window_size: int | None) -> BlockTables:
+        """The inverse of ``tensors``."""
+        document_T, kv_num, kv_index, full_kv_num, full_kv_index, q_num, q_index, full_q_num, full_q_index = tensors
+        return cls(
+            document_T=document_T,
+            kv_num=kv_num,
+            kv_index=kv_index,
+            full_kv_num=full_kv_num,
+            full_kv_index=full_kv_index,
+            q_num=q_num,
+            q_index=q_index,
+            full_q_num=full_q_num,
+            full_q_index=full_q_index,
+            window_size=window_size,
+        )
+
     def copy_from(self, other: BlockTables) -> None:
         """Refill in place (all tensors keep their addresses) with another packing's tables of the same T and window."""
         _copy_tensors(self, other)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_packed.ops.dispatch import NoBackendError
-from megatron_packed.ops.varlen_attention import api, reference, sdpa, tables
+from megatron_packed.ops.varlen_attention import api, flex, reference, sdpa, tables, torch_varlen
 from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
 
 PACKINGS = {
@@ -155,6 +155,23 @@ def test_block_tables_list_what_the_mask_shows(lengths, window):
             assert torch.equal(index[0, 0, row, :count], want_index[0, 0, row, :count])
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_flex_follows_its_tables_without_recompiling(window):
+    """The function that a GPU compiles, here traced and run by dynamo alone."""
+    q, k, v = (x.detach() for x in random_qkv(256))
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    attend = flex.compiled_attention(window, 0.3, True, backend="eager")
+    for lengths in ([256], [100, 156], [1] * 56 + [200]):
+        cu_seqlens = offsets(lengths)
+        built = tables.build_block_tables(tables.document_numbers(cu_seqlens, 256), window)
+        assert all(torch.equal(a, b) for a, b in zip(built.tensors(), built.from_tensors(built.tensors(), 1).tensors()))
+        got = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), *built.tensors())[0].transpose(0, 1)
+        want = varlen_attention(q, k, v, cu_seqlens, 256, softmax_scale=0.3, window_size=window)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+    assert counters["unique_graphs"] == 1
+
+
 def test_block_tables_are_refilled_in_place():
     first, second = (
         tables.build_block_tables(tables.document_numbers(offsets(lengths), 512), None)
@@ -185,9 +202,11 @@ def test_wrong_offsets_are_refused():
 
 def test_forced_backends_say_why_they_cannot_serve():
     q, k, v = random_qkv(10)
+    needs = r"(does not import|CUDA capability).*"
     for name in ("flash_attn_4", "flash_attn_2", "transformer_engine", "torch_varlen", "flex"):
-        with pytest.raises(NoBackendError, match=name):
+        with pytest.raises(NoBackendError, match=f"{name}: .*{needs}"):
             varlen_attention(q, k, v, offsets([10]), 10, backend=name)
+    assert api.OP.select(api.Inputs(**{**INPUTS, "device_type": "cpu", "capability": None})).name == "reference"
     assert prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES) is None
     many_tokens = api.Inputs(**{**INPUTS, "tokens": 65536})
     assert any("65536" in reason for reason in sdpa.not_supported_reasons(many_tokens))
@@ -210,3 +229,37 @@ INPUTS = dict(
     deterministic=False,
     oversized_backward=0,
 )
+
+
+def reasons(module, **changes):
+    return " ".join(
+        module.not_supported_reasons(api.Inputs(**{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes}))
+    )
+
+
+def test_limits_of_kernels_are_reasons():
+    assert reasons(torch_varlen) == "" and reasons(flex) == ""
+    assert "float32" in reasons(flex, dtype=torch.float32)
+    assert "multiple of 128" in reasons(flex, tokens=130)
+    assert "power of 2" in reasons(flex, head_dim=96)
+    assert "3 query heads per key head" in reasons(flex, num_heads=6)
+    assert "deterministic" in reasons(torch_varlen, deterministic=True)
+    assert "3000000000 elements" in reasons(torch_varlen, oversized_backward=3_000_000_000)
+    assert "capability 8" in reasons(flex, capability=(7, 5))
+    assert "changing order" in reasons(sdpa, deterministic=True)
+
+
+def test_oversized_inputs_are_found_before_a_kernel_runs():
+    sizes = {
+        "num_heads": 16,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+    }
+    found = api._inputs(
+        **sizes, tokens=8192, num_sequences=8200, max_seqlen=8192, window_size=None, deterministic=False
+    )
+    assert found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
+    found = api._inputs(**sizes, tokens=8192, num_sequences=66, max_seqlen=8192, window_size=None, deterministic=True)
+    assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2

@@ -1,0 +1,81 @@
+"""flash-attn 2. Slower than version 4 on Hopper and pays most for padded cu_seqlens, but runs from Ampere on.
+
+Imported from its own module: where only flash-attn 4 is installed, ``flash_attn`` is an empty namespace and this
+import fails, which dispatch reports as the reason.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+from torch import Tensor
+
+from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.tables import Tables
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.capability is None or inputs.capability[0] < 8:
+        reasons.append(f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}")
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+    if inputs.head_dim > 256:
+        reasons.append(f"the head dimension ({inputs.head_dim}) exceeds 256")
+    if inputs.oversized_backward:
+        reasons.append(
+            f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "
+            "use fewer tokens or documents per pack"
+        )
+    if not reasons:
+        reasons += _missing_from_the_build(inputs.dtype, inputs.head_dim)
+    return reasons
+
+
+@lru_cache(maxsize=64)
+def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Builds may leave out dtypes and head dimensions, and only a call tells: one token, once per kind.
+
+    Not under capture, where a failed launch would cost the graph; selection happens in the warm-up before it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return []
+    with torch.no_grad():
+        token = torch.zeros(1, 1, head_dim, dtype=dtype, device="cuda")
+        offsets = torch.tensor([0, 1], dtype=torch.int32).to("cuda", non_blocking=True)
+        try:
+            flash_attn_varlen_func(token, token, token, offsets, offsets, 1, 1, causal=True)
+        except RuntimeError as error:
+            return [f"the installed build has no kernel for {dtype} with head dimension {head_dim}: {error}"]
+    return []
+
+
+def run(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
+    tables: Tables | None,
+) -> Tensor:
+    out_TNH: Tensor = flash_attn_varlen_func(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_size=(-1, -1) if window_size is None else (window_size - 1, 0),
+        deterministic=deterministic,
+    )
+    return out_TNH

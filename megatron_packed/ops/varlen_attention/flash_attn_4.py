@@ -1,0 +1,65 @@
+"""flash-attn 4 (``flash_attn.cute``), the fastest varlen kernel on Hopper and Blackwell.
+
+It shares the namespace ``flash_attn`` with flash-attn 2 and needs nothing of it. Kernels are compiled on first use
+for each dtype, head dimension and option; the forward pass is deterministic, the backward pass adds dQ (and, with
+grouped heads, dK and dV) in a changing order unless ``deterministic``.
+"""
+
+from __future__ import annotations
+
+import torch
+from flash_attn.cute.interface import flash_attn_varlen_func
+from torch import Tensor
+
+from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.tables import Tables
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.capability is None or not 9 <= inputs.capability[0] <= 12:
+        reasons.append(
+            f"its backward pass needs CUDA capability 9 to 12, not {inputs.capability or inputs.device_type}"
+        )
+    elif inputs.capability[0] == 12 and inputs.deterministic:
+        reasons.append("its backward pass has no deterministic form on capability 12")
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+    widest = 256 if inputs.capability is not None and inputs.capability[0] == 9 else 128
+    if inputs.head_dim % 8 or not 8 <= inputs.head_dim <= widest:
+        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to {widest}")
+    if inputs.oversized_backward:
+        reasons.append(
+            f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "
+            "use fewer tokens per pack"
+        )
+    return reasons
+
+
+def run(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
+    tables: Tables | None,
+) -> Tensor:
+    out_TNH: Tensor = flash_attn_varlen_func(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_size=(None, None) if window_size is None else (window_size - 1, 0),
+        deterministic=deterministic,
+    )[0]
+    return out_TNH

@@ -1,0 +1,96 @@
+"""torch FlexAttention over static block tables: nothing to pad, the cheapest kernel where documents are very short.
+
+The compiled function takes plain tensors and assembles the block mask inside, so another packing is other tensor
+contents and never a recompilation, and a captured graph follows ``tables.copy_from``. No atomics: deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.tables import (
+    BLOCK,
+    BlockTables,
+    Tables,
+    build_block_tables,
+    document_numbers,
+)
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.capability is None or inputs.capability[0] < 8:
+        reasons.append(f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}")
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it is verified for bfloat16 and float16, not {inputs.dtype}")
+    if inputs.tokens % BLOCK:
+        reasons.append(f"T ({inputs.tokens}) is not a multiple of {BLOCK}, the block of its tables")
+    if inputs.head_dim & (inputs.head_dim - 1) or not 16 <= inputs.head_dim <= 256:
+        reasons.append(f"the head dimension ({inputs.head_dim}) must be a power of 2 from 16 to 256")
+    group = inputs.num_heads // inputs.num_kv_heads
+    if group & (group - 1):
+        reasons.append(f"{group} query heads per key head is not a power of 2")
+    return reasons
+
+
+def run(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
+    tables: Tables | None,
+) -> Tensor:
+    tokens, num_heads, _ = q_TNH.shape
+    if not isinstance(tables, BlockTables) or tables.window_size != window_size:
+        seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
+        tables = build_block_tables(seq_idx_1T, window_size)
+    attend = compiled_attention(window_size, softmax_scale, num_heads != k_TKH.shape[1])
+    # (T, N, H) -> (1, N, T, H)
+    q_1NTH, k_1KTH, v_1KTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
+    out_1NTH: Tensor = attend(q_1NTH, k_1KTH, v_1KTH, *tables.tensors())
+    return out_1NTH[0].transpose(0, 1)
+
+
+@lru_cache(maxsize=32)
+def compiled_attention(
+    window_size: int | None, softmax_scale: float, grouped: bool, backend: str = "inductor"
+) -> Callable[..., Tensor]:
+    """``attend(q, k, v, *tables.tensors())`` on (1, heads, T, H), compiled once for these constants."""
+
+    def attend(q_1NTH: Tensor, k_1KTH: Tensor, v_1KTH: Tensor, *tensors: Tensor) -> Tensor:
+        tables = BlockTables.from_tensors(tensors, window_size)
+        tokens = q_1NTH.shape[2]
+        block_mask = BlockMask(
+            seq_lengths=(tokens, tokens),
+            kv_num_blocks=tables.kv_num,
+            kv_indices=tables.kv_index,
+            full_kv_num_blocks=tables.full_kv_num,
+            full_kv_indices=tables.full_kv_index,
+            q_num_blocks=tables.q_num,
+            q_indices=tables.q_index,
+            full_q_num_blocks=tables.full_q_num,
+            full_q_indices=tables.full_q_index,
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=tables.mask_mod(),
+        )
+        out: Any = flex_attention(
+            q_1NTH, k_1KTH, v_1KTH, block_mask=block_mask, scale=softmax_scale, enable_gqa=grouped
+        )
+        result: Tensor = out
+        return result
+
+    compiled: Callable[..., Tensor] = torch.compile(attend, backend=backend, dynamic=False, fullgraph=True)
+    return compiled

@@ -1,0 +1,71 @@
+"""torch.nn.attention.varlen: the flash-attention 2 inside torch, always there on CUDA.
+
+Its backward pass is deterministic only under a global switch of torch, so it does not serve ``deterministic``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.tables import Tables
+
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.13 takes fewer key than query heads, 2.11 does not: there they are repeated."""
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.capability is None or inputs.capability[0] < 8:
+        reasons.append(f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}")
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+    if inputs.head_dim % 8 or inputs.head_dim > 256:
+        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 256")
+    if inputs.deterministic:
+        reasons.append("its backward pass takes no deterministic flag")
+    if inputs.oversized_backward:
+        reasons.append(
+            f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "
+            "use fewer tokens or documents per pack"
+        )
+    return reasons
+
+
+def run(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
+    tables: Tables | None,
+) -> Tensor:
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    options: dict[str, Any] = {"enable_gqa": True} if _TAKES_GROUPS and group > 1 else {}
+    if group > 1 and not _TAKES_GROUPS:
+        k_TKH, v_TKH = (x.repeat_interleave(group, dim=1) for x in (k_TKH, v_TKH))
+    window = (-1, 0) if window_size is None else (window_size - 1, 0)
+    out_TNH = varlen_attn(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=softmax_scale,
+        window_size=window,
+        **options,
+    )
+    assert isinstance(out_TNH, Tensor)  # a pair only where the log-sum-exp is asked for
+    return out_TNH

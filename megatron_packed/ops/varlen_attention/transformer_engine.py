@@ -1,0 +1,114 @@
+"""TransformerEngine's packed attention, which is cuDNN's.
+
+Its module chooses a kernel by itself and may fall to one that holds T x T scores; ``run`` checks the choice and
+refuses that. ``pad_between_seqs=False`` is said explicitly: older versions compare offsets on the host to find out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch import DotProductAttention
+from transformer_engine.pytorch.attention import dot_product_attention as te_attention
+
+from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.tables import Tables
+
+_SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
+
+_ALLOW_ATOMICS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.capability is None or inputs.capability[0] < 9:
+        reasons.append(
+            f"cuDNN's packed attention needs CUDA capability 9, not {inputs.capability or inputs.device_type}"
+        )
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+    if inputs.head_dim % 8 or inputs.head_dim > 128:
+        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
+    if inputs.oversized_square:
+        reasons.append(
+            f"cuDNN's deterministic backward pass would need a workspace for {inputs.oversized_square} scores "
+            "(documents x heads x max_seqlen^2), and TransformerEngine refuses 2^30 and more"
+        )
+    return reasons
+
+
+def run(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
+    tables: Tables | None,
+) -> Tensor:
+    """Raises RuntimeError if TransformerEngine would compute with unfused T x T scores."""
+    num_heads, head_dim = q_TNH.shape[1:]
+    module = _module(num_heads, k_TKH.shape[1], head_dim, softmax_scale, window_size, deterministic)
+    options: dict[str, Any] = {"pad_between_seqs": False} if _SAYS_PADDING else {}
+    out: Tensor = module(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        **options,
+    )
+    chosen = getattr(te_attention, "_attention_backends", {})
+    if chosen.get("use_unfused_attention") and not (chosen["use_fused_attention"] or chosen["use_flash_attention"]):
+        raise RuntimeError(
+            f"TransformerEngine has no fused kernel for q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)} {q_TNH.dtype} "
+            f"with {cu_seqlens.shape[0] - 1} documents; choose another attention backend "
+            "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why)."
+        )
+    return out.view(q_TNH.shape)
+
+
+@lru_cache(maxsize=32)
+def _module(
+    num_heads: int, num_kv_heads: int, head_dim: int, softmax_scale: float, window_size: int | None, deterministic: bool
+) -> torch.nn.Module:
+    """The module without parameters that holds these options."""
+    with _deterministic_choice(deterministic):
+        module: torch.nn.Module = DotProductAttention(
+            num_heads,
+            head_dim,
+            num_gqa_groups=num_kv_heads,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            window_size=None if window_size is None else (window_size - 1, 0),
+            softmax_scale=softmax_scale,
+        )
+    return module
+
+
+@contextmanager
+def _deterministic_choice(deterministic: bool) -> Iterator[None]:
+    """TransformerEngine reads determinism from the environment when a module is made."""
+    before = os.environ.get(_ALLOW_ATOMICS)
+    if deterministic:
+        os.environ[_ALLOW_ATOMICS] = "0"
+    try:
+        yield
+    finally:
+        if deterministic and before is None:
+            del os.environ[_ALLOW_ATOMICS]
+        elif deterministic and before is not None:
+            os.environ[_ALLOW_ATOMICS] = before
