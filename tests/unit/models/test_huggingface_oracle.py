@@ -181,7 +181,8 @@ def test_mixtral():
 def test_gpt_neox():
     config = transformers.GPTNeoXConfig(
         vocab_size=cases.VOCAB, hidden_size=HIDDEN, num_attention_heads=HEADS, intermediate_size=48,
-        num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         use_parallel_residual=False, hidden_act="gelu", layer_norm_eps=1e-5,
     )  # fmt: skip
     theirs = fill(transformers.GPTNeoXForCausalLM(config))

@@ -1,0 +1,224 @@
+"""Do the documents of a pack stay apart, with the kernels that are about to train?
+
+A small model for each kind of layer, with the head and state sizes that choose kernels, sees a pack twice: as it is,
+and with every token of one document changed. Everything that belongs to the other documents (outputs, losses, gradients
+of the inputs) must stay as it was. More runs keep the check honest: the same pack again, which shows what a kernel that
+is not deterministic changes by itself, and the pack with its boundaries removed, where the change must be seen; a check
+that cannot see that would see no leak either.
+
+Letters: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MOE
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.micro_batch import MicroBatch
+
+VOCAB = 64
+HIDDEN = 64
+BLOCK = 128
+"""Packs are a multiple of this, as kernels with block tables want them."""
+CHANGED = 1
+"""The document whose tokens change."""
+ULPS_OF_GROUPED_PRODUCTS = 4
+"""A grouped product may split its sums by how many rows an expert has, so other documents' rows may round anew."""
+NOISE_FACTOR = 4
+"""How far beyond one observed run-to-run difference another may lie."""
+LEAK_FACTOR = 10
+"""A removed boundary must be seen this far above what is allowed, or the check is blind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsolationResult:
+    """One quantity of one kind of layer.
+
+    Differences are relative: max |difference| / max |value| over the other documents and the tail.
+    """
+
+    symbol: str
+    """Of the layer pattern."""
+    quantity: str
+    """``outputs``, ``loss`` or ``input gradients``."""
+    difference: float
+    """What the changed document moved in others."""
+    allowed: float
+    """0 where the bits must be equal."""
+    noise: float
+    """What running the same pack twice moved."""
+    leak: float | None
+    """What it moved with the boundaries removed; None for layers that know none."""
+
+    @property
+    def isolated(self) -> bool:
+        return self.difference <= self.allowed
+
+    @property
+    def seeing(self) -> bool:
+        """Whether a leak would have been noticed."""
+        return self.leak is None or self.leak > LEAK_FACTOR * self.allowed
+
+    @property
+    def passed(self) -> bool:
+        return self.isolated and self.seeing
+
+    def __str__(self) -> str:
+        measured = f"{LAYER_NAMES[self.symbol]} layers ({self.symbol}), {self.quantity}: "
+        if not self.isolated:
+            return measured + (
+                f"a changed document moved other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
+                "the kernel in use leaks between documents, so choose another backend for it."
+            )
+        if not self.seeing:
+            return measured + (
+                f"removing all boundaries moved other documents by {self.leak:.1e} only, no more than the "
+                f"{self.allowed:.1e} that is allowed, so a leak could not be seen with these kernels."
+            )
+        seen = "" if self.leak is None else f"; a removed boundary moves them by {self.leak:.1e}"
+        return measured + f"other documents moved by {self.difference:.1e}, allowed {self.allowed:.1e}{seen}."
+
+
+def check_isolation(
+    model_config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    backends: Backends | Mapping[str, str] | None = None,
+) -> list[IsolationResult]:
+    """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
+
+    Under 2 seconds once kernels are compiled; waits for the device, so call it before training and not in it.
+
+    Returns:
+        Three results for each kind of layer; refuse to train unless all ``passed``, and print those that did not.
+    """
+    results = []
+    for symbol in dict.fromkeys(model_config.layer_types):
+        results += _check_layer(symbol, model_config, torch.device(device), dtype, Backends.of(backends))
+    return results
+
+
+def small_config(symbol: str, config: ModelConfig) -> ModelConfig:
+    """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible."""
+    heads_per_group = max(1, config.num_attention_heads // config.num_query_groups)
+    groups = min(config.mamba_num_groups, 2)
+    mamba_heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2)
+    is_moe = symbol == MOE
+    changes = {
+        "hybrid_layer_pattern": symbol,
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 2 * HIDDEN,
+        "num_query_groups": 1,
+        "num_attention_heads": heads_per_group,
+        "mamba_num_groups": groups,
+        "mamba_num_heads": groups * mamba_heads_per_group,
+        "hidden_dropout": 0.0,
+        "init_method_std": HIDDEN**-0.5,
+        "num_experts": min(config.num_experts or 1, max(8, config.moe_router_topk)) if is_moe else None,
+        "moe_ffn_hidden_size": HIDDEN,
+        "moe_shared_expert_intermediate_size": HIDDEN
+        if is_moe and config.moe_shared_expert_intermediate_size
+        else None,
+        "moe_aux_loss_coeff": 0.0,  # couples documents by design
+        "moe_z_loss_coeff": None,
+        "make_vocab_size_divisible_by": VOCAB,
+        "vocab_size": VOCAB,
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def _check_layer(
+    symbol: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends
+) -> list[IsolationResult]:
+    chunk = config.mamba_chunk_size
+    total = -(-(2 * chunk + 32) // BLOCK) * BLOCK
+    # One document inside a chunk; one that crosses into the next and shares it with others; a long one; the tail.
+    lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
+    small = small_config(symbol, config)
+    model = HybridModel(
+        small, vocab_size=VOCAB, max_positions=total, device=device, dtype=dtype, backends=backends, seed=1
+    )
+    packs = [_make_pack(lengths, total, change).to(device) for change in (False, True)]
+    others_T = packs[0].packed.seq_idx[0] != CHANGED
+    before, again, after = (_observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
+    joined = None
+    if symbol in (MAMBA, ATTENTION):
+        joined = [_observe(model, _without_boundaries(pack)) for pack in packs]
+    tolerance = 0.0
+    if symbol == MOE and backends.grouped_mlp != "reference" and device.type != "cpu":
+        tolerance = ULPS_OF_GROUPED_PRODUCTS * torch.finfo(dtype).eps
+    results = []
+    for quantity, value in before.items():
+        noise = _moved(value, again[quantity], others_T)
+        leak = None if joined is None else _moved(joined[0][quantity], joined[1][quantity], others_T)
+        results.append(
+            IsolationResult(
+                symbol=symbol,
+                quantity=quantity,
+                difference=_moved(value, after[quantity], others_T),
+                allowed=max(tolerance, NOISE_FACTOR * noise),
+                noise=noise,
+                leak=leak,
+            )
+        )
+    return results
+
+
+def _make_pack(lengths: list[int], total: int, change: bool) -> MicroBatch:
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(0, VOCAB, length), None) for length in lengths]
+    if change:
+        documents[CHANGED] = ((documents[CHANGED][0] + 1) % VOCAB, None)
+    return MicroBatch.build(documents, total, scales=(1.0, 0.0))
+
+
+def _without_boundaries(pack: MicroBatch) -> MicroBatch:
+    """The same tokens as one document."""
+    packed = pack.packed
+    cu_seqlens = torch.full_like(packed.cu_seqlens, packed.total_tokens)
+    cu_seqlens[0] = 0
+    joined = dataclasses.replace(
+        packed,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens.cpu(),
+        seq_idx=torch.zeros_like(packed.seq_idx),
+        position_ids=torch.arange(packed.total_tokens, dtype=torch.int32, device=packed.position_ids.device),
+        valid=torch.ones_like(packed.valid),
+        max_seqlen=packed.total_tokens,
+        num_seqs=1,
+    )
+    return dataclasses.replace(pack, packed=joined)
+
+
+def _observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
+    """Outputs, losses and input gradients of all slots."""
+    captured: list[Tensor] = []
+    handles = [
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: captured.append(output)),
+        model.final_norm.register_forward_hook(lambda _module, _inputs, output: captured.append(output)),
+    ]
+    try:
+        output = model(pack)
+    finally:
+        for handle in handles:
+            handle.remove()
+    embedded_TD, normed_TD = captured
+    (input_grad_TD,) = torch.autograd.grad(output.loss, [embedded_TD])
+    return {"outputs": normed_TD.detach(), "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
+
+
+def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:
+    """max |difference| / max |before| over some rows; infinite where a value is not finite."""
+    kept, changed = before[rows_T].double(), after[rows_T].double()
+    if not torch.isfinite(kept).all() or not torch.isfinite(changed).all():
+        return float("inf")
+    return ((kept - changed).abs().max() / kept.abs().max().clamp(min=1e-30)).item()

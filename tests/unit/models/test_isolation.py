@@ -1,0 +1,129 @@
+"""The start-up check passes on kernels that isolate, sees those that do not, and says so."""
+
+import time
+
+import hybrid_cases as cases
+import pytest
+import torch
+
+import megatron_packed.layers.attention as attention
+import megatron_packed.layers.mamba_mixer as mamba_mixer
+import megatron_packed.ops.ssd.reference as ssd_reference
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.models.isolation import IsolationResult, check_isolation, small_config
+
+CONFIG = ModelConfig(
+    hybrid_layer_pattern="M*-EM*E", hidden_size=2048, num_attention_heads=16, num_query_groups=4, kv_channels=64,
+    mamba_num_groups=8, mamba_head_dim=64, mamba_state_dim=128, mamba_chunk_size=64, num_experts=64, moe_router_topk=3,
+    moe_ffn_hidden_size=512, moe_shared_expert_intermediate_size=512, moe_aux_loss_coeff=0.1, add_bias_linear=False,
+    position_embedding_type="rope", normalization="RMSNorm", squared_relu=True,
+)  # fmt: skip
+
+
+def check(pattern, dtype=torch.float32):
+    return check_isolation(cases.tiny_config(pattern, position_embedding_type="rope"), "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_model_passes_bit_for_bit_in_under_two_seconds(dtype):
+    check("M*-E")  # imports and compiles what a first use imports and compiles
+    start = time.process_time()
+    results = check_isolation(CONFIG, "cpu", dtype)
+    assert time.process_time() - start < 2
+    assert [(r.symbol, r.quantity) for r in results] == [
+        (symbol, quantity) for symbol in "M*-E" for quantity in ("outputs", "loss", "input gradients")
+    ]
+    for result in results:
+        assert result.passed and result.difference == result.allowed == result.noise == 0, str(result)
+    assert all(result.leak > 1e-2 for result in results if result.symbol in "M*")
+
+
+def test_the_small_model_keeps_what_chooses_kernels():
+    for symbol in "M*-E":
+        small = small_config(symbol, CONFIG)
+        for name in (
+            "head_dim",
+            "mamba_head_dim",
+            "mamba_state_dim",
+            "mamba_chunk_size",
+            "activation",
+            "normalization",
+        ):
+            assert getattr(small, name) == getattr(CONFIG, name), name
+        assert small.num_attention_heads // small.num_query_groups == 4
+        assert small.moe_router_topk == 3
+    assert small_config("E", CONFIG).num_experts == 8
+
+
+def failures(results):
+    return {(result.symbol, result.quantity) for result in results if not result.passed}
+
+
+def test_a_leaking_convolution_is_found(monkeypatch):
+    convolve = mamba_mixer.causal_conv1d
+    monkeypatch.setattr(
+        mamba_mixer, "causal_conv1d", lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw)
+    )
+    results = check("M*")
+    assert failures(results) == {("M", "outputs"), ("M", "loss"), ("M", "input gradients")}
+    assert "Mamba-2 layers (M), outputs: a changed document moved other documents" in str(results[0])
+    assert "choose another backend" in str(results[0])
+
+
+def test_a_leak_by_rounding_alone_is_found(monkeypatch):
+    """mamba-ssm's own running sum goes on across documents, in float32; they feel each other's rounding."""
+    monkeypatch.setattr(ssd_reference, "document_sum", cases.sum_without_restart)
+    results = check("M")
+    assert ("M", "outputs") in failures(results)
+    assert 0 < results[0].difference < 1e-4
+
+
+def test_leaking_attention_is_found(monkeypatch):
+    attend = attention.varlen_attention
+
+    def without_boundaries(q, k, v, cu_seqlens, max_seqlen, **options):
+        joined = torch.full_like(cu_seqlens, q.shape[0])
+        joined[0] = 0
+        return attend(q, k, v, joined, q.shape[0], **options | {"seq_idx_1T": torch.zeros_like(options["seq_idx_1T"])})
+
+    monkeypatch.setattr(attention, "varlen_attention", without_boundaries)
+    assert failures(check("*-")) == {("*", "outputs"), ("*", "loss"), ("*", "input gradients")}
+
+
+def test_a_check_that_could_not_see_a_leak_does_not_pass(monkeypatch):
+    """A mixer that passes nothing from token to token isolates, and also when the boundaries are gone."""
+    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *args, **options: q)
+    results = check("*")
+    assert all(result.isolated and not result.passed for result in results)
+    assert "a leak could not be seen" in str(results[0])
+
+
+def test_not_a_number_does_not_pass(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *args, **options: q * float("nan"))
+    assert len(failures(check("*"))) == 3
+
+
+def test_a_kernel_that_is_not_deterministic_may_differ_by_its_own_noise(monkeypatch):
+    """Noise of 1e-6 passes, since a leak is far above it; noise as large as a leak hides one and does not pass."""
+    attend = attention.varlen_attention
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(level):
+        def run(q, *args, **options):
+            out = attend(q, *args, **options)
+            return out * (1 + level * torch.rand(out.shape, generator=generator))
+
+        return run
+
+    monkeypatch.setattr(attention, "varlen_attention", noisy(1e-6))
+    results = check("*")
+    assert all(result.passed and result.noise > 0 for result in results), [str(r) for r in results]
+    monkeypatch.setattr(attention, "varlen_attention", noisy(0.5))
+    assert failures(check("*"))
+
+
+def test_sentences():
+    values = {"symbol": "E", "quantity": "loss", "difference": 1e-9, "allowed": 1e-8, "noise": 0.0, "leak": None}
+    assert str(IsolationResult(**values)) == (
+        "mixture of experts layers (E), loss: other documents moved by 1.0e-09, allowed 1.0e-08."
+    )
