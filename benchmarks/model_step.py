@@ -13,20 +13,20 @@ import argparse
 import hashlib
 import os
 
-import harness
 import torch
+
+import harness
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.flops import model_flops
 from megatron_packed.models.hybrid_model import HybridModel
-
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics import peak_flops
 
 DOCUMENTS = 12
 CONFIGS = {
-    "shard8b": {"T": 4096, "pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-", "hidden": 4096, "heads": 4, "groups": 1, "ffn": 2688,
-                "mamba_heads": 16, "mamba_groups": 1, "vocab": 16384},
+    "shard8b": {"T": 4096, "pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-", "hidden": 4096, "heads": 4, "groups": 1,
+                "ffn": 2688, "mamba_heads": 16, "mamba_groups": 1, "vocab": 16384},
     "hybrid1b": {"T": 8192, "pattern": "M-M-M*-M-M-M*-M-M-M*-M-", "hidden": 2048, "heads": 16, "groups": 4, "ffn": 8192,
                  "mamba_heads": 64, "mamba_groups": 8, "vocab": 32768},
 }  # fmt: skip

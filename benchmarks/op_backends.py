@@ -1,0 +1,355 @@
+"""Every op x backend: errors, isolation, run-to-run determinism, capture and replay, time.
+
+    python benchmarks/op_backends.py [op ...]
+
+Errors are relative norms against the reference in float32 on the same inputs, outputs and every gradient; beside them
+the same of the reference in bf16, which a kernel may exceed by a factor of about two. Isolation perturbs one token of
+one document and counts other documents' rows, of outputs and input gradients, that changed by any bit. Replay captures
+forward and backward once and compares it with eager over other packings.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+import harness
+from megatron_packed.ops.activation.api import OP as ACTIVATION
+from megatron_packed.ops.activation.api import activation
+from megatron_packed.ops.causal_conv1d.api import OP as CONV
+from megatron_packed.ops.causal_conv1d.api import causal_conv1d
+from megatron_packed.ops.cross_entropy.api import OP as CROSS_ENTROPY
+from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
+from megatron_packed.ops.dispatch import NoBackendError, Op
+from megatron_packed.ops.gated_rms_norm.api import OP as GATED_NORM
+from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
+from megatron_packed.ops.grouped_mlp.api import OP as GROUPED_MLP
+from megatron_packed.ops.grouped_mlp.api import grouped_mlp
+from megatron_packed.ops.permute.api import permute, unpermute
+from megatron_packed.ops.rms_norm.api import OP as RMS_NORM
+from megatron_packed.ops.rms_norm.api import rms_norm
+from megatron_packed.ops.rope.api import OP as ROPE
+from megatron_packed.ops.rope.api import apply_rope, rope_tables
+from megatron_packed.ops.ssd.api import OP as SSD
+from megatron_packed.ops.ssd.api import ssd
+from megatron_packed.ops.varlen_attention.api import OP as ATTENTION
+from megatron_packed.ops.varlen_attention.api import varlen_attention
+from megatron_packed.packed.params import PackedSeqParams
+
+T, CAPACITY = 4096, 32
+PACKINGS = [
+    [1, 2, 3, 127, 128, 129, 255, 700, 1, 1200, 500, 1, 3],  # a tail behind it
+    [4096],
+    [17] * 30 + [2000, 1586],
+]
+VICTIM = 7
+"""Document of the first packing of which one token is perturbed, in the middle of a chunk it shares with others."""
+
+
+@dataclass
+class Case:
+    """One op: how to call it on the rows of a pack.
+
+    ``call(backend, tensors, packed)`` returns one row-wise output. ``rows`` are inputs with one row per token,
+    ``weights`` inputs that all tokens share; every one gets a gradient.
+    """
+
+    op: Op
+    rows: dict[str, tuple[int, ...]]
+    weights: dict[str, Callable[[torch.Generator], Tensor]]
+    call: Callable[[str, dict[str, Tensor], PackedSeqParams], Tensor]
+    fp32: tuple[str, ...] = ()
+    """Inputs that stay float32."""
+    scale: dict[str, float] = field(default_factory=dict)
+
+
+def gaussian(*shape: int, scale: float = 1.0) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: scale * torch.randn(shape, generator=generator)
+
+
+@lru_cache(maxsize=2)
+def _routes(device: torch.device) -> Tensor:
+    """``(T, 2)``: two of eight experts for every token."""
+    return torch.rand(T, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(device)
+
+
+def _moe(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
+    ids_TK = _routes(t["x"].device)
+    moved = permute(t["x"], ids_TK, 8, packed.valid, backend="auto" if backend != "reference" else "reference")
+    y_RD = grouped_mlp(moved.x_RD, t["w1"], t["w2"], moved.offsets_E, activation="squared_relu", backend=backend)
+    weights_TK = torch.full(ids_TK.shape, 0.5, device=t["x"].device, dtype=torch.float32)
+    return unpermute(y_RD, moved, weights_TK)
+
+
+def _loss(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
+    labels = (torch.arange(T, device=t["x"].device) * 7919) % 1000
+    mask = packed.valid.float()
+    loss_sum, _ = linear_cross_entropy(t["x"], t["w"], labels, mask, vocab_size=1000, backend=backend)
+    return loss_sum.reshape(1)
+
+
+def cases() -> dict[str, Case]:
+    heads, groups, head_dim = 8, 2, 128
+    nheads, headdim, ngroups, state = 16, 64, 2, 128
+    channels = 1536
+    cos, sin = rope_tables(T, head_dim, 10000.0)
+    tables = {"cpu": (cos, sin), "cuda": (cos.cuda(), sin.cuda()) if torch.cuda.is_available() else None}
+
+    def attention(backend: str, t: dict[str, Tensor], p: PackedSeqParams, *, deterministic: bool = False) -> Tensor:
+        return varlen_attention(
+            t["q"], t["k"], t["v"], p.cu_seqlens, p.max_seqlen, seq_idx_1T=p.seq_idx, deterministic=deterministic,
+            backend=backend,
+        )  # fmt: skip
+
+    def rope(backend: str, t: dict[str, Tensor], p: PackedSeqParams) -> Tensor:
+        q, k = apply_rope(t["q"], t["k"], p.position_ids, *tables[t["q"].device.type], backend=backend)
+        return torch.cat([q, k], dim=1)
+
+    def scan(backend: str, t: dict[str, Tensor], p: PackedSeqParams) -> Tensor:
+        return ssd(
+            t["x"], t["dt"], -torch.exp(t["A_log"]), t["B"], t["C"], t["D"], t["dt_bias"], p.seq_idx, p.cu_seqlens,
+            chunk_size=128, backend=backend,
+        )  # fmt: skip
+
+    qkv = {"q": (heads, head_dim), "k": (groups, head_dim), "v": (groups, head_dim)}
+    per_head = {
+        "A_log": lambda g: torch.log(1 + 15 * torch.rand(nheads, generator=g)),
+        "D": gaussian(nheads),
+        "dt_bias": lambda g: -5 + 3 * torch.rand(nheads, generator=g),
+    }
+    return {
+        "attention": Case(ATTENTION, qkv, {}, attention),
+        "attention_deterministic": Case(ATTENTION, qkv, {}, lambda b, t, p: attention(b, t, p, deterministic=True)),
+        "ssd": Case(
+            SSD,
+            {"x": (nheads, headdim), "dt": (nheads,), "B": (ngroups, state), "C": (ngroups, state)},
+            per_head,
+            scan,
+            fp32=("A_log", "D", "dt_bias"),
+        ),
+        "causal_conv1d": Case(
+            CONV,
+            {"x": (channels,)},
+            {"w": gaussian(channels, 4, scale=0.5), "b": gaussian(channels, scale=0.1)},
+            lambda b, t, p: causal_conv1d(t["x"], t["w"], t["b"], p.seq_idx, backend=b),
+        ),
+        "rope": Case(ROPE, {"q": (heads, head_dim), "k": (groups, head_dim)}, {}, rope),
+        "rms_norm": Case(
+            RMS_NORM,
+            {"x": (channels,)},
+            {"w": gaussian(channels)},
+            lambda b, t, p: rms_norm(t["x"], t["w"], 1e-5, backend=b),
+        ),
+        "gated_rms_norm": Case(
+            GATED_NORM,
+            {"x": (channels,), "z": (channels,)},
+            {"w": gaussian(channels)},
+            lambda b, t, p: gated_rms_norm(t["x"], t["z"], t["w"], 1e-5, group_size=channels // 2, backend=b),
+        ),
+        "activation_squared_relu": Case(
+            ACTIVATION, {"x": (channels,)}, {}, lambda b, t, p: activation(t["x"], "squared_relu", backend=b)
+        ),
+        "activation_swiglu": Case(
+            ACTIVATION, {"x": (channels,)}, {}, lambda b, t, p: activation(t["x"], "swiglu", backend=b)
+        ),
+        "moe": Case(
+            GROUPED_MLP,
+            {"x": (512,)},
+            {"w1": gaussian(8, 256, 512, scale=0.04), "w2": gaussian(8, 512, 256, scale=0.06)},
+            _moe,
+        ),
+        "cross_entropy": Case(
+            CROSS_ENTROPY, {"x": (512,)}, {"w": gaussian(1024, 512, scale=0.05)}, _loss
+        ),
+    }
+
+
+def make_inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = {name: torch.randn((T, *shape), generator=generator) for name, shape in case.rows.items()}
+    # bf16 values, so that both precisions see the same numbers
+    rows = {name: value.bfloat16().float() for name, value in rows.items()}
+    weights = {name: make(generator) for name, make in case.weights.items()}
+    return rows | {k: v if k in case.fp32 else v.bfloat16().float() for k, v in weights.items()}
+
+
+def on_device(case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Leaves that ask for gradients, in ``dtype`` but for those that stay float32."""
+    return {
+        name: value.to(device, torch.float32 if name in case.fp32 else dtype).requires_grad_()
+        for name, value in inputs.items()
+    }
+
+
+def evaluate(
+    case: Case, backend: str, inputs: dict[str, Tensor], packed: PackedSeqParams, dtype: torch.dtype, device: str
+) -> dict[str, Tensor]:
+    """The output and every gradient, under an upstream gradient that depends on the row alone."""
+    leaves = on_device(case, inputs, dtype, device)
+    output = case.call(backend, leaves, packed)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(device, output.dtype)
+    gradients = torch.autograd.grad(output, list(leaves.values()), upstream)
+    return {"output": output.detach(), **{f"d_{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def relative_errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    return {
+        name: float(((found[name].float() - ref.float()).norm() / ref.float().norm().clamp(min=1e-30)).item())
+        for name, ref in reference.items()
+    }
+
+
+def isolation(case: Case, backend: str, dtype: torch.dtype, device: str) -> dict[str, object]:
+    """Rows of other documents that changed when one token of ``VICTIM`` did."""
+    lengths = PACKINGS[0]
+    packed = PackedSeqParams.from_lengths(lengths, T, device=device)
+    start = sum(lengths[:VICTIM])
+    inputs = make_inputs(case)
+    changed = {name: value.clone() for name, value in inputs.items()}
+    for name in case.rows:
+        changed[name][start + 50] += 3.0
+    before = evaluate(case, backend, inputs, packed, dtype, device)
+    after = evaluate(case, backend, changed, packed, dtype, device)
+    others = torch.ones(T, dtype=torch.bool)
+    others[start : start + lengths[VICTIM]] = False
+    names = [name for name in ("output", *(f"d_{row}" for row in case.rows)) if before[name].shape[0] == T]
+    worst, rows = 0.0, 0
+    for name in names:
+        difference = (before[name].float() - after[name].float())[others.to(device)].abs().flatten(1).amax(1)
+        rows += int((difference > 0).sum())
+        worst = max(worst, float(difference.max()))
+    return {"rows_changed": rows, "max_abs": worst}
+
+
+def determinism(case: Case, backend: str, dtype: torch.dtype, device: str, runs: int = 5) -> list[str]:
+    """Names of results that differ in any bit between runs."""
+    packed = PackedSeqParams.from_lengths(PACKINGS[0], T, device=device)
+    inputs = make_inputs(case)
+    first = evaluate(case, backend, inputs, packed, dtype, device)
+    differ = set()
+    for _ in range(runs - 1):
+        again = evaluate(case, backend, inputs, packed, dtype, device)
+        differ |= {name for name, value in first.items() if not torch.equal(value, again[name])}
+    return sorted(differ)
+
+
+def replay(case: Case, backend: str, dtype: torch.dtype) -> dict[str, object]:
+    """Capture on one packing, replay over the others: names whose bits differ from eager, and the largest error."""
+    packs = [PackedSeqParams.from_lengths(row, T, CAPACITY, max_seqlen=T, device="cuda") for row in PACKINGS]
+    static = PackedSeqParams.from_lengths(PACKINGS[0], T, CAPACITY, max_seqlen=T, device="cuda")
+    inputs = make_inputs(case)
+    leaves = on_device(case, inputs, dtype, "cuda")
+    upstream: list[Tensor] = []
+
+    def step() -> dict[str, Tensor]:
+        output = case.call(backend, leaves, static)
+        if not upstream:
+            upstream.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output))
+        gradients = torch.autograd.grad(output, list(leaves.values()), upstream[0])
+        return {"output": output.detach(), **{f"d_{name}": g for name, g in zip(leaves, gradients)}}
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    differ, worst = set(), 0.0
+    for packed in (*packs, packs[0]):
+        for name in ("cu_seqlens", "seq_idx", "position_ids", "valid"):
+            getattr(static, name).copy_(getattr(packed, name))
+        graph.replay()
+        eager = evaluate(case, backend, inputs, packed, dtype, "cuda")
+        for name, value in eager.items():
+            if not torch.equal(value, results[name]):
+                differ.add(name)
+        worst = max(worst, *relative_errors(results, eager).values())
+    return {"differ": sorted(differ), "max_relative": worst}
+
+
+def attempt(function: Callable[..., object], *arguments: object) -> object:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return f"failed: {type(error).__name__}: {str(error)[:300]}"
+
+
+def measure(case: Case, backend: str, device: str) -> dict[str, object]:
+    dtype = torch.bfloat16
+    exact = PackedSeqParams.from_lengths(PACKINGS[0], T, device=device)
+    inputs = make_inputs(case)
+    reference = evaluate(case, "reference", inputs, exact, torch.float32, device)
+    plain = relative_errors(evaluate(case, "reference", inputs, exact, dtype, device), reference)
+    found = relative_errors(evaluate(case, backend, inputs, exact, dtype, device), reference)
+    row: dict[str, object] = {
+        "errors": found,
+        "plain_bf16_errors": plain,
+        "worst_ratio": max(found[name] / max(plain[name], 1e-4) for name in found),
+        "isolation": attempt(isolation, case, backend, dtype, device),
+        "run_to_run_differ": attempt(determinism, case, backend, dtype, device),
+    }
+    if device == "cuda":
+        row["replay"] = attempt(replay, case, backend, dtype)
+        leaves = on_device(case, inputs, dtype, device)
+        row["forward_backward_ms"] = harness.device_time(
+            lambda: evaluate_only(case, backend, leaves, exact), warm=5, repeats=20
+        )
+    return row
+
+
+def evaluate_only(case: Case, backend: str, leaves: dict[str, Tensor], packed: PackedSeqParams) -> None:
+    output = case.call(backend, leaves, packed)
+    torch.autograd.grad(output, list(leaves.values()), torch.ones_like(output))
+
+
+def main() -> None:
+    known = cases()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", help=f"from {list(known)} (default: all)")
+    parser.add_argument("--name", default="op_backends")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results: dict[str, dict[str, object]] = {}
+    rows = []
+    for name in arguments.ops or known:
+        case = known[name]
+        results[name] = {}
+        for backend in case.op.names():
+            try:
+                result: object = measure(case, backend, device)
+            except NoBackendError as error:
+                result = f"refused: {error}"
+            except Exception as error:
+                result = f"failed: {type(error).__name__}: {str(error)[:300]}"
+            results[name][backend] = result
+            if isinstance(result, str):
+                rows.append({"op": name, "backend": backend, "worst/plain": result[:110]})
+                continue
+            isolated, again = result["isolation"], result.get("replay", "")
+            rows.append({
+                "op": name, "backend": backend, "worst/plain": f"{result['worst_ratio']:.2f}",
+                "max error": f"{max(result['errors'].values()):.1e}",
+                "leaking rows": isolated["rows_changed"] if isinstance(isolated, dict) else isolated[:60],
+                "leak": f"{isolated['max_abs']:.1e}" if isinstance(isolated, dict) else "",
+                "run to run": ",".join(result["run_to_run_differ"]) or "bitwise",
+                "replay": (",".join(again["differ"]) or "bitwise") if isinstance(again, dict) else str(again)[:60],
+                "replay error": f"{again['max_relative']:.1e}" if isinstance(again, dict) else "",
+                "ms": result["forward_backward_ms"].median if "forward_backward_ms" in result else "",
+            })  # fmt: skip
+            print({k: rows[-1][k] for k in rows[-1]}, flush=True)
+    print(harness.table([{k: row.get(k, "") for k in max(rows, key=len)} for row in rows]))
+    print(harness.save(arguments.name, results))
+
+
+if __name__ == "__main__":
+    main()
