@@ -82,6 +82,14 @@ def softmax_step(
 
 
 @triton.jit
+def _logits(row_ptr, position, VOCAB_SIZE: tl.constexpr, VOCAB_ROWS: tl.constexpr):
+    """-inf in padding columns. They are loaded too: V is a round number where the number of tokens is not, and a mask
+    that ends anywhere would make every access a narrow one."""
+    logit = tl.load(row_ptr + position, mask=position < VOCAB_ROWS, other=float("-inf")).to(tl.float32)
+    return tl.where(position < VOCAB_SIZE, logit, float("-inf"))
+
+
+@triton.jit
 def _softmax_kernel(
     logits_ptr,
     label_ptr,
@@ -104,7 +112,7 @@ def _softmax_kernel(
     largest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite, so that a lane without a logit subtracts no infinities
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
-        logit = tl.load(row_ptr + start + column, mask=start + column < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
+        logit = _logits(row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
         larger = tl.maximum(largest, logit)
         total = total * tl.exp(largest - larger) + tl.exp(logit - larger)
         largest = larger
@@ -123,7 +131,7 @@ def _softmax_kernel(
         tl.debug_barrier()
         for start in range(0, VOCAB_ROWS, BLOCK):
             position = start + column
-            logit = tl.load(row_ptr + position, mask=position < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
+            logit = _logits(row_ptr, position, VOCAB_SIZE, VOCAB_ROWS)
             p = tl.exp(logit - row_largest) * inverse
             gradient = tl.where(position == label, p - 1.0, p) * scale
             gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
