@@ -12,7 +12,6 @@ Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. The derivation of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,13 +78,13 @@ def ssd(
         ValueError: shapes that do not fit together.
         NoBackendError: the backend asked for cannot serve these inputs.
     """
-    inputs = _inputs(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
+    inputs = _checked(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
     run = OP.run(inputs, backend)
     y_TNP: Tensor = run(x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens, chunk_size=chunk_size)
     return y_TNP
 
 
-def _inputs(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int) -> Inputs:
+def _checked(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int) -> Inputs:
     if x.dim() != 3 or dt.shape != x.shape[:2]:
         raise ValueError(
             f"ssd: x has shape {list(x.shape)} and dt {list(dt.shape)}; they must be (T, N, P) and (T, N)."
@@ -100,13 +99,19 @@ def _inputs(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_
         raise ValueError(f"ssd: seq_idx has shape {list(seq_idx.shape)}; it must be (1, T) with T = {x.shape[0]}.")
     if chunk_size < 1:
         raise ValueError(f"ssd: chunk_size is {chunk_size}; choose a positive number, e.g. 128.")
-    sizes: dict[str, Any] = {"tokens": x.shape[0], "heads": x.shape[1], "head_dim": x.shape[2]}
+    return inputs_of(x, b, c, chunk_size)
+
+
+def inputs_of(x_TNP: Tensor, B_TGS: Tensor, C_TGS: Tensor, chunk_size: int) -> Inputs:
+    """The sizes of a call."""
     return Inputs(
-        **sizes,
-        groups=b.shape[1],
-        state_dim=b.shape[2],
+        tokens=x_TNP.shape[0],
+        heads=x_TNP.shape[1],
+        head_dim=x_TNP.shape[2],
+        groups=B_TGS.shape[1],
+        state_dim=B_TGS.shape[2],
         chunk_size=chunk_size,
-        row_stride=max(x.stride(0), b.stride(0), c.stride(0)),
-        dtype=x.dtype,
-        device_type=x.device.type,
+        row_stride=max(x_TNP.stride(0), B_TGS.stride(0), C_TGS.stride(0)),
+        dtype=x_TNP.dtype,
+        device_type=x_TNP.device.type,
     )

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """The scan by mamba-ssm's Triton kernels, with our running sum that restarts at every document (``chunk_sum``).
 
 The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because the combined function
@@ -11,9 +12,10 @@ backward, before capturing.
 
 from __future__ import annotations
 
-from math import ceil
-from typing import TYPE_CHECKING, Any
+import re
+from typing import Any
 
+import mamba_ssm
 import torch
 from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
 from mamba_ssm.ops.triton.ssd_chunk_scan import (
@@ -29,21 +31,20 @@ from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd, _state_pa
 from torch import Tensor
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.ssd.api import Inputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
+from megatron_packed.ops.ssd.offsets import OFFSET_LIMIT, largest_offset, piece, pieces
 
-if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.api import Inputs
-
-OFFSET_LIMIT = 2**31 - 1
-"""mamba-ssm's kernels multiply positions by strides in 32 bits; beyond this they read and write elsewhere."""
-
-_SMALLEST_TILE = 32
-_MULTIPROCESSORS = 160  # at least as many as any GPU has: bounds the partial sums that the backward kernels keep
+OLDEST = (2, 3, 2)
+"""The oldest version whose kernels were read and found to clamp every exponent difference at zero. Without the clamp
+exp() of a difference across documents can be inf, and inf times the mask's zero is NaN."""
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     """Sentences why the kernels cannot serve these sizes; empty when they can."""
     reasons = []
+    if tuple(map(int, re.findall(r"\d+", mamba_ssm.__version__)[:3])) < OLDEST:
+        reasons.append(f"mamba-ssm {mamba_ssm.__version__} is older than {'.'.join(map(str, OLDEST))}")
     if inputs.device_type != "cuda":
         reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -52,7 +53,7 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
         reasons.append(f"chunk_size ({inputs.chunk_size}) is not one of 16, 32, 64, 128, 256")
     if inputs.head_dim > 256 or inputs.state_dim > 256:
         reasons.append(f"head_dim ({inputs.head_dim}) and state_dim ({inputs.state_dim}) must be at most 256")
-    if pieces(inputs.tokens, inputs.heads, inputs.head_dim, inputs.groups, inputs.state_dim, inputs.chunk_size) == 0:
+    if pieces(inputs) == 0:
         reasons.append(
             f"{inputs.tokens} tokens overflow the kernels' 32-bit offsets even one head at a time; use shorter packs"
         )
@@ -73,66 +74,16 @@ def run(
     chunk_size: int,
 ) -> Tensor:
     """See ``api.ssd``. Heads are handled in several pieces if all at once would overflow 32-bit offsets."""
-    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    row_stride = max(x_TNP.stride(0), B_TGS.stride(0), C_TGS.stride(0))
     arguments = (x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N)
-    if largest_offset(tokens, heads, head_dim, groups, state_dim, chunk_size, row_stride) <= OFFSET_LIMIT:
+    inputs = inputs_of(x_TNP, B_TGS, C_TGS, chunk_size)
+    if largest_offset(inputs) <= OFFSET_LIMIT:
         slots = tuple(gradient_slot(tensor) for tensor in (x_TNP, dt_TN, B_TGS, C_TGS))
-        y_TNP: Tensor = _Scan.apply(*arguments, seq_idx_1T, chunk_size, slots)  # type: ignore[no-untyped-call]
+        y_TNP: Tensor = _Scan.apply(*arguments, seq_idx_1T, chunk_size, slots)
         return y_TNP
-    count = pieces(tokens, heads, head_dim, groups, state_dim, chunk_size)
-    outputs = [
-        _Scan.apply(*_piece(arguments, i, count), seq_idx_1T, chunk_size, (None,) * 4)  # type: ignore[no-untyped-call]
-        for i in range(count)
-    ]
-    return torch.cat(outputs, dim=1)
-
-
-def largest_offset(
-    tokens: int, heads: int, head_dim: int, groups: int, state_dim: int, chunk_size: int, row_stride: int
-) -> int:
-    """An upper bound on the flat offsets (elements) that the kernels form in any tensor, forward and backward."""
-    chunks = ceil(tokens / chunk_size)
-    rows = chunks * chunk_size
-    tiles = ceil(max(head_dim, state_dim, chunk_size) / _SMALLEST_TILE)
-    splits = _MULTIPROCESSORS * chunk_size  # tokens' worth of extra partial sums when there are few chunks
-    return max(
-        rows * max(row_stride, heads * head_dim),
-        (rows * groups + splits) * max(state_dim, chunk_size),
-        chunks * heads * head_dim * state_dim,
-        heads * rows * tiles,
-    )
-
-
-def pieces(tokens: int, heads: int, head_dim: int, groups: int, state_dim: int, chunk_size: int) -> int:
-    """Into how many equal parts the heads must go so that a contiguous copy of each part fits; 0 if nothing helps."""
-    for count in range(1, heads + 1):
-        if heads % count or (groups % count and count % groups):
-            continue
-        part = (tokens, heads // count, head_dim, max(groups // count, 1), state_dim, chunk_size)
-        if largest_offset(*part, row_stride=max(heads // count * head_dim, max(groups // count, 1) * state_dim)) <= (
-            OFFSET_LIMIT
-        ):
-            return count
-    return 0
-
-
-def _piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ...]:
-    """The i-th of ``count`` parts of the heads, with the group or groups that they share."""
-    x, dt, A, B, C, D, dt_bias = arguments
-    per_head = slice(i * x.shape[1] // count, (i + 1) * x.shape[1] // count)
-    width = max(B.shape[1] // count, 1)
-    first = i * B.shape[1] // count
-    per_group = slice(first, first + width)
-    return (
-        x[:, per_head].contiguous(),
-        dt[:, per_head],
-        A[per_head],
-        B[:, per_group].contiguous(),
-        C[:, per_group].contiguous(),
-        D[per_head],
-        dt_bias[per_head],
-    )
+    count = pieces(inputs)
+    no_slots = (None,) * 4
+    parts = [_Scan.apply(*piece(arguments, i, count), seq_idx_1T, chunk_size, no_slots) for i in range(count)]
+    return torch.cat(parts, dim=1)
 
 
 class _Scan(torch.autograd.Function):

@@ -5,7 +5,8 @@ before the exponential (exp(-inf)), never by subtracting something that was adde
 every bit of the others' outputs and gradients alone.
 
 Letters besides the API's: Q chunks, L tokens of a chunk (L = chunk_size; the last chunk is padded), R heads per group.
-Accumulates in fp32 (float64 for float64 inputs).
+Accumulates in fp32 (float64 for float64 inputs). The sums of dt * A are float64 up to the exponential: they grow to
+hundreds, and what counts is differences between them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run(
     C_QGLS = _chunked(C_TGS.to(dtype), padded, chunk_size).transpose(1, 2)
 
     # (Q, L, N) -> (Q, G, R, L)
-    logs_QGRL = _by_group(document_sum(dt_QLN * A_N.to(dtype), seq_idx_QL), groups)
+    logs_QGRL = _by_group(document_sum(dt_QLN.double() * A_N.double(), seq_idx_QL), groups)
     y_QGRLP = _within_chunk(xdt_QGRLP, B_QGLS, C_QGLS, logs_QGRL, seq_idx_QL)
     entering_QGRPS = _entering_states(_chunk_states(xdt_QGRLP, B_QGLS, logs_QGRL, seq_idx_QL), logs_QGRL, seq_idx_QL)
     y_QGRLP = y_QGRLP + _from_entering(entering_QGRPS, C_QGLS, logs_QGRL, seq_idx_QL)
@@ -67,14 +68,14 @@ def document_sum(values_QLN: Tensor, seq_idx_QL: Tensor) -> Tensor:
 
     A product with a mask instead of a difference of running sums: other documents contribute 0 * value = 0.
     """
-    mask_QLL = _same_document(seq_idx_QL).tril()
+    mask_QLL = same_document(seq_idx_QL).tril()
     return mask_QLL.to(values_QLN.dtype) @ values_QLN
 
 
 def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
     """What the tokens of a chunk receive from earlier tokens of the same document in the same chunk."""
-    mask_Q11LL = _same_document(seq_idx).tril()[:, None, None]
-    decay_QGRLL = (logs[..., :, None] - logs[..., None, :]).masked_fill(~mask_Q11LL, -torch.inf).exp()
+    mask_Q11LL = same_document(seq_idx).tril()[:, None, None]
+    decay_QGRLL = _decay(logs[..., :, None] - logs[..., None, :], mask_Q11LL, xdt.dtype)
     scores_QG1LL = (c @ b.transpose(-1, -2))[:, :, None]
     return (scores_QG1LL * decay_QGRLL) @ xdt
 
@@ -82,7 +83,7 @@ def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tens
 def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
     """The state that each chunk's own tokens leave at its end; only the chunk's last document reaches it."""
     reaches_Q11L = (seq_idx == seq_idx[:, -1:])[:, None, None]
-    decay_QGRL = (logs[..., -1:] - logs).masked_fill(~reaches_Q11L, -torch.inf).exp()
+    decay_QGRL = _decay(logs[..., -1:] - logs, reaches_Q11L, xdt.dtype)
     # (Q, G, R, P, L) @ (Q, G, 1, L, S) -> (Q, G, R, P, S)
     return (xdt * decay_QGRL[..., None]).transpose(-1, -2) @ b[:, :, None]
 
@@ -99,7 +100,7 @@ def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Ten
     total_GRQQ = chunk_GRQ1.masked_fill(~later_QQ, 0).cumsum(-2)
     ends_Q = seq_idx[:, -1]
     reaches_QQ = (ends_Q[:, None] == ends_Q[None, :]).tril()
-    decay_GRQQ = total_GRQQ.masked_fill(~reaches_QQ, -torch.inf).exp()
+    decay_GRQQ = _decay(total_GRQQ, reaches_QQ, states_QGRPS.dtype)
     # (G, R, Q, Q) @ (G, R, Q, P*S) -> (Q, G, R, P, S); the state leaving chunk i enters chunk i+1.
     flat_GRQX = states_QGRPS.permute(1, 2, 0, 3, 4).flatten(-2)
     leaving_QGRPS = (decay_GRQQ @ flat_GRQX).permute(2, 0, 1, 3).reshape(states_QGRPS.shape)
@@ -110,12 +111,17 @@ def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Ten
     """What the tokens of a chunk receive from the chunks before: only those of the document that continues."""
     previous_Q1 = torch.cat([seq_idx[:1, :1], seq_idx[:-1, -1:]])  # the first chunk's entering state is zero
     continues_Q11L = (seq_idx == previous_Q1)[:, None, None]
-    decay_QGRL = logs.masked_fill(~continues_Q11L, -torch.inf).exp()
+    decay_QGRL = _decay(logs, continues_Q11L, c.dtype)
     # (Q, G, 1, L, S) @ (Q, G, R, S, P) -> (Q, G, R, L, P)
     return (c[:, :, None] @ entering_QGRPS.transpose(-1, -2)) * decay_QGRL[..., None]
 
 
-def _same_document(seq_idx_QL: Tensor) -> Tensor:
+def _decay(logs: Tensor, reaches: Tensor, dtype: torch.dtype) -> Tensor:
+    """``exp(logs)`` where the mask allows, exact zeros elsewhere."""
+    return logs.to(dtype).masked_fill(~reaches, -torch.inf).exp()
+
+
+def same_document(seq_idx_QL: Tensor) -> Tensor:
     return seq_idx_QL[:, :, None] == seq_idx_QL[:, None, :]
 
 

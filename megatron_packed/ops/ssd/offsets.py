@@ -1,0 +1,70 @@
+"""How far mamba-ssm's kernels reach: they multiply positions by strides in 32 bits, and wrap around silently beyond.
+
+Reported from 40,960 tokens on for wide models (state-spaces/mamba issue 1015). Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.ssd.api import Inputs
+
+OFFSET_LIMIT = 2**31 - 1
+"""The largest element offset that a kernel may form."""
+
+_SMALLEST_TILE = 32
+_MULTIPROCESSORS = 160
+"""At least as many as a GPU has; the backward kernels keep at most this many chunks' worth of partial sums extra."""
+
+
+def largest_offset(inputs: Inputs) -> int:
+    """An upper bound on the element offsets that the kernels form in any tensor, forward and backward.
+
+    Example:
+        131,072 tokens, 256 heads of 64, 8 groups, state 128, chunks of 128, contiguous: 2,147,483,648, one too many.
+    """
+    chunks = ceil(inputs.tokens / inputs.chunk_size)
+    rows = chunks * inputs.chunk_size
+    splits = _MULTIPROCESSORS * inputs.chunk_size
+    tiles = ceil(max(inputs.head_dim, inputs.state_dim, inputs.chunk_size) / _SMALLEST_TILE)
+    return max(
+        rows * max(inputs.row_stride, inputs.heads * inputs.head_dim),  # x, y, B, C and their gradients
+        (rows * inputs.groups + splits) * max(inputs.state_dim, inputs.chunk_size),  # C B^T, partial dB and dC
+        chunks * inputs.heads * inputs.head_dim * inputs.state_dim,  # the chunks' states
+        inputs.heads * rows * tiles,  # partial gradients of the sums
+    )
+
+
+def pieces(inputs: Inputs) -> int:
+    """Into how many equal parts the heads must go so that a contiguous copy of each stays in reach; 0 if none does."""
+    for count in range(1, inputs.heads + 1):
+        if inputs.heads % count or (inputs.groups % count and count % inputs.groups):
+            continue
+        heads, groups = inputs.heads // count, max(inputs.groups // count, 1)
+        row_stride = max(heads * inputs.head_dim, groups * inputs.state_dim)
+        if largest_offset(replace(inputs, heads=heads, groups=groups, row_stride=row_stride)) <= OFFSET_LIMIT:
+            return count
+    return 0
+
+
+def piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ...]:
+    """The i-th of ``count`` parts of (x, dt, A, B, C, D, dt_bias): some heads, with the group or groups they share."""
+    x, dt, A, B, C, D, dt_bias = arguments
+    heads, groups = x.shape[1], B.shape[1]
+    per_head = slice(i * heads // count, (i + 1) * heads // count)
+    first = i * groups // count
+    per_group = slice(first, first + max(groups // count, 1))
+    return (
+        x[:, per_head].contiguous(),
+        dt[:, per_head],
+        A[per_head],
+        B[:, per_group].contiguous(),
+        C[:, per_group].contiguous(),
+        D[per_head],
+        dt_bias[per_head],
+    )

@@ -1,0 +1,64 @@
+"""Packs of awkward documents, and the two questions every op must answer about them.
+
+* ``leaks``: does changing one document change a bit of another's results?
+* ``relative_error``: max |a - b| / max |b|.
+"""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+PACKS = {
+    "shorter than the convolution": [1, 2, 3, 1, 1, 2],
+    "around a chunk of 16": [15, 16, 17, 1, 31, 33],
+    "over 100 documents": [1, 2, 1, 3] * 30,
+    "one document fills the pack": [64],
+    "one document and a ragged end": [67],
+    "starts and ends inside chunks": [5, 40, 7, 30, 2, 12],
+    "tail": [20, 9, 35],
+}
+
+
+def boundaries(lengths, device="cpu"):
+    """``seq_idx (1, T)`` and ``cu_seqlens (documents + 1,)``, int32."""
+    sizes = torch.tensor(lengths)
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), sizes)[None].int()
+    cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+    return seq_idx.to(device), cu_seqlens.to(device)
+
+
+def relative_error(got, want):
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)).item()
+
+
+def leaks(run, inputs, lengths, victims=None):
+    """Names of results that change outside a document when the document changes.
+
+    Args:
+        run: takes the inputs (dict of tensors with T first), returns a dict of results with T first.
+        inputs: changed at one token of the document at a time, all of them together.
+        lengths: the documents.
+        victims: document numbers to change; all by default.
+    """
+    base = run(inputs)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    found = set()
+    for victim in range(len(lengths)) if victims is None else victims:
+        start, end = starts[victim], starts[victim] + lengths[victim]
+        changed = {name: value.clone() for name, value in inputs.items()}
+        for value in changed.values():
+            value[(start + end) // 2] += 1.5
+        result = run(changed)
+        for name, value in result.items():
+            same = torch.equal(value[:start], base[name][:start]) and torch.equal(value[end:], base[name][end:])
+            if not same:
+                found.add(name)
+            assert not torch.equal(value[start:end], base[name][start:end]), f"{name}: the change had no effect"
+    return found
+
+
+def run_without_values(function, *tensors):
+    """Forward and backward on fake tensors: whatever reads a value on the host, or takes a shape from one, raises."""
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(t).requires_grad_(t.is_floating_point()) for t in tensors]
+    with mode:
+        function(*fake).sum().backward()

@@ -1,0 +1,146 @@
+"""Kernels of the Mamba and expert ops in Triton's interpreter; collected by test_triton_interpreter.py."""
+
+import pytest
+import torch
+from op_packs import PACKS, boundaries, leaks, relative_error
+from torch.nn.functional import pad, softplus
+
+from megatron_packed.ops.columns import split_columns
+from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
+from megatron_packed.ops.grouped_mlp import grouped_mm
+from megatron_packed.ops.grouped_mlp.api import grouped_mlp
+from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
+from megatron_packed.ops.permute import triton_kernels as permute_kernels
+from megatron_packed.ops.permute.api import permute, unpermute
+from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
+from megatron_packed.ops.ssd.reference import document_sum
+
+HEADS, CHUNK = 11, 16  # heads: one program's worth and a rest
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_sums(dt, A, bias, seq_idx):
+    """Steps and restarting sums in float64, (N, Q, L)."""
+    padded = -dt.shape[0] % CHUNK
+    step_QLN = pad(softplus(dt + bias), (0, 0, 0, padded)).view(-1, CHUNK, HEADS)
+    seq_idx_QL = torch.cat([seq_idx, seq_idx[:, -1:].expand(1, padded)], 1).view(-1, CHUNK)
+    return step_QLN.permute(2, 0, 1), document_sum(step_QLN * A, seq_idx_QL).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+def test_chunk_sum_and_its_adjoint(lengths):
+    tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
+    dt = 4 * normal(tokens, HEADS + 5)[:, 3 : 3 + HEADS]  # a strided slice; steps from 1e-6 to 12
+    A, bias = -8 * torch.rand(HEADS), normal(HEADS, seed=1) - 3
+    wide = [value.double().requires_grad_() for value in (dt, A, bias)]
+    want_step, want_sum = exact_sums(*wide, seq_idx)
+    step, total = chunk_sum_forward(dt, A, bias, seq_idx, CHUNK)
+    torch.testing.assert_close(step.double(), want_step, rtol=2e-6, atol=0)  # small steps keep their digits
+    assert relative_error(total, want_sum) < 1e-6
+
+    d_sum, d_log, d_log_more, d_step = (normal(*step.shape, seed=seed) for seed in (2, 3, 4, 5))
+    d_last = normal(*step.shape[:2], seed=6)
+    out = torch.full((tokens, HEADS + 2), 7.0)
+    got = chunk_sum_backward(
+        step, dt, A, bias, seq_idx, d_sum_NQL=d_sum, d_last_sum_NQ=d_last, d_log_NQL=d_log,
+        d_log_more_NQL=d_log_more, d_step_NQL=d_step, out_TN=out[:, 1 : 1 + HEADS],
+    )  # fmt: skip
+    logs = want_step * wide[1][:, None, None]
+    loss = (want_sum * d_sum).sum() + (want_sum[..., -1] * d_last).sum()
+    loss = loss + (logs * (d_log + d_log_more)).sum() + (want_step * d_step).sum()
+    for gradient, want in zip(got, torch.autograd.grad(loss, wide)):
+        assert relative_error(gradient, want) < 1e-6
+    assert (out[:, 0] == 7).all() and (out[:, -1] == 7).all()  # nothing beside its columns
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
+    lengths = PACKS["starts and ends inside chunks"]
+    tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
+    seq_idx = seq_idx if restarts else torch.zeros_like(seq_idx)
+    A, bias = -torch.rand(HEADS), normal(HEADS)
+
+    def run(inputs):
+        step, total = chunk_sum_forward(inputs["dt"], A, bias, seq_idx, CHUNK)
+        zeros = torch.zeros_like(step)
+        d_dt = chunk_sum_backward(
+            step, inputs["dt"], A, bias, seq_idx, d_sum_NQL=total, d_last_sum_NQ=zeros[..., 0].contiguous(),
+            d_log_NQL=zeros, d_log_more_NQL=zeros, d_step_NQL=zeros, out_TN=torch.empty_like(inputs["dt"]),
+        ).dt_TN  # fmt: skip
+        return {"sum": total.flatten(1).t()[:tokens].clone(), "d_dt": d_dt}
+
+    assert leaks(run, {"dt": normal(tokens, HEADS)}, lengths, victims=[1, 3]) == (
+        set() if restarts else {"sum", "d_dt"}
+    )
+
+
+@pytest.mark.parametrize("tokens, channels, group_size", [(7, 24, 6), (33, 40, 40), (1, 64, 16)])
+def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
+    monkeypatch.setattr("megatron_packed.ops.gated_rms_norm.triton_kernels._BACKWARD_PROGRAMS", 4)  # several tiles each
+    wide, weight = normal(tokens, channels + 8).requires_grad_(), normal(channels).requires_grad_()
+    x = normal(tokens, channels, seed=1).requires_grad_()
+
+    def run(backend):
+        z, _ = split_columns(wide, (channels,), (8,))
+        y = gated_rms_norm(x, z, weight, 1e-5, group_size=group_size, backend=backend)
+        return [y, *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, wide, weight))]
+
+    for got, want in zip(run("triton"), run("reference")):
+        assert relative_error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("tail", [0, 3, 13])
+def test_permute_kernels(monkeypatch, tail):
+    monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)  # several steps and a rest
+    tokens, channels, routes, experts = 13, 40, 3, 5
+    x, weights = normal(tokens, channels).requires_grad_(), torch.rand(tokens, routes, requires_grad=True)
+    ids = normal(tokens, experts).topk(routes)[1]
+    valid = torch.arange(tokens) < tokens - tail
+
+    def run(backend):
+        permuted = permute(x, ids, experts, valid, backend=backend)
+        behind = torch.arange(tokens * routes)[:, None] >= permuted.offsets_E[-1]
+        rows = permuted.x_RD.sin().masked_fill(behind, torch.nan)
+        y = unpermute(rows, permuted, weights, backend=backend)
+        return [permuted.x_RD, y, *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, weights))]
+
+    for got, want in zip(run("triton"), run("reference")):
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ends", [[0, 7, 7, 20, 33, 33], [0, 0, 0, 0, 0, 0], [40, 40, 40, 40, 40, 40]])
+def test_edges_are_cleared_and_nothing_else(ends):
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    rows = zero_rows_behind_(torch.full((40, 3), torch.nan), offsets)
+    assert rows[: ends[-1]].isnan().all() and (rows[ends[-1] :] == 0).all()
+    weights = zero_unused_experts_(torch.full((6, 5, 3), torch.nan), offsets)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends)):
+        assert (weights[expert] == 0).all() if start == end else weights[expert].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "squared_relu"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_products_with_cleared_edges(kind, accumulate):
+    """PyTorch's grouped product has a CPU version, which leaves rows behind the last offset unwritten like the other."""
+    offsets = torch.tensor([0, 7, 7, 20, 33, 33], dtype=torch.int32)
+    x, w2 = normal(40, 24), normal(6, 24, 16, seed=1)
+    w1 = normal(6, 32 if kind == "swiglu" else 16, 24, seed=2)
+
+    def run(function, accumulate):
+        leaves = [value.clone().requires_grad_() for value in (x, w1, w2)]
+        if accumulate:
+            for leaf in leaves[1:]:
+                leaf.main_grad = torch.ones_like(leaf)
+        y = function(*leaves, offsets, activation=kind)
+        (y * normal(40, 24, seed=3)).sum().backward()
+        assert not accumulate or all(leaf.grad is None for leaf in leaves[1:])
+        return [y, leaves[0].grad, *(leaf.main_grad - 1 if accumulate else leaf.grad for leaf in leaves[1:])]
+
+    got, want = run(grouped_mm.run, accumulate), run(grouped_mlp, False)
+    for value, expected in zip(got, want):
+        assert relative_error(value, expected) < 1e-6
+    assert not got[0][33:].any() and not got[1][33:].any()

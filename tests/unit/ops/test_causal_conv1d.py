@@ -1,0 +1,94 @@
+"""The reference against PyTorch's own convolution of each document, and its isolation."""
+
+from functools import partial
+
+import pytest
+import torch
+from op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
+from torch.nn.functional import conv1d, pad, silu
+
+from megatron_packed.ops.causal_conv1d import reference
+from megatron_packed.ops.causal_conv1d.api import causal_conv1d
+from megatron_packed.ops.dispatch import NoBackendError
+
+C = 8
+
+
+def make(tokens, width=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((tokens, C), (C, width), (C,))]
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.parametrize("width, activation, has_bias", [(4, "silu", True), (4, None, False), (2, "silu", True)])
+def test_packed_equals_documents_one_by_one(lengths, width, activation, has_bias):
+    x, weight, bias = (value.requires_grad_() for value in make(sum(lengths), width))
+    bias = bias if has_bias else None
+    parameters = [x, weight, *([bias] if has_bias else [])]
+    y = causal_conv1d(x, weight, bias, boundaries(lengths)[0], activation=activation, backend="reference")
+    alone = [
+        conv1d(pad(own.t()[None], (width - 1, 0)), weight[:, None], bias, groups=C)[0].t() for own in x.split(lengths)
+    ]
+    want = torch.cat(alone) if activation is None else silu(torch.cat(alone))
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    for got, expected in zip(torch.autograd.grad(y, parameters, dy), torch.autograd.grad(want, parameters, dy)):
+        assert relative_error(got, expected) < 1e-12
+
+
+def per_token_results(lengths):
+    x, weight, bias = make(sum(lengths), dtype=torch.float32)
+
+    def run(inputs):
+        x = inputs["x"].clone().requires_grad_()
+        y = causal_conv1d(x, weight, bias, boundaries(lengths)[0], backend="reference")
+        return {"y": y.detach(), "dx": torch.autograd.grad(y.square().sum(), x)[0]}
+
+    return run, {"x": x}
+
+
+@pytest.mark.parametrize("name", ["shorter than the convolution", "starts and ends inside chunks"])
+def test_documents_do_not_touch_each_other_by_a_bit(monkeypatch, name):
+    assert leaks(*per_token_results(PACKS[name]), PACKS[name]) == set()
+    monkeypatch.setattr(reference, "reaches", lambda seq_idx, back: torch.ones(seq_idx.shape[1], 1, dtype=torch.bool))
+    # Every document is changed in the middle, which the next one sees only if it is near enough.
+    assert "y" in leaks(
+        *per_token_results(PACKS["shorter than the convolution"]), PACKS["shorter than the convolution"]
+    )
+
+
+def test_a_broken_document_stays_alone():
+    """Not even an infinity or a NaN gets across: the mask replaces, it does not multiply."""
+    x, weight, bias = make(10, dtype=torch.float32)
+    x[:4] = torch.tensor([torch.inf, torch.nan, -torch.inf, torch.nan])[:, None]
+    y = causal_conv1d(x, weight, bias, boundaries([4, 6])[0], backend="reference")
+    assert torch.isfinite(y[4:]).all() and not torch.isfinite(y[:4]).any()
+
+
+def test_strided_slices_and_low_precision():
+    wide = torch.randn(30, C + 5)
+    x, weight, bias = wide[:, 3 : 3 + C], *make(30, dtype=torch.float32)[1:]
+    seq_idx, _ = boundaries([10, 20])
+    want = causal_conv1d(x.contiguous(), weight, bias, seq_idx, backend="reference")
+    assert torch.equal(causal_conv1d(x, weight, bias, seq_idx, backend="reference"), want)
+    low = causal_conv1d(x.bfloat16(), weight, bias, seq_idx, backend="reference")
+    assert low.dtype == torch.bfloat16
+    exact = causal_conv1d(x.bfloat16().float(), weight, bias, seq_idx, backend="reference")
+    assert torch.equal(low, exact.bfloat16())  # fp32 inside, one rounding at the end
+
+
+def test_no_host_sync_and_static_shapes():
+    run_without_values(partial(causal_conv1d, backend="reference"), *make(20), boundaries([5, 15])[0])
+
+
+def test_what_cannot_be_is_refused_with_its_numbers():
+    x, weight, bias = make(6)
+    seq_idx, _ = boundaries([6])
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        causal_conv1d(x, weight, bias, seq_idx, activation="gelu")
+    with pytest.raises(ValueError, match=r"weight \[4, 8\]"):
+        causal_conv1d(x, weight.t(), bias, seq_idx)
+    with pytest.raises(ValueError, match=r"seq_idx has shape \[6\]"):
+        causal_conv1d(x, weight, bias, seq_idx[0])
+    with pytest.raises(NoBackendError, match="causal_conv1d"):
+        causal_conv1d(x, weight, bias, seq_idx, backend="causal_conv1d")

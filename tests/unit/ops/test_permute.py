@@ -1,0 +1,107 @@
+"""Sorting tokens by expert against plain lists, the way back, and the gradients of both."""
+
+from functools import partial
+
+import pytest
+import torch
+from op_packs import run_without_values
+
+from megatron_packed.ops.permute.api import permute, unpermute
+
+T, K, E, D = 11, 2, 4, 3
+
+ROUTINGS = {
+    "mixed": [[1, 0], [1, 2], [3, 1], [0, 3], [2, 1], [1, 3], [0, 1], [3, 2], [1, 0], [2, 3], [0, 2]],
+    "one expert gets all first choices": [[2, 0]] * 11,
+    "two experts stay empty": [[1, 3], [3, 1]] * 5 + [[1, 3]],
+}
+
+
+def make(routing, tail=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, D, generator=generator, dtype=dtype)
+    weights = torch.rand(T, K, generator=generator, dtype=dtype)
+    return x, torch.tensor(ROUTINGS[routing]), weights, torch.arange(T) < T - tail
+
+
+def by_lists(ids, valid):
+    """(token, k) of every row: experts in order, tokens in order within each, then the tokens that are not valid."""
+    routes = [(t, k) for t in range(T) for k in range(K)]
+    rows = [(t, k) for e in range(E) for t, k in routes if valid[t] and ids[t, k] == e]
+    return rows + [(t, k) for t, k in routes if not valid[t]]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tail", [0, 2, T])
+def test_rows_are_in_expert_order(routing, tail):
+    x, ids, _, valid = make(routing, tail)
+    permuted = permute(x, ids, E, valid, backend="reference")
+    rows = by_lists(ids, valid)
+    counts = [sum(bool(valid[t]) and int(ids[t, k]) == e for t, k in rows) for e in range(E)]
+    assert permuted.tokens_per_expert_E.tolist() == counts
+    assert permuted.offsets_E.tolist() == [sum(counts[: e + 1]) for e in range(E)]
+    assert permuted.token_R.tolist() == [t for t, _ in rows]
+    assert permuted.route_R.tolist() == [t * K + k for t, k in rows]
+    assert [permuted.row_TK[t, k].item() for t, k in rows] == list(range(T * K))
+    end = sum(counts)
+    assert torch.equal(permuted.x_RD[:end], x[[t for t, _ in rows[:end]]])
+    assert not permuted.x_RD[end:].any()
+    for tensor in (permuted.tokens_per_expert_E, permuted.offsets_E, permuted.token_R, permuted.row_TK):
+        assert tensor.dtype == torch.int32
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_unpermute_is_the_weighted_sum(routing):
+    x, ids, weights, valid = make(routing)
+    permuted = permute(x, ids, E, valid, backend="reference")
+    per_row = torch.randn(T * K, D, dtype=torch.float64)
+    per_row[permuted.offsets_E[-1] :] = torch.nan  # nobody may look there
+    y = unpermute(per_row, permuted, weights, backend="reference")
+    want = torch.zeros(T, D, dtype=torch.float64)
+    for row, (t, k) in enumerate(by_lists(ids, valid)):
+        if valid[t]:
+            want[t] += weights[t, k] * per_row[row]
+    torch.testing.assert_close(y, want)
+    assert not y[~valid].any()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gradients(routing):
+    x, ids, weights, valid = make(routing)
+
+    def there_and_back(x, weights):
+        permuted = permute(x, ids, E, valid, backend="reference")
+        return unpermute(permuted.x_RD.sin(), permuted, weights, backend="reference")
+
+    assert torch.autograd.gradcheck(there_and_back, (x.requires_grad_(), weights.requires_grad_()))
+    gradients = torch.autograd.grad(there_and_back(x, weights).sum(), (x, weights))
+    assert not any(gradient[~valid].any() for gradient in gradients)
+
+
+def test_low_precision_sums_in_fp32():
+    """256 + 1 + 1 in bf16 stays 256 at every step; in fp32 it is 258, which bf16 can hold."""
+    ids, valid = torch.tensor([[0, 1, 2]]), torch.tensor([True])
+    permuted = permute(torch.zeros(1, 1).bfloat16(), ids, 3, valid, backend="reference")
+    y = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
+    assert unpermute(y, permuted, torch.ones(1, 3), backend="reference").item() == 258.0
+
+
+def test_no_host_sync_and_static_shapes():
+    x, ids, weights, valid = make("mixed")
+
+    def there_and_back(x, weights, ids, valid):
+        permuted = permute(x, ids, E, valid, backend="reference")
+        return unpermute(permuted.x_RD * 2, permuted, weights, backend="reference")
+
+    run_without_values(there_and_back, x, weights, ids, valid)
+
+
+def test_what_cannot_be_is_refused_with_its_numbers():
+    x, ids, weights, valid = make("mixed")
+    with pytest.raises(ValueError, match=r"topk_ids \[10, 2\]"):
+        permute(x, ids[1:], E, valid)
+    with pytest.raises(ValueError, match=r"valid has shape \[10\]"):
+        permute(x, ids, E, valid[1:])
+    permuted = permute(x, ids, E, valid)
+    with pytest.raises(ValueError, match=r"must be \(22, D\) and \(11, 2\)"):
+        partial(unpermute, permuted.x_RD[:-1], permuted)(weights)
