@@ -126,7 +126,6 @@ def versions() -> dict[str, str]:
             continue
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())
     return found
 
 

@@ -46,7 +46,7 @@ def packings(T: int, count: int) -> list[list[int]]:
 def our_model(c: dict) -> HybridModel:
     config = ModelConfig(
         hybrid_layer_pattern=c["pattern"], hidden_size=c["hidden"], num_attention_heads=c["heads"],
-        group_query_attention=True, num_query_groups=c["groups"], kv_channels=128, ffn_hidden_size=c["ffn"],
+        num_query_groups=c["groups"], kv_channels=128, ffn_hidden_size=c["ffn"],
         squared_relu=True, normalization="RMSNorm", add_bias_linear=False, position_embedding_type="none",
         untie_embeddings_and_output_weights=True, mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
         mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], vocab_size=c["vocab"],

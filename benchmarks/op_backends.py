@@ -205,7 +205,7 @@ def relative_errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> d
 
 
 def isolation(case: Case, backend: str, dtype: torch.dtype, device: str) -> dict[str, object]:
-    """Rows of other documents that changed when one token of ``VICTIM`` did."""
+    """Rows of other documents that changed when one token of ``VICTIM`` did, beside those that change by themselves."""
     lengths = PACKINGS[0]
     packed = PackedSeqParams.from_lengths(lengths, T, device=device)
     start = sum(lengths[:VICTIM])
@@ -213,17 +213,24 @@ def isolation(case: Case, backend: str, dtype: torch.dtype, device: str) -> dict
     changed = {name: value.clone() for name, value in inputs.items()}
     for name in case.rows:
         changed[name][start + 50] += 3.0
-    before = evaluate(case, backend, inputs, packed, dtype, device)
-    after = evaluate(case, backend, changed, packed, dtype, device)
     others = torch.ones(T, dtype=torch.bool)
     others[start : start + lengths[VICTIM]] = False
-    names = [name for name in ("output", *(f"d_{row}" for row in case.rows)) if before[name].shape[0] == T]
-    worst, rows = 0.0, 0
-    for name in names:
-        difference = (before[name].float() - after[name].float())[others.to(device)].abs().flatten(1).amax(1)
-        rows += int((difference > 0).sum())
-        worst = max(worst, float(difference.max()))
-    return {"rows_changed": rows, "max_abs": worst}
+    before = evaluate(case, backend, inputs, packed, dtype, device)
+    after = evaluate(case, backend, changed, packed, dtype, device)
+    again = evaluate(case, backend, inputs, packed, dtype, device)
+    return {
+        name: {
+            "perturbed": _changed_rows(before[name], after[name], others.to(device)),
+            "same_input_again": _changed_rows(before[name], again[name], others.to(device)),
+        }
+        for name in ("output", *(f"d_{row}" for row in case.rows))
+        if before[name].shape[0] == T
+    }
+
+
+def _changed_rows(before: Tensor, after: Tensor, rows_T: Tensor) -> dict[str, float]:
+    difference_R = (before.float() - after.float())[rows_T].abs().flatten(1).amax(1)
+    return {"rows": int((difference_R > 0).sum()), "max_abs": float(difference_R.max())}
 
 
 def determinism(case: Case, backend: str, dtype: torch.dtype, device: str, runs: int = 5) -> list[str]:
@@ -272,7 +279,8 @@ def replay(case: Case, backend: str, dtype: torch.dtype) -> dict[str, object]:
             if not torch.equal(value, results[name]):
                 differ.add(name)
         worst = max(worst, *relative_errors(results, eager).values())
-    return {"differ": sorted(differ), "max_relative": worst}
+    milliseconds = harness.device_time(graph.replay, warm=3, repeats=20)
+    return {"differ": sorted(differ), "max_relative": worst, "forward_backward_ms": milliseconds}
 
 
 def attempt(function: Callable[..., object], *arguments: object) -> object:
@@ -300,16 +308,19 @@ def measure(case: Case, backend: str, device: str) -> dict[str, object]:
     }
     if device == "cuda":
         row["replay"] = attempt(replay, case, backend, dtype)
-        leaves = on_device(case, inputs, dtype, device)
-        row["forward_backward_ms"] = harness.device_time(
-            lambda: evaluate_only(case, backend, leaves, exact), warm=5, repeats=20
-        )
     return row
 
 
-def evaluate_only(case: Case, backend: str, leaves: dict[str, Tensor], packed: PackedSeqParams) -> None:
-    output = case.call(backend, leaves, packed)
-    torch.autograd.grad(output, list(leaves.values()), torch.ones_like(output))
+def isolation_summary(found: object) -> str:
+    """'bitwise', or for each result that changed: rows and size, beside what changes without any perturbation."""
+    if not isinstance(found, dict):
+        return str(found)[:60]
+    parts = [
+        f"{name} {both['perturbed']['max_abs']:.0e} (by itself {both['same_input_again']['max_abs']:.0e})"
+        for name, both in found.items()
+        if both["perturbed"]["rows"]
+    ]
+    return ", ".join(parts) or "bitwise"
 
 
 def main() -> None:
@@ -333,18 +344,17 @@ def main() -> None:
                 result = f"failed: {type(error).__name__}: {str(error)[:300]}"
             results[name][backend] = result
             if isinstance(result, str):
-                rows.append({"op": name, "backend": backend, "worst/plain": result[:110]})
+                rows.append({"op": name, "backend": backend, "isolation": result[:90]})
                 continue
-            isolated, again = result["isolation"], result.get("replay", "")
+            again = result.get("replay", "")
             rows.append({
                 "op": name, "backend": backend, "worst/plain": f"{result['worst_ratio']:.2f}",
                 "max error": f"{max(result['errors'].values()):.1e}",
-                "leaking rows": isolated["rows_changed"] if isinstance(isolated, dict) else isolated[:60],
-                "leak": f"{isolated['max_abs']:.1e}" if isinstance(isolated, dict) else "",
+                "isolation": isolation_summary(result["isolation"]),
                 "run to run": ",".join(result["run_to_run_differ"]) or "bitwise",
                 "replay": (",".join(again["differ"]) or "bitwise") if isinstance(again, dict) else str(again)[:60],
                 "replay error": f"{again['max_relative']:.1e}" if isinstance(again, dict) else "",
-                "ms": result["forward_backward_ms"].median if "forward_backward_ms" in result else "",
+                "graph ms": again["forward_backward_ms"].median if isinstance(again, dict) else "",
             })  # fmt: skip
             print({k: rows[-1][k] for k in rows[-1]}, flush=True)
     print(harness.table([{k: row.get(k, "") for k in max(rows, key=len)} for row in rows]))

@@ -43,8 +43,8 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
 @pytest.fixture(scope="module")
 def job():
     config = ModelConfig(
-        hybrid_layer_pattern="M*-E", hidden_size=256, num_attention_heads=4, group_query_attention=True,
-        num_query_groups=2, kv_channels=64, ffn_hidden_size=512, squared_relu=True, normalization="RMSNorm",
+        hybrid_layer_pattern="M*-E", hidden_size=256, num_attention_heads=4, num_query_groups=2,
+        kv_channels=64, ffn_hidden_size=512, squared_relu=True, normalization="RMSNorm",
         add_bias_linear=False, position_embedding_type="rope", mamba_num_heads=8, mamba_head_dim=64,
         mamba_state_dim=64, mamba_num_groups=2, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256,
         moe_shared_expert_intermediate_size=256, moe_aux_loss_coeff=1e-2, moe_router_enable_expert_bias=True,
