@@ -271,12 +271,12 @@ class _Load:
         )
 
     def _verify(self) -> None:
-        """Read and check this rank's share of the files, all of their bytes."""
+        """Read and check this rank's share of the files, all of their bytes (the ranges in a file fill it)."""
         manifest = self._manifest
         for index in _share(manifest, self.ranks.rank, self.ranks.world_size):
             pieces = [(name, start, end, start, None) for name, _, start, end in manifest.held[index]]
             with _open(self.directory, manifest, index) as reader:
-                for segment, data in reader.scan(_locate(reader, pieces), all_blocks=True):
+                for segment, data in reader.scan(_locate(reader, pieces)):
                     check_values(segment, data, reader.path, finite=self.check_finite)
 
     def _apply(self) -> None:

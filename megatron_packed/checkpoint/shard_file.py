@@ -151,11 +151,10 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
-    def scan(self, segments: Sequence[Segment], *, all_blocks: bool = False) -> Iterator[tuple[Segment, Bytes]]:
+    def scan(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Bytes]]:
         """Read every block that ``segments`` touch, check it, yield each segment's bytes in it, and fill its target.
 
-        A target is filled when the caller resumes, so a caller that raises leaves it alone. With ``all_blocks`` blocks
-        that no segment touches are read and checked, too.
+        A target is filled when the caller resumes, so a caller that raises leaves it alone.
 
         Raises:
             CheckpointError: a block is not what was written.
@@ -165,13 +164,12 @@ class ShardReader:
         for segment in segments:
             for index in range(segment.begin // block_bytes, -(-segment.end // block_bytes)):
                 touched.setdefault(index, []).append(segment)
-        indices = range(len(self.record.block_checksums)) if all_blocks else sorted(touched)
         pinned = any(segment.target is not None and segment.target.is_cuda for segment in segments)
         buffers = ReadBuffers(min(block_bytes, max(self.record.data_bytes, 1)), pinned=pinned)
-        for index in indices:
+        for index in sorted(touched):
             start = index * block_bytes
             block = self._read_block(index, buffers.next())
-            for segment in touched.get(index, ()):
+            for segment in touched[index]:
                 low, high = max(segment.begin - start, 0), min(segment.end - start, len(block))
                 yield segment, block[low:high]
                 if segment.target is not None:

@@ -125,6 +125,26 @@ def test_every_site_is_passed_in_order_and_none_is_unnamed(tmp_path, tools):
     assert list(dict.fromkeys(passed)) == list(SAVE_SITES)
 
 
+def test_names_are_durable_before_the_next_step_relies_on_them(tmp_path, tools, monkeypatch):
+    disk = Disk(monkeypatch)
+    seen: dict[str, list[str]] = {}
+
+    def on_site(site: str) -> None:
+        if site in ("shard.directory_synced", "manifest.durable"):
+            [temporary] = (entry for entry in os.scandir(tmp_path) if ".tmp-" in entry.name)
+            seen[site] = sorted(disk.names.get(temporary.inode(), ()))
+        elif site in ("save.durable", "latest.durable"):
+            seen[site] = sorted(disk.names.get(os.stat(tmp_path).st_ino, ()))
+
+    save(tmp_path, 10, tools.make_state(), on_site)
+    assert seen == {
+        "shard.directory_synced": ["rank_00000.safetensors"],
+        "manifest.durable": ["manifest.json", "rank_00000.safetensors"],
+        "save.durable": [".lock", "step_00000010"],
+        "latest.durable": [".lock", "latest", "step_00000010"],
+    }
+
+
 def test_a_checkpoint_half_removed_is_no_checkpoint(tmp_path, tools, monkeypatch):
     old, new = tools.make_state(1), tools.make_state(2)
     save(tmp_path, 10, old)
@@ -137,6 +157,9 @@ def test_a_checkpoint_half_removed_is_no_checkpoint(tmp_path, tools, monkeypatch
     with pytest.raises(Crash):
         save(tmp_path, 20, new)
     monkeypatch.undo()
+    assert {name.split("-")[0] for name in os.listdir(tmp_path)} == {
+        ".lock", "latest", "step_00000010.deleting", "step_00000020"
+    }  # fmt: skip
     found = tools.blank(old)
     load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)  # not a word about the other
     assert tools.same_bytes(found, new)

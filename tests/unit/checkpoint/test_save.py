@@ -185,3 +185,19 @@ def test_memory_does_not_double(tmp_path):
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         os._exit(0 if grown < 24 << 10 and bool((tensor == 1.25).all()) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_file_that_rank_0_does_not_see_as_written_is_not_published(tmp_path, tools, load):
+    """Directories that are not shared, or a file system that drops data: sizes are compared before publication."""
+    state = tools.make_state()
+    save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)
+
+    def drop(site: str) -> None:
+        if site == "save.gathered":
+            [temporary] = (entry for entry in os.scandir(tmp_path) if ".tmp-" in entry.name)
+            os.unlink(os.path.join(temporary, "rank_00000.safetensors"))
+
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors: file of rank 0 as rank 0 sees it: expected"):
+        save_checkpoint(tmp_path, 20, whole_tensors(state), {}, keep_last=1, on_site=drop)
+    assert names(tmp_path) == [".lock", "latest", "step_00000010"]
+    assert load(tmp_path, state)[1] == 10
