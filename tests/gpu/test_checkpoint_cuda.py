@@ -1,4 +1,4 @@
-"""Checkpoints of CUDA tensors: bit for bit, in the order of the stream, without memory of their size; NCCL agreement."""
+"""Checkpoints of CUDA tensors: bit for bit, in stream order, without memory of their size; agreement over NCCL."""
 
 import resource
 
