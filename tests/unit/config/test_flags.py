@@ -113,6 +113,7 @@ def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_
         ("packing: {lr: 3}\n", "run.yaml:1 packing.lr", "remove it"),
         ("seed: 1\nseed: 2\n", "run.yaml:2 seed", "keep one"),
         ("seed: 1\ntraining: {seed: 2}\n", "run.yaml:2 training.seed", "keep one"),
+        ("model: {swiglu: true}\nmodel: {add_qkv_bias: true}\n", "run.yaml:2 model", "keep one"),
         ("optim: 3\n", "run.yaml:1 optim", "indented"),
         ("- seed\n", "--config", "model:"),
         ("seed: [1\n", "--config", "line"),
@@ -150,12 +151,13 @@ def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
     config = parse([*words(right), "@outer.args"])
     assert (config.training.seed, config.model.num_layers) == (5, 4)
     (tmp_path / "inner.args").write_text("@outer.args\n")
-    assert "circle" in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@outer.args"]
+    found = problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])
+    assert "(outer.args -> inner.args -> outer.args)" in found["@outer.args"]
     (tmp_path / "inner.args").write_text("--save 'open\n")
     assert "quotation" in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@inner.args"]
 
 
-@pytest.mark.parametrize("pattern", ["-M*", "--M*-", "---", "*", "M"])
+@pytest.mark.parametrize("pattern", ["-M*", "--M*-", "--M", "---", "*", "M"])
 def test_patterns_that_look_like_flags(right, pattern: str) -> None:
     right["--hybrid-layer-pattern"] = pattern
     assert parse(words(right)).model.hybrid_layer_pattern == pattern
@@ -177,6 +179,12 @@ def test_numbers_of_the_launch_come_from_the_environment(right, monkeypatch) -> 
     assert "multiple of 2" in problems([*words(right), "--global-batch-size", "3"])["--global-batch-size"]
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert set(problems(words(right))) == {"WORLD_SIZE"}
+
+
+def test_variables_that_contradict_deterministic_mode(right, monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    assert set(problems([*words(right), "--deterministic-mode"])) == {"NCCL_ALGO"}
+    assert not parse(words(right)).training.deterministic_mode
 
 
 def test_a_run_that_resumes_itself_may_have_nothing_to_load_yet(right, tmp_path) -> None:
