@@ -35,7 +35,6 @@ configure_determinism()
 import os, torch
 assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
 assert not torch.utils.deterministic.fill_uninitialized_memory and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-x = torch.zeros(4, requires_grad=True)
 try:
     torch.nn.functional.max_unpool1d(torch.ones(1, 1, 1), torch.zeros(1, 1, 1, dtype=torch.int64), 2)
 except RuntimeError as error:
