@@ -61,6 +61,11 @@ def test_bfloat16_gradients_are_summed_in_float32():
     for value in [1.0] + 257 * [2.0**-9]:
         layer(x.fill_(value)).backward(grad)
     assert torch.equal(layer.weight.main_grad, torch.full((4, 6), 1 + 257 * 2.0**-9))
+    tokens = torch.full((258, 6), 2.0**-9, dtype=torch.bfloat16)
+    tokens[0] = 1
+    give_main_grad(layer)
+    layer(tokens).backward(torch.ones(258, 4, dtype=torch.bfloat16))
+    assert torch.equal(layer.weight.main_grad, torch.full((4, 6), 1 + 257 * 2.0**-9))
 
 
 def test_frozen_weight_keeps_its_main_grad():

@@ -100,9 +100,21 @@ def test_evaluation_leaves_the_flat_gradients_alone():
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
     with torch.no_grad():
         training_mode = model(batch).loss
-        model.eval()
-        assert torch.equal(model(batch).loss, training_mode)
+    model.eval()
+    assert torch.equal(model(batch).loss, training_mode)
     assert buffers.grads.abs().max() == 0
+
+
+def test_without_flat_buffers_the_loss_may_be_scaled_before_backward():
+    model = cases.tiny_model("M*-")
+    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    results = []
+    for factor in (1.0, 2.0):
+        model.zero_grad()
+        (factor * model(batch).loss).backward()
+        results.append(cases.gradients(model))
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], 2 * gradient)
 
 
 def test_tables_are_built_once_for_all_layers(monkeypatch):
