@@ -11,7 +11,7 @@ REASONS: dict[str, str] = {
     "read_error": "the operating system failed to read on; nothing after this point of the file can be read",
     # JSON
     "malformed_json": "the line is not a JSON value (a cut-off line is the usual cause)",
-    "too_deep": "objects or lists are nested too deeply",
+    "too_deep": "objects or lists are nested more than 128 levels deep",
     "nan_literal": "NaN and Infinity are not JSON",
     "huge_number": "a number has more digits than any reader handles",
     "duplicate_key": "an object names the same key twice, so its meaning depends on the reader",

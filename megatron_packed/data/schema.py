@@ -20,6 +20,8 @@ from megatron_packed.data.errors import BadLine, printable
 
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_NUMBER_CHARS = 4000
+_MAX_DEPTH = 128
+"""Of objects and lists in each other. Our own limit, since Python's differs from version to version."""
 _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
 """A surrogate escape, or a reserved character as an escape or raw."""
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
@@ -84,18 +86,31 @@ def parse_json(data: bytes) -> Any:
         raise BadLine("too_deep") from None
     except ValueError as error:  # JSONDecodeError, and int() of too many digits
         raise BadLine("malformed_json", str(error)) from None
+    if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
+        _check_depth(value)
     # Both are too rare to look at every string of every line for them.
     if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
         _check_characters(value)
     return value
 
 
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            if isinstance(item, list | dict)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    if any(isinstance(item, list | dict) for item in level):
+        raise BadLine("too_deep", f"more than {_MAX_DEPTH} levels")
+
+
 def _check_characters(value: Any) -> None:
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode("utf-8")
-    except RecursionError:
-        raise BadLine("too_deep") from None
     except UnicodeEncodeError:
         raise BadLine("lone_surrogate") from None
     if _RESERVED.search(text):

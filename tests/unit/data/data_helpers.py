@@ -1,0 +1,67 @@
+"""Small tokenizers and data sets for the data tests."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron_packed.data.chat import TemplateFormat
+from megatron_packed.data.dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_packed.data.tokenizer import ByteTokenizer
+
+CORPUS = ["Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "] * 20
+
+
+def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> HuggingFaceTokenizer:
+    directory.mkdir(parents=True, exist_ok=True)
+    engine.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return HuggingFaceTokenizer(directory)
+
+
+def byte_level(special_tokens=("</s>", "<|im_start|>", "<|im_end|>")) -> tokenizers.Tokenizer:
+    """As GPT-2, Llama 3 and Qwen: pieces can be encoded one by one."""
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    engine.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=400, initial_alphabet=alphabet, special_tokens=list(special_tokens), show_progress=False
+        ),
+    )
+    return engine
+
+
+def metaspace(special_tokens=("<s>", "</s>")) -> tokenizers.Tokenizer:
+    """As Llama 2 and Mistral: a space is put before what is encoded, so pieces cannot be encoded one by one."""
+    engine = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    engine.decoder = decoders.Metaspace(prepend_scheme="first")
+    alphabet = [*sorted(set("".join(CORPUS) + "[]/INST|<>=:_bcxyz")), "▁"]
+    engine.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, special_tokens=["<unk>", *special_tokens], show_progress=False
+        ),
+    )
+    return engine
+
+
+def conversation(*turns: str, **fields) -> str:
+    """A line with alternating user and assistant messages."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": content} for n, content in enumerate(turns)]
+    return json.dumps({"messages": messages, **fields})
+
+
+def open_lines(tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, **options) -> TokenizedDataset:
+    """The tokenised form of ``lines`` with the built-in template."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    tokenizer = tokenizer or ByteTokenizer()
+    options = {"max_bad_fraction": 1.0, "num_threads": 1, "show": False, "cache_root": tmp_path / "cache", **options}
+    return open_dataset([path], tokenizer, TemplateFormat(None, tokenizer), sft=sft, **options)

@@ -1,0 +1,105 @@
+"""What a line may be, and the reason for everything it may not be."""
+
+import json
+
+import pytest
+
+from megatron_packed.data.errors import REASONS, BadLine
+from megatron_packed.data.schema import Conversation, PromptCompletion, Text, parse_line
+
+USER = {"role": "user", "content": "q"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+def chat(*messages, **fields):
+    return json.dumps({"messages": list(messages), **fields}).encode()
+
+
+BAD = [
+    (b'{"text": "a\x00b"}', "nul_byte"),
+    (b'{"text": "a\xff"}', "invalid_utf8"),
+    (b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),  # a surrogate as three bytes
+    (b'{"text": "a"', "malformed_json"),
+    (b'{"text": "a"} {}', "malformed_json"),
+    (b"text", "malformed_json"),
+    (b'{"text": "a\tb"}', "malformed_json"),  # a raw control character
+    (b"{'text': 'a'}", "malformed_json"),
+    (b"[" * 100_000, "too_deep"),
+    (b'{"a":' * 100_000, "too_deep"),
+    (b'{"text": "a", "x": ' + b"[" * 128 + b"]" * 128 + b"}", "too_deep"),
+    (b'{"text": NaN}', "nan_literal"),
+    (b'{"text": "a", "x": [-Infinity]}', "nan_literal"),
+    (b'{"text": "a", "x": ' + b"1" * 100_000 + b"}", "huge_number"),
+    (b'{"text": "a", "x": 0.' + b"1" * 100_000 + b"}", "huge_number"),
+    (b'{"text": "a", "text": "b"}', "duplicate_key"),
+    (b'{"text": "a", "x": {"k": 1, "k": 1}}', "duplicate_key"),
+    (b'{"text": "\\ud800"}', "lone_surrogate"),
+    (b'{"text": "\\uDC00x"}', "lone_surrogate"),
+    (chat(USER, {**ASSISTANT, "tool_calls": [{"a": "\udcff"}]}), "lone_surrogate"),
+    (b'{"text": "\\ufdd1"}', "reserved_character"),
+    ('{"text": "\ufdd0"}'.encode(), "reserved_character"),
+    (b"[]", "not_an_object"),
+    (b"null", "not_an_object"),
+    (b'"text"', "not_an_object"),
+    (b"{}", "no_known_field"),
+    (b'{"completion": "a"}', "no_known_field"),
+    (b'{"text": 1}', "wrong_type"),
+    (b'{"text": null}', "wrong_type"),
+    (b'{"text": " \\n"}', "empty_text"),
+    (b'{"prompt": "a"}', "missing_completion"),
+    (b'{"prompt": ["a"], "completion": "b"}', "wrong_type"),
+    (b'{"prompt": "a", "completion": {}}', "wrong_type"),
+    (b'{"prompt": "a", "completion": ""}', "empty_completion"),
+    (b'{"messages": {}}', "wrong_type"),
+    (chat(), "empty_messages"),
+    (chat(USER, ASSISTANT, tools={}), "wrong_type"),
+    (chat("hi", ASSISTANT), "wrong_type"),
+    (chat({"content": "a"}, ASSISTANT), "wrong_type"),
+    (chat({"role": 1, "content": "a"}, ASSISTANT), "wrong_type"),
+    (chat({"role": "bot", "content": "a"}, ASSISTANT), "unknown_role"),
+    (chat({"role": "User", "content": "a"}, ASSISTANT), "unknown_role"),
+    (chat({"role": "user"}, ASSISTANT), "wrong_type"),
+    (chat({"role": "user", "content": [{"type": "text", "text": "a"}]}, ASSISTANT), "wrong_type"),
+    (chat(USER, {"role": "assistant", "content": None}), "wrong_type"),
+    (chat(USER, {"role": "assistant", "content": ""}), "empty_assistant"),
+    (chat(USER, {"role": "assistant", "content": " \n"}), "empty_assistant"),
+    (chat(USER, {**ASSISTANT, "tool_calls": "f"}), "wrong_type"),
+    (chat(USER, {**ASSISTANT, "tool_calls": ["f"]}), "wrong_type"),
+    (chat(USER), "no_assistant"),
+    (chat(USER, ASSISTANT, {"role": "system", "content": "s"}, USER), "no_assistant"),
+    (chat(USER, {**ASSISTANT, "train": 1}), "bad_train_flag"),
+    (chat({**USER, "train": True}, ASSISTANT), "bad_train_flag"),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), BAD, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(BAD)])
+def test_a_bad_line_is_refused_with_its_reason(data, reason):
+    with pytest.raises(BadLine) as caught:
+        parse_line(data)
+    assert caught.value.reason == reason
+    assert str(caught.value).isprintable()
+
+
+def test_every_reason_of_a_line_is_covered():
+    elsewhere = {"line_too_long", "corrupt_gzip", "read_error", "no_trainable_token", "special_token_in_content"}
+    elsewhere |= {"token_across_boundary", "template_error", "template_prefix", "template_spans", "template_limit"}
+    assert {reason for _, reason in BAD} | elsewhere == set(REASONS)
+
+
+def test_good_lines():
+    assert parse_line(b'{"text": "a", "x": ' + b"[" * 127 + b"]" * 127 + b"}") == [Text("a")]
+    assert parse_line('{"text": "é \\u0000 \\ud83d\\ude00"}'.encode()) == [Text("é \0 😀")]
+    assert parse_line(b'{"prompt": "", "completion": " x"}') == [PromptCompletion("", " x")]
+    assert parse_line(chat(USER, ASSISTANT, text="t")) == [Conversation([USER, ASSISTANT], None)]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    [sample] = parse_line(chat(USER, call, {"role": "tool", "content": "1"}, tools=[{"name": "f"}]))
+    assert sample.messages[1] == {**call, "content": ""}
+    assert sample.tools == [{"name": "f"}]
+    assert parse_line(chat(USER, {**ASSISTANT, "train": False}, {**ASSISTANT, "train": True}))
+
+
+def test_a_later_system_message_begins_a_new_conversation():
+    system = {"role": "system", "content": "s"}
+    first, second = parse_line(chat(system, USER, ASSISTANT, system, ASSISTANT))
+    assert first.messages == [system, USER, ASSISTANT]
+    assert second.messages == [system, ASSISTANT]

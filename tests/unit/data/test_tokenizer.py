@@ -1,0 +1,123 @@
+"""Tokenizers: special tokens only where a template put them, the end of a document, training a vocabulary."""
+
+import numpy as np
+import pytest
+from data_helpers import CORPUS, byte_level, conversation, metaspace, save_tokenizer
+from tokenizers import AddedToken, processors
+
+from megatron_packed.data.bpe import train_bpe
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_packed.data.tokenizer import ByteTokenizer
+
+
+def test_bytes_round_trip():
+    tokenizer = ByteTokenizer()
+    text = "aé😀<|im_end|>\0"
+    plain, special = tokenizer.encode(text), tokenizer.encode(text, special=True)
+    assert plain.tolist() == list(text.encode())
+    assert special.tolist() == [*"aé😀".encode(), 258, 0]
+    assert tokenizer.decode(plain) == tokenizer.decode(special) == text
+    assert tokenizer.decode(special, skip_special=True) == "aé😀\0"
+    assert tokenizer.decode([0xFF, tokenizer.eod_id]) == "\ufffd<|endoftext|>"
+    assert tokenizer.vocab_size == 260 and plain.dtype == np.int32
+    with pytest.raises(DataError, match="260"):
+        tokenizer.decode([260])
+
+
+def test_special_tokens_in_plain_text_are_ordinary_text(tmp_path):
+    tokenizer = save_tokenizer(tmp_path, byte_level(), eos_token="</s>")
+    text = "Hello</s> there<|im_end|>"
+    plain, special = tokenizer.encode(text), tokenizer.encode(text, special=True)
+    numbers = set(tokenizer.special_tokens.values())
+    assert numbers == {0, 1, 2}
+    assert not numbers & set(plain.tolist())
+    assert [n for n in special.tolist() if n in numbers] == [0, 2]
+    assert tokenizer.decode(plain) == tokenizer.decode(special) == text
+    both = tokenizer.encode_batch([text, "x"])
+    assert [ids.tolist() for ids in both] == [plain.tolist(), tokenizer.encode("x").tolist()]
+
+
+def test_the_tokenizers_own_truncation_padding_and_prefix_stay_out_of_the_way(tmp_path):
+    engine = byte_level(["<s>", "</s>"])
+    engine.enable_truncation(3)
+    engine.enable_padding(length=20)
+    engine.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = save_tokenizer(tmp_path, engine, eos_token="</s>", bos_token="<s>")
+    assert tokenizer.decode(tokenizer.encode("Hello there, how are you")) == "Hello there, how are you"
+    assert tokenizer.prefix_ids == (0,)
+    assert tokenizer.template_variables == {"eos_token": "</s>", "bos_token": "<s>"}
+
+
+def test_which_tokenizers_split_cleanly(tmp_path):
+    assert save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>").splits_cleanly
+    assert not save_tokenizer(tmp_path / "b", metaspace(), eos_token="</s>").splits_cleanly
+    engine = byte_level()
+    engine.add_special_tokens([AddedToken("<|end|>", rstrip=True)])  # as Phi-3: swallows the line end after it
+    assert not save_tokenizer(tmp_path / "c", engine, eos_token="</s>").splits_cleanly
+
+
+def test_the_end_of_a_document_is_configured_or_known_and_never_guessed(tmp_path):
+    engine = byte_level(["<a>", "<b>", "</s>"])
+    assert save_tokenizer(tmp_path / "a", engine, eos_token={"content": "<b>"}).eod_id == 1
+    assert save_tokenizer(tmp_path / "b", engine).eod_id == 2  # the only usual name
+    padded = save_tokenizer(tmp_path / "c", engine, eos_token="<b>", pad_token="<a>")
+    assert (padded.eod_id, padded.pad_id) == (1, 0)
+    assert save_tokenizer(tmp_path / "d", engine, eos_token="<b>").pad_id == 1
+    with pytest.raises(DataError, match="not in the vocabulary"):
+        save_tokenizer(tmp_path / "e", engine, eos_token="<c>")
+    with pytest.raises(DataError, match="none"):
+        save_tokenizer(tmp_path / "f", byte_level(["<a>"]))
+    with pytest.raises(DataError, match=r"</s> and <eos>|<\|endoftext\|> and </s>"):
+        save_tokenizer(tmp_path / "g", byte_level(["</s>", "<|endoftext|>"]))
+
+
+def test_a_bare_file_a_directory_and_damage(tmp_path):
+    directory = save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>")
+    assert HuggingFaceTokenizer(tmp_path / "a" / "tokenizer.json").fingerprint == directory.fingerprint
+    assert save_tokenizer(tmp_path / "b", byte_level(), eos_token="<|im_end|>").fingerprint != directory.fingerprint
+    (tmp_path / "broken.json").write_text('{"version": "1.0"}')
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    for path, part in [("none", "does not exist"), ("broken.json", "not a tokenizer"), ("binary.json", "not UTF-8")]:
+        with pytest.raises(DataError, match=part):
+            HuggingFaceTokenizer(tmp_path / path)
+    (tmp_path / "a" / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match="not JSON"):
+        HuggingFaceTokenizer(tmp_path / "a")
+
+
+def test_where_the_chat_template_comes_from(tmp_path):
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>").chat_template is None
+    assert save_tokenizer(tmp_path / "b", byte_level(), eos_token="</s>", chat_template="X").chat_template == "X"
+    assert save_tokenizer(tmp_path / "c", byte_level(), eos_token="</s>", chat_template=named).chat_template == "D"
+    (tmp_path / "b" / "chat_template.jinja").write_text("file")
+    assert HuggingFaceTokenizer(tmp_path / "b").chat_template == "file"
+    with pytest.raises(DataError, match="called default"):
+        save_tokenizer(tmp_path / "d", byte_level(), eos_token="</s>", chat_template=named[:1])
+
+
+def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [conversation(f"{text} {n}", text) for n, text in enumerate(CORPUS)]
+    path.write_text("\n".join([*lines, "{"]) + '\n{"text": "zebra zebra"}\n{"prompt": "yak", "completion": "yak"}')
+    first = train_bpe([path], 300, tmp_path / "one")
+    second = train_bpe([path], 300, tmp_path / "two")
+    assert first.fingerprint == second.fingerprint
+    assert (first.vocab_size, first.eod_id, first.pad_id, first.splits_cleanly) == (300, 0, 3, True)
+    text = "Hello zebra yak é😀\n"
+    assert first.decode(first.encode(text)) == text
+    assert len(first.encode(CORPUS[0])) < len(CORPUS[0]) / 2
+    stamp = (first.path.stat().st_mtime_ns, first.path.stat().st_ino)
+    again = train_bpe([path], 300, tmp_path / "one")
+    assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == stamp
+    assert train_bpe([path], 301, tmp_path / "one").path != first.path
+    first.path.write_text("{")
+    assert train_bpe([path], 300, tmp_path / "one").fingerprint == second.fingerprint  # damaged: made again
+    with pytest.raises(DataError, match="260"):
+        train_bpe([path], 259, tmp_path / "one")
+    path.write_text("{\n")
+    with pytest.raises(DataError, match="no text"):
+        train_bpe([path], 300, tmp_path / "one")
