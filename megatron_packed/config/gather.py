@@ -11,7 +11,7 @@ from megatron_packed.config.config_file import Entry, read_config_file
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
 from megatron_packed.config.options import Field, placeholder
-from megatron_packed.config.registry import META_FLAGS, Spelling, every_field, field_of, spellings, usable_flags
+from megatron_packed.config.registry import META_FLAGS, Spelling, every_field, spellings, usable_flags
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.suggest import did_you_mean, nearest
 from megatron_packed.config.values import WrongValueError, from_text, from_yaml
@@ -209,6 +209,3 @@ def _names() -> list[str]:
 
 def _texts(occurrence: Occurrence) -> tuple[str, ...]:
     return occurrence.texts if occurrence.attached is None else (occurrence.attached, *occurrence.texts)
-
-
-__all__ = ["Given", "field_of", "gather"]

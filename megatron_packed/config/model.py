@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE, pattern_problems
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE, pattern_problems
 from megatron_packed.config.options import Section, Sound, option
 
 STACK, ATTN, SSM, EXPERTS, OUTPUT = "stack", "attention", "Mamba-2", "mixture of experts", "embedding and output"
@@ -197,12 +197,13 @@ class ModelConfig(Section, title="model"):
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound("hybrid_layer_pattern"):
             yield from pattern_problems(self.hybrid_layer_pattern)
-        symbols = set(self.hybrid_layer_pattern) if sound("hybrid_layer_pattern") else set(LAYER_NAMES)
-        if ATTENTION in symbols:
+        known = sound("hybrid_layer_pattern")
+        symbols = set(self.hybrid_layer_pattern) if known else set()
+        if ATTENTION in symbols or (not known and self.num_attention_heads):
             yield from self._attention_rules(sound)
         if MAMBA in symbols:
             yield from self._mamba_rules(sound)
-        yield from self._expert_rules(sound, known=sound("hybrid_layer_pattern"), has_experts=MOE in symbols)
+        yield from self._expert_rules(sound, known=known, has_experts=MOE in symbols)
         if self.squared_relu and self.swiglu:
             yield Problem("--squared-relu", "", "contradicts --swiglu: an MLP has one activation",
                           "give one of the two")
@@ -216,7 +217,7 @@ class ModelConfig(Section, title="model"):
         if sound("num_attention_heads", "num_query_groups") and heads and heads % groups:
             yield Problem("--num-query-groups", str(groups), f"must divide --num-attention-heads ({heads})",
                           f"choose from {divisors(heads)}")
-        if sound("num_attention_heads", "hidden_size") and self.kv_channels is None:
+        if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield Problem("--hidden-size", str(hidden), f"is not divisible by --num-attention-heads ({heads})",
                           "change one of them, or give the width of a head by --kv-channels")
         if self.attention_dropout != 0 and sound("attention_dropout"):
@@ -273,6 +274,3 @@ def divisors(number: int) -> str:
     small = [d for d in range(1, min(int(number**0.5), 1 << 16) + 1) if number % d == 0]
     every = sorted({*small, *(number // d for d in small)})
     return ", ".join(str(d) for d in every[:12]) + (", ..." if len(every) > 12 else "")
-
-
-__all__ = ["ATTENTION", "MAMBA", "MLP", "MOE", "ModelConfig", "divisors"]

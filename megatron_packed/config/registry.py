@@ -52,12 +52,6 @@ def every_field() -> tuple[Field, ...]:
     return tuple(described for section in SECTIONS.values() for described in section_fields(section))
 
 
-@cache
-def field_of(key: str) -> Field:
-    """The option of a key such as ``model.hidden_size``."""
-    return next(described for described in every_field() if described.key == key)
-
-
 def usable_flags() -> list[str]:
     """Every flag that is accepted, for suggestions."""
     return [*spellings(), *META_FLAGS, *ALWAYS]

@@ -11,6 +11,9 @@ MOE = "--hybrid-layer-pattern ME --num-experts 4"
 INVALID = [
     ("~--hidden-size", {"--hidden-size": "required"}),
     ("~--hybrid-layer-pattern", {"--hybrid-layer-pattern": "required"}),
+    ("~--hybrid-layer-pattern ~--num-attention-heads --hidden-size 12", {"--hybrid-layer-pattern": "required"}),
+    ("~--hybrid-layer-pattern --num-query-groups 3",
+     {"--hybrid-layer-pattern": "required", "--num-query-groups": "1, 2, 4"}),
     ("~--train-iters ~--lr ~--seq-length", dict.fromkeys(("--train-iters", "--lr", "--seq-length"), "required")),
     ("~--data-path", {"--data-path": "nothing to train on"}),
     ("--hidden-size 0", {"--hidden-size": ">= 1"}),
