@@ -14,6 +14,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
+from megatron_packed.ops.columns import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.packed.params import PackedSeqParams
@@ -74,11 +75,13 @@ class MambaMixer(nn.Module):
         self.num_groups, self.state_dim = config.mamba_num_groups, config.mamba_state_dim
         self.chunk_size, self.backends = config.mamba_chunk_size, backends
         inner, states = config.d_inner, config.mamba_num_groups * config.mamba_state_dim
-        self.in_proj_sizes = [inner, inner + 2 * states, self.num_heads]
-        self.conv_sizes = [inner, states, states]
+        channels = inner + 2 * states
+        self.zxBCdt_shapes = ((inner,), (channels,), (self.num_heads,))
+        group_states = (self.num_groups, self.state_dim)
+        self.xBC_shapes = ((self.num_heads, self.head_dim), group_states, group_states)
         options = {"device": device, "dtype": dtype}
-        self.in_proj = Linear(config.hidden_size, sum(self.in_proj_sizes), bias=False, device=device, dtype=dtype)
-        self.conv1d = CausalConv1d(inner + 2 * states, config.mamba_d_conv, backend=backends.causal_conv1d, **options)
+        self.in_proj = Linear(config.hidden_size, inner + channels + self.num_heads, bias=False, **options)
+        self.conv1d = CausalConv1d(channels, config.mamba_d_conv, backend=backends.causal_conv1d, **options)
         self.A_log = self._per_head(device)
         self.D = self._per_head(device)
         self.dt_bias = self._per_head(device)
@@ -90,16 +93,14 @@ class MambaMixer(nn.Module):
 
     def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``."""
-        tokens = u_TD.shape[0]
-        z_TI, xBC_TC, dt_TN = self.in_proj(u_TD).split(self.in_proj_sizes, dim=-1)
-        xBC_TC = self.conv1d(xBC_TC, packed.seq_idx)
-        x_TI, B, C = xBC_TC.split(self.conv_sizes, dim=-1)
+        z_TI, xBC_TC, dt_TN = split_columns(self.in_proj(u_TD), *self.zxBCdt_shapes)
+        x_TNP, B_TGS, C_TGS = split_columns(self.conv1d(xBC_TC, packed.seq_idx), *self.xBC_shapes)
         y_TNP = ssd(
-            x_TI.view(tokens, self.num_heads, self.head_dim),
+            x_TNP,
             dt_TN,
             -torch.exp(self.A_log),
-            B.view(tokens, self.num_groups, self.state_dim),
-            C.view(tokens, self.num_groups, self.state_dim),
+            B_TGS,
+            C_TGS,
             self.D,
             self.dt_bias,
             packed.seq_idx,
@@ -107,4 +108,4 @@ class MambaMixer(nn.Module):
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
-        return self.out_proj(self.norm(y_TNP.reshape(tokens, -1), z_TI))
+        return self.out_proj(self.norm(y_TNP.flatten(1), z_TI))
