@@ -151,7 +151,7 @@ def save_checkpoint(
             facts = ranks.agree(
                 lambda: save.write(temporary, plan["save_id"], shards), f"writing {temporary}", cure=_NOTHING
             )
-            [manifest, *_] = ranks.agree(
+            [published, *_] = ranks.agree(
                 on_rank_0(rank, lambda: save.publish(temporary, plan, facts)), f"publishing {temporary}", cure=_NOTHING
             )
         except CheckpointError:
@@ -165,8 +165,8 @@ def save_checkpoint(
     return SavedCheckpoint(
         path=save.root / step_name(step),
         step=step,
-        sequence=manifest["sequence"],
-        num_bytes=manifest["num_bytes"],
+        sequence=published["sequence"],
+        num_bytes=published["num_bytes"],
         seconds=time.monotonic() - begin,
         removed=tuple(report["removed"]),
         warnings=tuple(plan["warnings"] + report["warnings"]),
