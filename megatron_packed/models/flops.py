@@ -26,7 +26,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.config.model import ATTENTION, MAMBA, MLP, MOE, ModelConfig
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.model import ModelConfig
 from megatron_packed.models.size import conv_channels, count_parameters, feed_forward, qkv_rows
 
 

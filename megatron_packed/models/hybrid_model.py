@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_packed.config.model import ATTENTION, MAMBA, MOE, ModelConfig
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends

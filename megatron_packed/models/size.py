@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_packed.config.model import ATTENTION, MAMBA, MLP, MOE, ModelConfig
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
