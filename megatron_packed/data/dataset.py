@@ -81,19 +81,12 @@ class TokenizedDataset:
             IndexError: there is no such document or piece.
             DataError: the data on disk is not what was written.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} does not exist; the data set has {len(self)}, from 0.")
-        begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        stop = end if length is None else begin + start + length
-        if start < 0 or not begin + start < stop <= end:
-            raise IndexError(
-                f"document {index} has {end - begin} tokens; there is no piece of {length} tokens from {start}."
-            )
-        return self._tokens.read(begin + start, stop), self._targets.read(begin + start, stop)
+        first, stop = self._place(index, start, length)
+        return self._tokens.read(first, stop), self._targets.read(first, stop)
 
     def target_mask(self, index: int) -> NDArray[np.uint8]:
         """Target marks of a whole document."""
-        return self.document(index)[1]
+        return self._targets.read(*self._place(index, 0, None))
 
     def count_targets(
         self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
@@ -101,8 +94,8 @@ class TokenizedDataset:
         """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of the piece."""
         counts: NDArray[np.int64] = self.target_counts[documents]
         for piece in np.flatnonzero(np.asarray(lengths) != self.lengths[documents]):
-            _, targets = self.document(int(documents[piece]), int(starts[piece]), int(lengths[piece]))
-            counts[piece] = np.count_nonzero(targets[1:])
+            first, stop = self._place(int(documents[piece]), int(starts[piece]), int(lengths[piece]))
+            counts[piece] = np.count_nonzero(self._targets.read(first, stop)[1:])
         return counts
 
     def target_entropy(self) -> float:
@@ -136,6 +129,17 @@ class TokenizedDataset:
                 f"the tokenizer of {self.directory} has {self.vocab_size} tokens, the model's vocabulary {vocab_size}; "
                 "train with the model's own tokenizer, or enlarge the vocabulary."
             )
+
+    def _place(self, index: int, start: int, length: int | None) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} does not exist; the data set has {len(self)}, from 0.")
+        begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        stop = end if length is None else begin + start + length
+        if start < 0 or not begin + start < stop <= end:
+            raise IndexError(
+                f"document {index} has {end - begin} tokens; there is no piece of {length} tokens from {start}."
+            )
+        return begin + start, stop
 
     def _check_index(self) -> None:
         count = self.report.documents

@@ -1,0 +1,213 @@
+"""Packs by hand, and micro-batches as a function of (plan, step): killed anywhere, on any number of ranks."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from data_helpers import conversation, open_lines
+
+from megatron_packed.data.collate import collate
+from megatron_packed.data.dataset import TokenizedDataset
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.loader import Loader
+from megatron_packed.data.packing import Packer
+from megatron_packed.data.plan import EvaluationPlan, PackPlan
+from megatron_packed.data.segments import Segments
+
+SLOTS = 64
+
+
+def pieces_of(dataset, policy="split"):
+    segments = Segments.cut(dataset.lengths, SLOTS, policy)
+    return segments, dataset.count_targets(segments.document, segments.start, segments.length)
+
+
+def plan_of(dataset, dp_size=1, cls=PackPlan, packs_per_step=4, **options):
+    packer = Packer(slots=SLOTS, method="balanced", window=64)
+    return cls(*pieces_of(dataset), packer=packer, packs_per_step=packs_per_step, dp_size=dp_size, seed=5, **options)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> TokenizedDataset:
+    random = np.random.default_rng(1)
+    lines = [json.dumps({"prompt": f"{n}:" * random.integers(1, 4), "completion": "ab" * random.integers(1, 50)})
+             for n in range(300)]  # fmt: skip
+    return open_lines(tmp_path_factory.mktemp("data"), lines)
+
+
+def test_a_pack_by_hand(tmp_path):
+    lines = [json.dumps({"prompt": "ab", "completion": "cd"}), json.dumps({"prompt": "", "completion": "xyz"})]
+    data = open_lines(tmp_path, lines)
+    segments = Segments.cut(data.lengths, 12, "error")
+    batch = collate(data, segments, [1, 0], total_tokens=12, capacity=3, scales=(0.5, 0.25))
+    a, b, c, d, x, y, z, end = (*b"abcd", *b"xyz", 256)
+    assert batch.tokens.tolist() == [x, y, z, end, a, b, c, d, end, 0, 0, 0]
+    assert batch.labels.tolist() == [y, z, end, 0, 0, c, d, end, 0, 0, 0, 0]
+    assert batch.loss_mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0]
+    assert batch.packed.cu_seqlens.tolist() == [0, 4, 9, 12, 12]
+    assert batch.packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.scales.tolist() == [0.5, 0.25]
+    assert (batch.num_real_tokens, batch.num_target_tokens, batch.packed.num_seqs) == (9, 6, 2)
+
+
+def test_pieces_of_a_long_document_predict_nothing_across_the_cut(tmp_path):
+    data = open_lines(tmp_path, [json.dumps({"text": "abcdefg"})], sft=False)
+    segments = Segments.cut(data.lengths, 3, "split")
+    assert (segments.start.tolist(), segments.length.tolist()) == ([0, 3, 6], [3, 3, 2])
+    batch = collate(data, segments, [2, 0, 1], total_tokens=8)
+    a, b, c, d, e, f, g, end = (*b"abcdefg", 256)
+    assert batch.tokens.tolist() == [g, end, a, b, c, d, e, f]
+    assert batch.labels.tolist() == [end, 0, b, c, 0, e, f, 0]
+    assert batch.loss_mask.tolist() == [1, 0, 1, 1, 0, 1, 1, 0]
+    counts = data.count_targets(segments.document, segments.start, segments.length)
+    assert counts.tolist() == [2, 2, 1] and batch.num_target_tokens == counts.sum()
+
+
+def test_chat_targets_in_a_pack(tmp_path):
+    data = open_lines(tmp_path, [conversation("q", "yes", "q", "no")])
+    segments = Segments.cut(data.lengths, 128, "error")
+    batch = collate(data, segments, [0], total_tokens=128)
+    labels = batch.labels[batch.loss_mask == 1].tolist()
+    assert labels == [*b"yes", 258, *b"no", 258, 256]
+
+
+def test_an_empty_pack_is_all_tail(dataset):
+    batch = collate(dataset, pieces_of(dataset)[0], [], total_tokens=SLOTS)
+    assert (batch.num_real_tokens, batch.num_target_tokens) == (0, 0)
+    assert not batch.packed.valid.any() and not batch.loss_mask.any()
+
+
+def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
+    plan = plan_of(dataset, dp_size=2)
+    loaders = [Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, capacity=40) for rank in range(2)]
+    for step in range(12):
+        batches = [batch for loader in loaders for batch in loader.micro_batches(step)]
+        assert len(batches) == 4
+        assert sum(batch.num_target_tokens for batch in batches) == plan.step(step).global_targets
+        for batch in batches:
+            assert batch.scales.tolist() == pytest.approx(list(plan.step(step).scales))
+            assert batch.packed.capacity == 40
+    for loader in loaders:
+        loader.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def packs_of(loaders, step):
+    """The step's packs over all ranks, as sorted bytes: how they are dealt to ranks is another matter."""
+    return sorted(batch.buffer.numpy().tobytes() for loader in loaders for batch in loader.micro_batches(step))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset):
+    with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, capacity=64, prefetch=0) as loader:
+        return [packs_of([loader], step) for step in range(80)]  # over two epochs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(dataset, uninterrupted, seed):
+    random = np.random.default_rng(seed)
+    step, seen = 0, []
+    while step < len(uninterrupted):
+        dp_size = int(random.choice([1, 2, 4]))
+        plan = plan_of(dataset, dp_size)
+        prefetch = int(random.integers(0, 6))
+        loaders = [
+            Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, capacity=64, prefetch=prefetch)
+            for rank in range(dp_size)
+        ]
+        for _ in range(int(random.integers(1, 30))):
+            if step < len(uninterrupted):
+                seen.append(packs_of(loaders, step))
+                step += 1
+        for loader in loaders:
+            loader.close()  # with micro-batches prepared that nobody took
+    assert seen == uninterrupted
+
+
+def test_every_document_comes_once_an_epoch(dataset):
+    plan = plan_of(dataset, packs_per_step=1)
+    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS) as loader:
+        for epoch in range(2):
+            start = sum(len(plan.epoch(earlier)) for earlier in range(epoch))
+            tokens = np.concatenate(
+                [loader.micro_batches(start + n)[0].tokens.numpy() for n in range(len(plan.epoch(epoch)))]
+            )
+            real = np.concatenate([dataset.document(n)[0] for n in range(len(dataset))])
+            assert np.bincount(tokens)[1:].tolist() == np.bincount(real)[1:].tolist()  # 0 is the tail
+
+
+def test_a_step_is_the_same_however_it_is_reached(dataset):
+    plan = plan_of(dataset)
+    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, prefetch=5) as loader:
+        forward = {step: packs_of([loader], step) for step in range(10)}
+        for step in (7, 7, 2, 9, 0, 1, 2, 30, 3):
+            expected = forward.get(step) or packs_of([loader], step)
+            assert packs_of([loader], step) == expected
+        loader.close()
+        assert packs_of([loader], 4) == forward[4]
+
+
+def test_a_finite_plan_is_gone_through_again_and_again(dataset):
+    plan = plan_of(dataset, dp_size=2, cls=EvaluationPlan)
+    with Loader(dataset, plan, dp_rank=1, total_tokens=SLOTS, prefetch=3) as loader:
+        rounds = [[packs_of([loader], step) for step in range(len(plan))] for _ in range(2)]
+        assert rounds[0] == rounds[1] and len(rounds[0]) == plan.num_steps > 3
+        with pytest.raises(ValueError, match="steps 0 to"):
+            loader.micro_batches(len(plan))
+
+
+# --------------------------------------------------------------------------------------------------------- the thread
+
+
+def test_micro_batches_are_prepared_ahead_up_to_the_depth_and_not_twice(dataset, monkeypatch):
+    made = []
+    prepare = Loader._prepare
+
+    def counted(self, step, number):
+        made.append((step, number))
+        return prepare(self, step, number)
+
+    monkeypatch.setattr(Loader, "_prepare", counted)
+    with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, prefetch=6) as loader:
+        loader.micro_batches(0)
+        loader._pool.submit(lambda: None).result()  # all that was ordered is done
+        assert made == [(0, n) for n in range(4)] + [(1, n) for n in range(4)] + [(2, 0), (2, 1)]
+        loader.micro_batches(1)
+        loader.micro_batches(2)
+        loader._pool.submit(lambda: None).result()
+        assert made == [(step, n) for step in range(4) for n in range(4)] + [(4, 0), (4, 1)]
+
+
+def test_an_error_in_the_thread_reaches_the_consumer(tmp_path):
+    data = open_lines(tmp_path, [json.dumps({"text": chr(97 + n) * 50}) for n in range(40)], sft=False)
+    path, plan = data.directory / "tokens.bin", plan_of(data)
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with Loader(TokenizedDataset(data.directory), plan, dp_rank=0, total_tokens=SLOTS) as loader:
+        for _ in range(2):  # and again, if it asks again
+            with pytest.raises(DataError, match=r"tokens\.bin"):
+                loader.micro_batches(0)
+
+
+def test_no_thread_is_left_behind(dataset):
+    before = threading.active_count()
+    loader = Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, prefetch=4)
+    loader.micro_batches(0)
+    assert threading.active_count() == before + 1
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_a_plan_of_other_documents_is_refused(dataset, tmp_path):
+    plan = plan_of(dataset)
+    with pytest.raises(ValueError, match="dp_rank"):
+        Loader(dataset, plan, dp_rank=1, total_tokens=SLOTS)
+    fewer = open_lines(tmp_path, [json.dumps({"text": "x"})], sft=False)
+    with pytest.raises(ValueError, match="document 299"):
+        Loader(fewer, plan, dp_rank=0, total_tokens=SLOTS)
+    shorter = open_lines(tmp_path, [json.dumps({"text": "x"})] * 300, sft=False)
+    with pytest.raises(ValueError, match="longer than their documents"):
+        Loader(shorter, plan, dp_rank=0, total_tokens=SLOTS)

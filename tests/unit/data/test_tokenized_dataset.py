@@ -1,0 +1,309 @@
+"""The cache: what it holds, that damage is found before it is used, and that any number of processes make it once."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import conversation, open_lines
+
+from megatron_packed.data import arrays
+from megatron_packed.data.chat import IdentityFormat, TemplateFormat
+from megatron_packed.data.dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.tokenizer import ByteTokenizer
+
+TEXTS = ["abc", "é", "a longer document with more than sixteen tokens", "x" * 300]
+LINES = [json.dumps({"text": text}) for text in TEXTS]
+
+
+def test_documents_lengths_and_counts(tmp_path):
+    dataset = open_lines(tmp_path, LINES, sft=False)
+    lengths = [len(text.encode()) + 1 for text in TEXTS]
+    assert dataset.lengths.tolist() == lengths
+    assert dataset.target_counts.tolist() == [n - 1 for n in lengths]
+    tokens, targets = dataset.document(0)
+    assert (tokens.dtype, targets.dtype) == (np.int32, np.uint8)
+    assert (tokens.tolist(), targets.tolist()) == ([97, 98, 99, 256], [0, 1, 1, 1])
+    assert not tokens.flags.writeable and not targets.flags.writeable
+    tokens, targets = dataset.document(0, start=1, length=2)
+    assert (tokens.tolist(), targets.tolist()) == ([98, 99], [1, 1])
+    for piece in [(4,), (-1,), (0, 4), (0, 0, 5), (0, 2, 3), (0, -1, 2), (0, 0, 0)]:
+        with pytest.raises(IndexError):
+            dataset.document(*piece)
+    report = dataset.report
+    assert (report.lines, report.good, report.documents, report.tokens) == (4, 4, 4, sum(lengths))
+    assert (report.schemas, report.longest_document) == ({"text": 4}, 301)
+    assert "4 lines in 1 file: 4 used (4 text), 0 blank, 0 in quarantine" in report.lines_of_text()[0]
+
+
+def test_targets_of_pieces(tmp_path):
+    dataset = open_lines(tmp_path, [conversation("qq", "aaa"), conversation("q", "a", "q", "aaaa")])
+    masks = [dataset.target_mask(n) for n in range(2)]
+    pieces = [(0, 0, len(masks[0])), (1, 0, len(masks[1])), (1, 0, 31), (1, 31, 19), (1, 37, 1), (0, 22, 4)]
+    counts = dataset.count_targets(*(np.array(column) for column in zip(*pieces)))
+    assert counts.tolist() == [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces]
+    assert counts[:2].tolist() == dataset.target_counts.tolist() == [5, 8]
+    assert counts[-1] == 2  # the first token of the piece is a target of nothing in it
+
+
+def test_entropy_of_targets(tmp_path):
+    dataset = open_lines(tmp_path, [json.dumps({"prompt": "zzzz", "completion": "ab"})] * 3)
+    assert dataset.target_entropy() == pytest.approx(np.log(3))  # a, b and the end, equally often
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
+    dataset = open_lines(tmp_path, LINES, sft=False)
+    dataset.check_vocabulary(260)
+    with pytest.raises(DataError, match=r"260 tokens.*259"):
+        dataset.check_vocabulary(259)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_do_not_change_the_result(tmp_path, monkeypatch, threads):
+    monkeypatch.setattr("megatron_packed.data.build._CHUNK_LINES", 3)
+    lines = [conversation(f"q{n}", f"a{n}") for n in range(200)] + ["{", ""]
+    dataset = open_lines(tmp_path, lines, num_threads=threads)
+    answers = [
+        ByteTokenizer().decode(t[m == 1], skip_special=True) for t, m in map(dataset.document, range(len(dataset)))
+    ]
+    assert answers == [f"a{n}" for n in range(200)]
+    assert (dataset.report.blank, dataset.report.bad) == (1, {"malformed_json": 1})
+
+
+# ----------------------------------------------------------------------------------------------------------- one cache
+
+
+def built_once(tmp_path) -> list[Path]:
+    return [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_the_same_data_is_tokenised_once_and_other_options_again(tmp_path, monkeypatch):
+    first = open_lines(tmp_path, LINES, sft=False)
+    monkeypatch.setattr("megatron_packed.data.dataset.build_arrays", None)  # building again would fail
+    assert open_lines(tmp_path, LINES, sft=False).key == first.key
+    moved = tmp_path / "moved.jsonl"
+    shutil.copy(tmp_path / "data.jsonl", moved)
+    chat = TemplateFormat(None, ByteTokenizer())
+    again = open_dataset([moved], ByteTokenizer(), chat, sft=False, cache_root=tmp_path / "cache", show=False)
+    assert again.key == first.key
+    monkeypatch.undo()
+    keys = {
+        first.key,
+        open_lines(tmp_path, LINES, sft=False, max_line_bytes=100).key,
+        open_dataset([moved], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=tmp_path / "cache").key,
+        open_lines(tmp_path, [*LINES, LINES[0]], sft=False).key,
+    }
+    assert len(keys) == len(built_once(tmp_path)) == 4
+
+
+def test_the_default_place_is_beside_the_data(tmp_path):
+    dataset = open_lines(tmp_path, LINES, sft=False, cache_root=None)
+    assert dataset.directory.parent == tmp_path / ".megatron_packed_cache"
+
+
+def test_a_place_that_cannot_be_written_is_an_error_with_a_cure(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="--data-cache-path"):
+        open_lines(tmp_path, LINES, sft=False, cache_root=tmp_path / "file" / "cache")
+
+
+def _open_in_process(tmp_path, barrier, results):
+    from megatron_packed.data import dataset as module
+
+    build = module.build_arrays
+
+    def counted(*arguments):
+        (tmp_path / f"built-by-{os.getpid()}").touch()
+        time.sleep(0.2)  # time enough for the others to come
+        return build(*arguments)
+
+    module.build_arrays = counted
+    barrier.wait()
+    try:
+        chat = TemplateFormat(None, ByteTokenizer())
+        dataset = open_dataset(
+            [tmp_path / "data.jsonl"], ByteTokenizer(), chat, sft=False, cache_root=tmp_path / "cache", num_threads=1,
+            max_bad_fraction=0.5, show=False,
+        )  # fmt: skip
+        dataset.verify()
+        results.put(("ok", dataset.key, int(dataset.lengths.sum())))
+    except DataError as error:
+        results.put(("error", str(error), 0))
+
+
+def race(tmp_path, lines, processes=4):
+    (tmp_path / "data.jsonl").write_text("".join(line + "\n" for line in lines))
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(processes), context.Queue()
+    workers = [context.Process(target=_open_in_process, args=(tmp_path, barrier, results)) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    answers = [results.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(timeout=60)
+    return answers, len(list(tmp_path.glob("built-by-*")))
+
+
+def test_four_processes_at_once_build_one_cache(tmp_path):
+    answers, builders = race(tmp_path, LINES * 50)
+    assert len(set(answers)) == 1 and answers[0][0] == "ok"
+    assert builders == 1
+    assert len(built_once(tmp_path)) == 1
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_four_processes_fail_alike_when_the_data_is_bad_and_only_one_reads_it(tmp_path):
+    answers, builders = race(tmp_path, ["{"] * 50)
+    assert len(set(answers)) == 1 and answers[0][0] == "error" and "50 of 50 lines" in answers[0][1]
+    assert builders == 1
+    assert built_once(tmp_path) == []
+    (tmp_path / "data.jsonl").write_text("\n".join(LINES))  # corrected: nothing stands in the way
+    assert len(open_lines(tmp_path, LINES, sft=False)) == 4
+    answers, _ = race(tmp_path, ["{"] * 50)  # and a later run says it again
+    assert {answer[0] for answer in answers} == {"error"}
+
+
+def test_without_locks_the_slower_builder_takes_what_the_faster_made(tmp_path, monkeypatch):
+    """As on two nodes whose file system has no locks: both build, one rename wins."""
+
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("megatron_packed.data.cache.fcntl.flock", no_locks)
+    answers, builders = race(tmp_path, LINES * 50)
+    assert len(set(answers)) == 1 and answers[0][0] == "ok"
+    assert builders > 1
+    assert len(built_once(tmp_path)) == 1 and not list((tmp_path / "cache").glob(".*"))
+
+
+SLOW_WRITER = """
+import sys, time
+from megatron_packed.data import arrays, dataset
+from megatron_packed.data.chat import IdentityFormat
+from megatron_packed.data.tokenizer import ByteTokenizer
+kill_at = sys.argv[3]
+real = {"manifest": dataset._write_manifest, "build": dataset.build_arrays}
+def stop(*_):
+    print("here", flush=True); time.sleep(60)
+if kill_at == "building": dataset.build_arrays = stop
+if kill_at == "manifest": dataset._write_manifest = stop
+if kill_at == "rename":
+    from megatron_packed.data import cache
+    cache._publish = stop
+dataset.open_dataset([sys.argv[1]], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=sys.argv[2], show=False)
+"""
+
+
+@pytest.mark.parametrize("kill_at", ["building", "manifest", "rename"])
+def test_a_killed_writer_leaves_nothing_harmful(tmp_path, kill_at):
+    path, root = tmp_path / "data.jsonl", tmp_path / "cache"
+    path.write_text("\n".join(LINES))
+    repository = str(Path(arrays.__file__).parents[2])
+    writer = subprocess.Popen(
+        [sys.executable, "-c", SLOW_WRITER, path, root, kill_at], stdout=subprocess.PIPE, cwd=repository
+    )
+    assert writer.stdout.readline() == b"here\n"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    assert len([name for name in os.listdir(root) if ".tmp-" in name]) == 1
+    dataset = open_dataset([path], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=root, show=False)
+    dataset.verify()
+    assert dataset.lengths.sum() == sum(len(text.encode()) + 1 for text in TEXTS)
+    assert not [name for name in os.listdir(root) if ".tmp-" in name]
+
+
+def test_a_writer_on_another_node_is_left_alone_until_it_is_old(tmp_path):
+    root = tmp_path / "cache"
+    open_lines(tmp_path, LINES, sft=False)
+    [directory] = built_once(tmp_path)
+    shutil.rmtree(directory)
+    young, old = (root / f".{directory.name}.tmp-other-node-1-{n:08d}" for n in range(2))
+    for left in (young, old):
+        left.mkdir()
+    os.utime(old, (0, 0))
+    open_lines(tmp_path, LINES, sft=False)
+    assert young.exists() and not old.exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
+    """One bit in each of many places of every file: the cache is refused when opened, or the read that meets it is."""
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 64)
+    good = open_lines(tmp_path, LINES * 5, sft=False)
+    expected = [good.document(n)[0].tolist() for n in range(len(good))]
+    random = np.random.default_rng(0)
+    flips = silent = 0
+    for path in sorted(good.directory.iterdir()):
+        whole = path.read_bytes()
+        for at in random.choice(len(whole), size=min(40, len(whole)), replace=False):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << int(random.integers(8))
+            path.write_bytes(damaged)
+            flips += 1
+            try:
+                dataset = TokenizedDataset(good.directory)
+                dataset.verify()
+                silent += [dataset.document(n)[0].tolist() for n in range(len(dataset))] != expected
+                silent += json.loads(damaged) != json.loads(whole) if path.suffix == ".json" else 1
+            except DataError as error:
+                assert str(path) in str(error) or str(good.directory) in str(error)
+        path.write_bytes(whole)
+    assert flips > 200
+    assert silent == 0
+
+
+def test_a_flip_is_found_by_the_read_that_meets_it_and_by_no_other(tmp_path):
+    texts = [json.dumps({"text": chr(97 + n) * 40_000}) for n in range(4)]  # over two blocks of tokens each
+    dataset = open_lines(tmp_path, texts, sft=False)
+    path = dataset.directory / "tokens.bin"
+    raw = bytearray(path.read_bytes())
+    raw[4 * 40_001 + 4 * 20_000] ^= 4  # in the middle of document 1
+    path.write_bytes(raw)
+    damaged = TokenizedDataset(dataset.directory)
+    for number in (0, 2, 3):
+        damaged.document(number)
+    with pytest.raises(DataError, match=r"tokens.bin: bytes \d+ to \d+ are not what was written"):
+        damaged.document(1)
+    damaged.document(1, 0, 100)
+    with pytest.raises(DataError, match="written"):
+        damaged.verify()
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "missing", "manifest", "index"])
+def test_a_damaged_cache_is_built_again(tmp_path, damage, capsys):
+    dataset = open_lines(tmp_path, LINES, sft=False)
+    if damage == "manifest":
+        (dataset.directory / "manifest.json").write_text("{")
+    elif damage == "missing":
+        (dataset.directory / "targets.bin").unlink()
+    else:
+        path = dataset.directory / ("offsets.bin" if damage == "index" else "tokens.bin")
+        raw = path.read_bytes()
+        path.write_bytes({"cut": raw[:-1], "longer": raw + b"\0", "index": bytes([raw[0] ^ 1]) + raw[1:]}[damage])
+    with pytest.raises(DataError, match=str(dataset.directory)):
+        TokenizedDataset(dataset.directory)
+    again = open_lines(tmp_path, LINES, sft=False, show=True)
+    assert "building it again" in capsys.readouterr().err
+    assert again.lengths.tolist() == dataset.lengths.tolist()
+    again.verify()
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_files_of_two_caches_do_not_mix(tmp_path):
+    first = open_lines(tmp_path, LINES, sft=False)
+    second = open_lines(tmp_path, LINES[::-1], sft=False)
+    assert first.directory != second.directory
+    shutil.copy(first.directory / "tokens.bin", second.directory / "tokens.bin")  # the same size
+    with pytest.raises(DataError, match="written"):
+        TokenizedDataset(second.directory).verify()
