@@ -5,15 +5,13 @@
 
 import sys
 
+from megatron_packed.config.determinism import apply_environment
 from megatron_packed.config.flags import parse_or_exit
 
 
 def main() -> None:
     config = parse_or_exit(sys.argv[1:])  # before torch is imported: a wrong command line ends in a second
-    if config.training.deterministic_mode:
-        from megatron_packed.distributed.determinism import set_deterministic_environment
-
-        set_deterministic_environment()
+    apply_environment(config.training)
     from megatron_packed.training.pretrain import pretrain
 
     pretrain(config)

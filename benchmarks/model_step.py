@@ -85,7 +85,7 @@ def megatron_model(c: dict) -> torch.nn.Module:
 # Our parameter name inside layer N -> theirs, by kind of layer.
 _LAYER_NAMES = {
     "M": {"norm.weight": "mixer.in_proj.layer_norm_weight", "mixer.in_proj.weight": "mixer.in_proj.weight",
-          "mixer.conv1d.weight": "mixer.conv1d.weight", "mixer.conv1d.bias": "mixer.conv1d.bias",
+          "mixer.conv1d.weight": "mixer.conv1d_weight", "mixer.conv1d.bias": "mixer.conv1d_bias",
           "mixer.A_log": "mixer.A_log", "mixer.D": "mixer.D", "mixer.dt_bias": "mixer.dt_bias",
           "mixer.norm.weight": "mixer.norm.weight", "mixer.out_proj.weight": "mixer.out_proj.weight"},
     "*": {"norm.weight": "self_attention.linear_qkv.layer_norm_weight",

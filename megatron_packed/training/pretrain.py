@@ -163,7 +163,8 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
     try:
         loaded = state.load(options)
     except NoCheckpointError:
-        if options.load != options.save or options.finetune or options.ckpt_step is not None:
+        is_own = options.save is not None and Path(options.load).absolute() == Path(options.save).absolute()
+        if not is_own or options.finetune or options.ckpt_step is not None:
             raise
         console.say(f"No checkpoint in {options.load} yet: starting from random weights.")
         return
