@@ -95,7 +95,7 @@ class TrainStep:
         with record_function("optim::step"):
             stats = self.optimizer.step(lr, loss=extras["loss"])
         if self.model.num_moe_layers:
-            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.nonfinite)
+            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.nonfinite.bool())
         torch.cat(
             [
                 extras["loss"],
