@@ -1,5 +1,7 @@
 """A small state with every dtype and shape that matters, and checkpoints of several files made in one process."""
 
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,21 @@ def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
+def exit_code_of(function: Callable[..., None], *args: object) -> int:
+    """Run a test module's function in a new process without threads; minus the signal that ended it, 1 if it raised.
+
+    From the fork server that the distributed tests use (torch is imported there once); forking pytest itself would copy
+    locks that other threads hold.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "numpy", "safetensors.torch"])
+    process = context.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None, "the process hangs"
+    return process.exitcode
+
+
 class Tools:
     """What the tests of this folder share (a fixture, so that no test module needs another's path)."""
 
@@ -83,6 +100,7 @@ class Tools:
     write_by_hand = staticmethod(write_by_hand)
     blank = staticmethod(blank)
     same_bytes = staticmethod(same_bytes)
+    exit_code_of = staticmethod(exit_code_of)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import signal
 import stat
 
 import pytest
+import safetensors.torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
@@ -29,6 +30,10 @@ def at(site: str, action):
             action()
 
     return on_site
+
+
+def save_and_die(root, step: int, state: bytes, site: str) -> None:
+    save(root, step, safetensors.torch.load(state), at(site, lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def throw(error: BaseException):
@@ -86,13 +91,8 @@ def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
         except Crash:
             disk.lose_power(tmp_path)
     elif death == "SIGKILL":
-        child = os.fork()
-        if child == 0:
-            try:
-                save(tmp_path, step, new, at(site, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-            finally:
-                os._exit(1 if reached else 0)
-        assert os.waitpid(child, 0)[1] == (signal.SIGKILL if reached else 0)
+        code = tools.exit_code_of(save_and_die, tmp_path, step, safetensors.torch.save(new), site)
+        assert code == (-signal.SIGKILL if reached else 0)
     else:
         try:
             saved = save(tmp_path, step, new, at(site, throw(OSError(28, "No space left on device"))))

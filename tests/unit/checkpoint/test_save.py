@@ -153,38 +153,40 @@ def test_wrong_arguments_publish_nothing(tmp_path, arguments, message):
     assert set(names(tmp_path)) <= {".lock"}
 
 
+def save_with_little_room(root) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+    shards = whole_tensors({"w": torch.zeros(5000)})
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step_00000020\.tmp-.*nothing was published.*rank 0: OSError"
+    ) as error:
+        save_checkpoint(root, 20, shards, {}, keep_last=1)
+    assert os.strerror(errno.EFBIG) in str(error.value)
+
+
 def test_a_full_disk_is_an_error_that_names_the_path_and_publishes_nothing(tmp_path, tools, load):
     """A real refusal by the kernel: no file may grow beyond 6,000 bytes; a write comes back short, the next fails."""
     state = tools.make_state()
     save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-        try:
-            save_checkpoint(tmp_path, 20, whole_tensors(state), {}, keep_last=1)
-        except CheckpointError as error:
-            text = str(error)
-            named = "rank 0: OSError" in text and os.strerror(errno.EFBIG) in text and "step_00000020.tmp-" in text
-            os._exit(0 if named and "nothing was published" in text else 2)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert tools.exit_code_of(save_with_little_room, tmp_path) == 0
     assert names(tmp_path) == [".lock", "latest", "step_00000010"]
     assert load(tmp_path, state)[1] == 10
 
 
-def test_memory_does_not_double(tmp_path):
-    """48 MiB are saved and loaded in a new process whose peak memory grows by less than 24 MiB (two 4 MiB buffers)."""
-    child = os.fork()
-    if child == 0:
-        tensor = torch.full((12 << 20,), 1.25)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        save_checkpoint(tmp_path, 1, whole_tensors({"w": tensor}), {})
-        tensor.fill_(0)
-        load_checkpoint(tmp_path, whole_tensors({"w": tensor}))
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        os._exit(0 if grown < 24 << 10 and bool((tensor == 1.25).all()) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+def save_and_load_48_mib(root) -> None:
+    tensor = torch.full((12 << 20,), 1.25)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    save_checkpoint(root, 1, whole_tensors({"w": tensor}), {})
+    tensor.fill_(0)
+    load_checkpoint(root, whole_tensors({"w": tensor}))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 24 << 10, f"{grown} KiB"
+    assert bool((tensor == 1.25).all())
+
+
+def test_memory_does_not_double(tmp_path, tools):
+    """The peak memory of a process that saves and loads 48 MiB grows by less than 24 MiB (two 4 MiB buffers)."""
+    assert tools.exit_code_of(save_and_load_48_mib, tmp_path) == 0
 
 
 def test_a_file_that_rank_0_does_not_see_as_written_is_not_published(tmp_path, tools, load):
