@@ -62,3 +62,44 @@ def run_without_values(function, *tensors):
     fake = [mode.from_tensor(t).requires_grad_(t.is_floating_point()) for t in tensors]
     with mode:
         function(*fake).sum().backward()
+
+
+def replayed(run, static, changes):
+    """Capture ``run(static)`` once, then for each change compare a replay with an eager run.
+
+    Args:
+        run: takes the dict of static tensors, returns a dict of results; forward and backward, no host sync.
+        static: tensors whose addresses the graph reads.
+        changes: dicts of new contents, copied into the tensors of the same names before replaying.
+    Returns:
+        one dict per change: name -> (replayed, eager).
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(static)
+    outcomes = []
+    for change in changes:
+        for name, value in change.items():
+            static[name].copy_(value)
+        for value in captured.values():
+            value.fill_(7)  # a result that is not written again shows
+        graph.replay()
+        again = {name: value.clone() for name, value in captured.items()}
+        eager = run(static)
+        outcomes.append({name: (again[name], eager[name]) for name in eager})
+    return outcomes
+
+
+def no_sync(run, *args):
+    """``run(*args)`` with every host sync that PyTorch knows of raising."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return run(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

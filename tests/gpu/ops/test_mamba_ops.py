@@ -1,0 +1,309 @@
+"""The Mamba layer's kernels on a GPU: against the references in fp32, isolation, determinism, graphs, offsets."""
+
+import os
+
+# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every time.
+os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
+os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
+os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+
+import pytest
+import torch
+from op_packs import boundaries, leaks, no_sync, relative_error, replayed
+
+from megatron_packed.ops.causal_conv1d.api import OP as CONV
+from megatron_packed.ops.causal_conv1d.api import causal_conv1d
+from megatron_packed.ops.columns import GradientBuffer, split_columns
+from megatron_packed.ops.gated_rms_norm.api import OP as GATED_NORM
+from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
+from megatron_packed.ops.ssd import offsets
+from megatron_packed.ops.ssd.api import OP as SSD
+from megatron_packed.ops.ssd.api import ssd
+
+pytestmark = pytest.mark.gpu
+
+N, P, G, S, W, CHUNK = 16, 64, 2, 128, 4, 128
+INNER, CONV_CHANNELS = N * P, N * P + 2 * G * S
+PACKS = {
+    "awkward": [1, 2, 3, 127, 128, 129, 5, 300, 1, 2, 100, 226],
+    "over 100 documents": [1, 2, 3, 10] * 64,
+    "one document": [1024],
+    "ragged end": [500, 301, 200],
+}
+BF16 = 8e-3
+"""Norm of the error over norm of the fp32 result, for bf16 kernels; one rounding alone makes 1.7e-3."""
+FACTOR = 2.5
+"""What a kernel may err, as a multiple of what plain PyTorch errs on the same bf16 inputs (sums may cancel)."""
+
+
+def make(tokens, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=generator)).cuda()
+
+    return {
+        "zxbcdt": normal(tokens, INNER + CONV_CHANNELS + N).to(dtype),
+        "conv_weight": normal(CONV_CHANNELS, W, scale=0.5).to(dtype),
+        "conv_bias": normal(CONV_CHANNELS, scale=0.1).to(dtype),
+        "A_log": torch.linspace(0, 2.7, N).cuda(),
+        "D": normal(N),
+        "dt_bias": normal(N) - 3,
+        "norm_weight": normal(INNER).to(dtype),
+        "dy": normal(tokens, INNER).to(dtype),
+    }
+
+
+LEAVES = ("zxbcdt", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_weight")
+
+
+def mixer(values, seq_idx, cu_seqlens, reference=False):
+    """Everything of a Mamba layer between its projections, on slices without copies, forward and backward."""
+    conv_backend, ssd_backend, norm_backend = (
+        ["reference"] * 3 if reference else ["causal_conv1d", "mamba_ssm", "triton"]
+    )
+    leaf = {name: values[name].detach().requires_grad_() for name in LEAVES}
+    z, xBC, dt = split_columns(leaf["zxbcdt"], (INNER,), (CONV_CHANNELS,), (N,))
+    xBC = causal_conv1d(xBC, leaf["conv_weight"], leaf["conv_bias"], seq_idx, backend=conv_backend)
+    x, B, C = split_columns(xBC, (N, P), (G, S), (G, S))
+    A, D, dt_bias = -leaf["A_log"].exp(), leaf["D"], leaf["dt_bias"]
+    y = ssd(x, dt, A, B, C, D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK, backend=ssd_backend)
+    y = gated_rms_norm(y.flatten(1), z, leaf["norm_weight"], 1e-5, group_size=INNER // G, backend=norm_backend)
+    gradients = torch.autograd.grad(y, leaf.values(), values["dy"])
+    return {"y": y.detach(), **dict(zip((f"d_{name}" for name in leaf), gradients))}
+
+
+def error(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+def test_the_layer_equals_its_references(lengths):
+    values = make(sum(lengths))
+    boundary = boundaries(lengths, "cuda")
+    got, plain = mixer(values, *boundary), mixer(values, *boundary, reference=True)
+    want = mixer({name: value.float() for name, value in values.items()}, *boundary, reference=True)
+    assert_near(got, want, plain)
+
+
+def assert_near(got, want, plain, limit=BF16):
+    errors = {name: error(got[name], want[name]) for name in want}
+    allowed = {name: max(limit, FACTOR * error(plain[name], want[name])) for name in want}
+    assert {name: (errors[name], allowed[name]) for name in want if not errors[name] <= allowed[name]} == {}
+
+
+def ssd_inputs(tokens, dtype):
+    values = make(tokens, dtype)
+    x, B, C = split_columns(values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS], (N, P), (G, S), (G, S))
+    return {"x": x, "dt": values["zxbcdt"][:, -N:], "B": B, "C": C}, values
+
+
+def ssd_results(inputs, values, seq_idx, cu_seqlens, backend="mamba_ssm"):
+    leaf = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    parameters = [value.detach().requires_grad_() for value in (-values["A_log"].exp(), values["D"], values["dt_bias"])]
+    A, D, dt_bias = parameters
+    y = ssd(leaf["x"], leaf["dt"], A, leaf["B"], leaf["C"], D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK,
+            backend=backend)  # fmt: skip
+    everything = {**leaf, "A": A, "D": D, "dt_bias": dt_bias}
+    gradients = torch.autograd.grad(y, everything.values(), values["dy"].view(y.shape).to(y.dtype))
+    return {"y": y.detach(), **dict(zip((f"d_{name}" for name in everything), gradients))}
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ssd_equals_its_reference(lengths, dtype):
+    """fp32 inputs go through TF32 tensor cores in mamba-ssm's kernels: 10 bits of mantissa in every product."""
+    inputs, values = ssd_inputs(sum(lengths), dtype)
+    boundary = boundaries(lengths, "cuda")
+    got, plain = (ssd_results(inputs, values, *boundary, backend=backend) for backend in ("mamba_ssm", "reference"))
+    wide = {name: value.float() for name, value in inputs.items()}
+    want = ssd_results(wide, values, *boundary, backend="reference")
+    assert_near(got, want, plain, limit=BF16 if dtype == torch.bfloat16 else 2e-3)
+
+
+def test_ssd_errs_no_more_than_the_combined_function():
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    lengths = PACKS["awkward"]
+    seq_idx, cu_seqlens = boundaries(lengths, "cuda")
+    inputs, values = ssd_inputs(sum(lengths), torch.bfloat16)
+    want = ssd_results({name: v.float() for name, v in inputs.items()}, values, seq_idx, cu_seqlens, "reference")
+    leaf = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    theirs = mamba_chunk_scan_combined(
+        *(leaf[name][None] for name in ("x", "dt")), -values["A_log"].exp(), leaf["B"][None], leaf["C"][None], CHUNK,
+        D=values["D"], dt_bias=values["dt_bias"], seq_idx=seq_idx, dt_softplus=True,
+    )[0]  # fmt: skip
+    gradients = torch.autograd.grad(theirs, leaf.values(), values["dy"].view(theirs.shape))
+    ours = ssd_results(inputs, values, seq_idx, cu_seqlens)
+    for name, value in {"y": theirs, **dict(zip((f"d_{name}" for name in leaf), gradients))}.items():
+        assert error(ours[name], want[name]) < 1.1 * error(value, want[name]) + 1e-4, name
+
+
+def test_very_strong_decay_stays_finite():
+    lengths = PACKS["awkward"]
+    inputs, values = ssd_inputs(sum(lengths), torch.bfloat16)
+    values["A_log"] = values["A_log"] + 5
+    values["dt_bias"] = values["dt_bias"] + 6
+    got = ssd_results(inputs, values, *boundaries(lengths, "cuda"))
+    assert all(torch.isfinite(value).all() for value in got.values())
+
+
+def test_documents_do_not_touch_each_other_by_a_bit():
+    """Through convolution, scan and norm at once; the pack's documents share chunks."""
+    lengths = PACKS["awkward"]
+    values = make(sum(lengths))
+
+    def run(inputs):
+        results = mixer({**values, **inputs}, *boundaries(lengths, "cuda"))
+        return {name: results[name] for name in ("y", "d_zxbcdt")}
+
+    assert leaks(run, {"zxbcdt": values["zxbcdt"]}, lengths) == set()
+
+
+def test_the_isolation_test_sees_a_sum_that_does_not_restart(monkeypatch):
+    from megatron_packed.ops.ssd import mamba_ssm
+
+    lengths = PACKS["awkward"]
+    inputs, values = ssd_inputs(sum(lengths), torch.bfloat16)
+    true = mamba_ssm.chunk_sum_forward
+    monkeypatch.setattr(
+        mamba_ssm, "chunk_sum_forward", lambda dt, A, bias, seq_idx, size: true(dt, A, bias, seq_idx * 0, size)
+    )
+
+    def run(inputs):
+        results = ssd_results(inputs, values, *boundaries(lengths, "cuda"))
+        return {name: results[name] for name in ("y", "d_x", "d_dt", "d_B", "d_C")}
+
+    assert leaks(run, inputs, lengths) != set()
+
+
+def test_every_run_gives_the_same_bits():
+    lengths = PACKS["awkward"]
+    values, boundary = make(sum(lengths)), boundaries(lengths, "cuda")
+    first = mixer(values, *boundary)
+    for _ in range(5):
+        again = mixer(values, *boundary)
+        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+
+
+def test_replay_over_other_packings_equals_eager():
+    lengths = PACKS["awkward"]
+    static = make(sum(lengths))
+    static["seq_idx"], _ = boundaries(lengths, "cuda")
+    cu_seqlens = torch.zeros(1, dtype=torch.int32, device="cuda")  # the kernels go by seq_idx
+    others = [[1024], [1, 2, 3, 10] * 64, [3, 500, 128, 129, 264]]
+    changes = [
+        {"seq_idx": boundaries(other, "cuda")[0], "zxbcdt": make(1024, seed=i + 1)["zxbcdt"]}
+        for i, other in enumerate(others)
+    ]
+    outcomes = replayed(lambda tensors: mixer(tensors, tensors["seq_idx"], cu_seqlens), static, changes)
+    for outcome in outcomes:
+        assert {name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)} == set()
+    assert not torch.equal(outcomes[0]["y"][1], outcomes[1]["y"][1])
+
+
+def test_no_host_sync():
+    lengths = PACKS["awkward"]
+    values, boundary = make(sum(lengths)), boundaries(lengths, "cuda")
+    mixer(values, *boundary)
+    torch.cuda.synchronize()
+    no_sync(mixer, values, *boundary)
+
+
+def test_gradients_of_the_slices_share_their_buffers(monkeypatch):
+    """No concatenation: both cuts of the layer get their gradient as the buffer itself."""
+    in_place, true = [], GradientBuffer.collect
+
+    def collect(self, gradients):
+        whole = self._whole
+        result = true(self, gradients)
+        in_place.append(result is whole)
+        return result
+
+    monkeypatch.setattr(GradientBuffer, "collect", collect)
+    mixer(make(1024), *boundaries([1024], "cuda"))
+    assert in_place == [True, True]
+
+
+@pytest.mark.parametrize("lengths", [*PACKS.values(), [1], [2, 1]])
+@pytest.mark.parametrize("dtype, activation", [(torch.bfloat16, "silu"), (torch.float32, None)])
+def test_convolution_equals_its_reference(lengths, dtype, activation):
+    values = make(sum(lengths), dtype)
+    seq_idx, _ = boundaries(lengths, "cuda")
+    x = values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS]  # a slice, not contiguous
+    odd = values["zxbcdt"][:, 3 : 3 + CONV_CHANNELS]  # not even aligned: copied
+
+    def run(x, dtype, backend):
+        leaves = [v.to(dtype).detach().requires_grad_() for v in (x, values["conv_weight"], values["conv_bias"])]
+        y = causal_conv1d(*leaves, seq_idx, activation=activation, backend=backend)
+        return [
+            y,
+            *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).to(dtype)),
+        ]
+
+    for slice_ in (x, odd):
+        for got, want in zip(run(slice_, dtype, "causal_conv1d"), run(slice_, torch.float32, "reference")):
+            assert error(got, want) < (BF16 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, BF16), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("group_size", [64, 512, 96, 1024])
+def test_gated_norm_equals_its_reference(dtype, limit, group_size):
+    channels = group_size * 2
+    wide = torch.randn(777, channels * 2, device="cuda").to(dtype)
+    weight, dy = torch.randn(channels, device="cuda").to(dtype), torch.randn(777, channels, device="cuda").to(dtype)
+
+    def run(dtype, backend):
+        leaves = [v.to(dtype).detach().requires_grad_() for v in (wide[:, :channels].contiguous(), wide[:, channels:])]
+        leaves.append(weight.to(dtype).detach().requires_grad_())
+        y = gated_rms_norm(*leaves, 1e-5, group_size=group_size, backend=backend)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    for got, want in zip(run(dtype, "triton"), run(torch.float32, "reference")):
+        assert error(got, want) < limit
+
+
+def test_offsets_beyond_32_bits_are_right():
+    """x lies in rows of 32,768 elements, so its last rows start beyond 2^31 elements, where the kernels wrap around."""
+    tokens, lengths = 67_072, [60_000, 5_000, 2_072]
+    seq_idx, cu_seqlens = boundaries(lengths, "cuda")
+    wide = torch.empty(tokens, 32_768, dtype=torch.bfloat16, device="cuda")
+    heads, groups, state = 2, 1, 16
+    x, B, C = split_columns(wide[:, : heads * P + 2 * state].normal_(), (heads, P), (groups, state), (groups, state))
+    dt, A = torch.randn(tokens, heads, device="cuda").bfloat16(), -torch.ones(heads, device="cuda")
+    D, dt_bias = torch.zeros(heads, device="cuda"), -torch.ones(heads, device="cuda")
+    assert tokens * x.stride(0) > offsets.OFFSET_LIMIT
+    rest = (seq_idx, cu_seqlens)
+    y = ssd(x, dt, A, B, C, D, dt_bias, *rest, chunk_size=CHUNK, backend="mamba_ssm")
+    copies = (x.contiguous(), dt, A, B.contiguous(), C.contiguous(), D, dt_bias)
+    want = ssd(*copies, *rest, chunk_size=CHUNK, backend="mamba_ssm")
+    assert torch.equal(y, want) and relative_error(y[-100:], torch.zeros_like(y[-100:]) + 1e-30) > 0
+    x = wide[:, :128]
+    reasons = CONV.explain(_conv_inputs(x))["causal_conv1d"]
+    assert any("overflow 32-bit offsets" in reason for reason in reasons)
+
+
+def _conv_inputs(x):
+    from megatron_packed.ops.causal_conv1d.api import Inputs
+
+    return Inputs(
+        tokens=x.shape[0], channels=x.shape[1], width=4, row_stride=x.stride(0), dtype=x.dtype, weight_dtype=x.dtype,
+        bias_dtype=None, device_type="cuda",
+    )  # fmt: skip
+
+
+def test_the_fast_backends_are_chosen():
+    values = make(256)
+    seq_idx, cu_seqlens = boundaries([256], "cuda")
+    chosen = set()
+    for op in (SSD, CONV, GATED_NORM):
+        op._chosen.clear()
+    z, xBC, dt = split_columns(values["zxbcdt"], (INNER,), (CONV_CHANNELS,), (N,))
+    x, B, C = split_columns(
+        causal_conv1d(xBC, values["conv_weight"], values["conv_bias"], seq_idx), (N, P), (G, S), (G, S)
+    )
+    y = ssd(x, dt, -values["A_log"].exp(), B, C, values["D"], values["dt_bias"], seq_idx, cu_seqlens, chunk_size=CHUNK)
+    gated_rms_norm(y.flatten(1), z, values["norm_weight"], 1e-5, group_size=INNER // G)
+    for op in (SSD, CONV, GATED_NORM):
+        chosen |= {backend.name for backend in op._chosen.values()}
+    assert chosen == {"mamba_ssm", "causal_conv1d", "triton"}
