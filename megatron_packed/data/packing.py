@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config.packing import PackingConfig
 from megatron_packed.data.balanced import LEFT_OVER, balance, best_fit, long_first_order
 from megatron_packed.data.keyed_random import KeyedRandom
 
@@ -83,6 +84,15 @@ class Packer:
         for name, value in (("slots", self.slots), ("window", self.window), ("max_documents", self.max_documents)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
+
+    @classmethod
+    def from_config(cls, config: PackingConfig) -> Packer:
+        return cls(
+            slots=config.tokens_per_pack,
+            method=config.packing_method,
+            window=config.packing_window,
+            max_documents=config.max_documents_per_pack,
+        )
 
     def pack(self, lengths: NDArray[np.integer], seed: int, epoch: int = 0) -> Packs:
         """The packs of one epoch, in training order.
@@ -183,7 +193,7 @@ class _Balancer:
         self._by_fit = False
         """Whether best fit won the first window, and so packs the others."""
         self._waste = 0.0
-        """Share of the slots that the window before could not fill."""
+        """The smallest share of its slots that a window left empty: what the lengths do not let one fill."""
 
     def pack(self, lengths: Lengths, last: bool) -> NDArray[np.int64]:
         """``(n,)`` bin of each document; `LEFT_OVER` for those that wait, of which the last window has none."""
@@ -192,7 +202,8 @@ class _Balancer:
         if taken == 0:
             return bin_of
         plan = self._choose(lengths[:taken], last)
-        self._waste = 1 - plan.tokens / (plan.num_bins * self._slots)
+        waste = 1 - plan.tokens / (plan.num_bins * self._slots)
+        self._waste = waste if self._packs == 0 else min(self._waste, waste)
         self._packs += plan.num_bins
         self._tokens += plan.tokens
         self._most = max(self._most, plan.most)
@@ -207,44 +218,48 @@ class _Balancer:
     def _prefix(self, lengths: Lengths) -> int:
         """Documents from the front that fill whole packs; the others would open a nearly empty one, and wait."""
         ends = np.cumsum(self._occupied(lengths))
-        if self._bins_for(lengths) > ends[-1] // self._slots:  # counts or large documents decide, not tokens
+        whole = int(ends[-1]) // self._slots
+        if max(self._large(lengths), lengths.size // self._limit) > whole:  # it is not tokens that decide
             return lengths.size
-        return int(np.searchsorted(ends, ends[-1] // self._slots * self._slots, side="right"))
+        return int(np.searchsorted(ends, whole * self._slots, side="right"))
 
     def _occupied(self, lengths: Lengths) -> Lengths:
         """Slots that a document takes: all of them where not even the shortest document fits beside it."""
         return np.where(lengths + lengths.min() > self._slots, self._slots, lengths)
 
-    def _bins_for(self, lengths: Lengths) -> int:
-        """A lower bound of the packs needed, whatever the tokens: documents over half a pack never meet, and counts."""
-        return max(int(np.count_nonzero(2 * lengths > self._slots)), -(-lengths.size // self._limit))
+    def _large(self, lengths: Lengths) -> int:
+        """Documents of more than half a pack: no two of them share one."""
+        return int(np.count_nonzero(2 * lengths > self._slots))
 
     def _choose(self, lengths: Lengths, last: bool) -> _Plan:
-        if self._most == 0:
-            plan = self._first(lengths, last)
-        elif self._by_fit:
+        if self._by_fit:
             return self._best_fit(lengths, min(2 * self._most + 2, self._limit))
-        else:
-            plan = self._fewest_bins(lengths, last, self._most)
-            while plan.num_bins > self._start(lengths) and self._most < self._limit:
-                higher = self._fewest_bins(lengths, last, max(self._most, plan.most) + 1)
-                if self._cost(higher) >= self._cost(plan):
-                    break
-                plan = higher
+        first = self._most == 0
+        plan = self._first(lengths, last) if first else self._next(lengths, last)
         if plan.tokens >= (1 - GOOD_WASTE) * plan.num_bins * self._slots:
             return plan
         fitted = self._best_fit(lengths, min(2 * plan.most + 2, self._limit))
-        self._by_fit = self._most == 0 and self._cost(fitted) < self._cost(plan)
+        self._by_fit = first and self._cost(fitted) < self._cost(plan)
         return min(plan, fitted, key=self._cost)
 
     def _first(self, lengths: Lengths, last: bool) -> _Plan:
         """The plan of an epoch's first window, which finds out how few documents per pack do."""
         plan = self._fewest_bins(lengths, last, self._limit)
         while plan.most > 1:
-            lower = self._fewest_bins(lengths, last, plan.most - 1)
+            lower = self._fewest_bins(lengths, last, plan.most - max(1, plan.most // 50))
             if self._cost(lower) >= self._cost(plan):
                 break
             plan = lower
+        return plan
+
+    def _next(self, lengths: Lengths, last: bool) -> _Plan:
+        """The plan of a later window: with the cap of those before it, or with a higher one where that costs less."""
+        cap, step, start = self._most, max(1, self._most // 50), self._start(lengths)
+        plan = higher = self._fewest_bins(lengths, last, cap)
+        while higher.num_bins > start and cap < self._limit and (higher.most == cap or cap * start < lengths.size):
+            cap, step = min(cap + step, self._limit), 2 * step
+            higher = self._fewest_bins(lengths, last, cap)
+            plan = min(plan, higher, key=self._cost)
         return plan
 
     def _best_fit(self, lengths: Lengths, cap: int) -> _Plan:
@@ -257,10 +272,11 @@ class _Balancer:
         return min(plans, key=self._cost)
 
     def _start(self, lengths: Lengths) -> int:
-        """Bins to try first: a lower bound, or nearly what the waste of the window before lets one expect."""
+        """Bins to try first: a lower bound, or nearly what the windows so far let one expect."""
         tokens = int(lengths.sum())
-        least = max(-(-int(self._occupied(lengths).sum()) // self._slots), self._bins_for(lengths))
-        return max(least, int(0.998 * tokens / (self._slots * (1 - self._waste))))
+        by_tokens = -(-int(self._occupied(lengths).sum()) // self._slots)
+        by_waste = int(0.998 * tokens / (self._slots * (1 - self._waste)))
+        return max(by_tokens, by_waste, self._large(lengths), -(-lengths.size // self._limit))
 
     def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
         """The balanced plan with the fewest bins that leaves nothing over, or hardly anything if more windows follow.

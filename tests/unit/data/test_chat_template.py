@@ -1,5 +1,6 @@
 """Templates: what is trained, what a user cannot forge, what the sandbox refuses, limits of time, memory and size."""
 
+import os
 import time
 
 import pytest
@@ -181,6 +182,17 @@ def test_a_template_that_is_endless_only_for_some_goes_on_with_the_others():
             last = attempt == template_process.MAX_FAILURES - 1
             with pytest.raises(DataError if last else BadLine, match="in a row" if last else "template_limit"):
                 process.conversation(stop)
+
+
+def test_the_time_is_counted_for_each_conversation_anew():
+    source = "{% for a in range(90000) %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with TemplateProcess(source, {}, [], cpu_seconds=1.0) as process:
+        pid, used = process._child.pid, 0.0
+        while used < 1.5:
+            process.prompt(TALK)
+            with open(f"/proc/{pid}/stat") as file:
+                used = sum(map(int, file.read().rsplit(")", 1)[1].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+        assert process._child.pid == pid
 
 
 def test_a_template_that_does_not_compile_is_an_error():

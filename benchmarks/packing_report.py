@@ -1,0 +1,208 @@
+"""What the packers achieve on real data: fill, documents per pack, coverage, companions, speed.
+
+    python benchmarks/packing_report.py DATA... --tokenizer FOLDER [--docs docs/packing.md]
+
+DATA is JSONL(.gz) with `text`, `messages` or `prompt`/`completion`, or a .npy file of document lengths (.npy needs no
+tokenizer). FOLDER holds GPT-2's `encoder.json` and `vocab.bpe`. A document is counted as the trainer counts it: its
+tokens and one end-of-document token; messages are written as ChatML, <|im_start|> and <|im_end|> one token each.
+Every figure is the worst of the epochs packed (lowest fill, largest count).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+from numpy.typing import NDArray
+
+import harness
+from megatron_packed.data.companions import companions
+from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.data.packing import METHODS, Packer
+from megatron_packed.data.packing_report import PackingReport
+from megatron_packed.data.segments import OVERLONG_POLICIES, Segments
+
+MILLION = 1_000_000
+
+
+def main() -> None:
+    args = arguments()
+    rows: list[dict[str, object]] = []
+    full: list[dict[str, object]] = []
+    for source in args.data:
+        lengths = document_lengths(source, args.tokenizer, args.lengths)
+        print(f"{name_of(source)}: {lengths.size} documents of {lengths.min()} to {lengths.max()} tokens")
+        for slots in args.slots:
+            segments = Segments.cut(lengths, slots, args.policy)
+            for method in METHODS:
+                packer = Packer(slots=slots, method=method, window=args.window, max_documents=args.max_documents)
+                reports, row = measure(name_of(source), segments, packer, args.seed, args.epochs)
+                row["s per 1M documents"] = time_million(lengths, packer, args.seed) if args.million else ""
+                rows.append(row)
+                full.append({**row, "epochs": [report.as_dict() for report in reports]})
+                print(harness.table([row]).splitlines()[1], flush=True)
+    print(harness.table(rows))
+    print(harness.save("packing_report", full))
+    if args.docs:
+        write_docs(args.docs, rows, args)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="+", type=Path)
+    parser.add_argument("--tokenizer", type=Path, help="folder with encoder.json and vocab.bpe")
+    parser.add_argument("--lengths", type=Path, help="folder that keeps the lengths of tokenised files, as .npy")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2048, 8192, 32768], help="pack lengths in tokens")
+    parser.add_argument("--policy", choices=OVERLONG_POLICIES, default="truncate")
+    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--max-documents", type=int)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--million", action="store_true", help="also time the packing of a million documents")
+    parser.add_argument("--docs", type=Path, help="put the table between the markers of this Markdown file")
+    return parser.parse_args()
+
+
+def name_of(source: Path) -> str:
+    return source.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".npy").removesuffix(".gpt2")
+
+
+def document_lengths(source: Path, tokenizer: Path | None, keep: Path | None) -> NDArray[np.int64]:
+    """Tokens of each document, the end-of-document token included."""
+    if source.suffix == ".npy":
+        return np.load(source).astype(np.int64)
+    kept = keep / f"{name_of(source)}.gpt2.npy" if keep else None
+    if kept and kept.exists():
+        return np.load(kept).astype(np.int64)
+    if tokenizer is None:
+        sys.exit(f"{source} is text: give --tokenizer FOLDER with encoder.json and vocab.bpe.")
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer(str(tokenizer / "encoder.json"), str(tokenizer / "vocab.bpe"))
+    lengths = np.array([count_tokens(bpe, record) for record in records(source)], dtype=np.int64)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        np.save(kept, lengths.astype(np.int32))
+    return lengths
+
+
+def records(source: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(source, "rt") if source.suffix == ".gz" else source.open() as lines:
+        yield from map(json.loads, lines)
+
+
+def count_tokens(bpe: Any, record: dict[str, Any]) -> int:
+    if "text" in record:
+        return len(bpe.encode(record["text"]).ids) + 1
+    if "messages" not in record:
+        return len(bpe.encode(record["prompt"] + record["completion"]).ids) + 1
+    # <|im_start|> role newline content <|im_end|> newline: two special tokens and one newline beside the text.
+    texts = [f"{message['role']}\n{message['content']}" for message in record["messages"]]
+    return sum(len(bpe.encode(text).ids) + 3 for text in texts) + 1
+
+
+def measure(
+    name: str, segments: Segments, packer: Packer, seed: int, epochs: int
+) -> tuple[list[PackingReport], dict[str, object]]:
+    """Pack some epochs; the reports, and one table row with the worst of each figure."""
+    started = time.perf_counter()
+    packed = [packer.pack(segments.length, seed, epoch) for epoch in range(epochs)]
+    seconds = time.perf_counter() - started
+    reports = [PackingReport.of(segments, packs, packer) for packs in packed]
+    met = [companions(first, second) for first, second in pairwise(packed)]
+    again = sum(pair.again for pair in met)
+    chance = sum(pair.by_chance for pair in met)
+    pairs = sum(pair.pairs for pair in met)
+    return reports, {
+        "data": name,
+        "slots": packer.slots,
+        "method": packer.method,
+        "packs": max(report.packs for report in reports),
+        "fill %": floor2(min(report.fill for report in reports)),
+        "possible %": floor2(best_fill(segments, packer.slots)),
+        "P50": max(report.documents_p50 for report in reports),
+        "P90": max(report.documents_p90 for report in reports),
+        "P99": max(report.documents_p99 for report in reports),
+        "most": max(report.documents_max for report in reports),
+        "<=64 %": floor2(min(report.coverage[64] for report in reports)),
+        "<=106 %": floor2(min(report.coverage[106] for report in reports)),
+        "meet again %": f"{100 * again / pairs:.2f}" if pairs else "",
+        "by chance %": f"{100 * chance / pairs:.2f}" if pairs else "",
+        "tokens in": segments.counts.tokens_in,
+        "kept": segments.counts.tokens_kept,
+        "truncated": segments.counts.tokens_truncated,
+        "dropped": segments.counts.tokens_dropped,
+        "us per document": f"{1e6 * seconds / epochs / max(len(segments), 1):.1f}",
+    }
+
+
+def best_fill(segments: Segments, slots: int) -> float:
+    """The fill of an epoch that wastes nothing but the remainder of its last pack."""
+    tokens = segments.counts.tokens_kept
+    return tokens / (-(-tokens // slots) * slots)
+
+
+def floor2(share: float) -> str:
+    """A share as a percentage, never rounded up."""
+    return f"{int(share * 1e4 + 1e-6) / 100:.2f}"
+
+
+def time_million(lengths: NDArray[np.int64], packer: Packer, seed: int) -> str:
+    """Seconds to pack a million documents drawn from ``lengths``, on one core."""
+    drawn = lengths[KeyedRandom(seed, "million").below(lengths.size, (MILLION,))]
+    drawn = np.minimum(drawn, packer.slots)
+    started = time.perf_counter()
+    packer.pack(drawn, seed)
+    return f"{time.perf_counter() - started:.1f}"
+
+
+BEGIN, END = "<!-- begin: benchmarks/packing_report.py -->", "<!-- end -->"
+COLUMNS = (
+    "data", "slots", "method", "packs", "fill %", "possible %", "P50", "P90", "P99", "most", "<=64 %", "<=106 %",
+    "meet again %", "by chance %", "s per 1M documents",
+)  # fmt: skip
+
+
+def write_docs(path: Path, rows: list[dict[str, object]], args: argparse.Namespace) -> None:
+    lines = [
+        f"Seed {args.seed}, {args.epochs} epochs (the worst of them is shown), windows of {args.window} documents, "
+        f"over-long documents: {args.policy}. Tokens of GPT-2's tokenizer, one end-of-document token each; dialogues "
+        "as ChatML with one token for each of its two markers.",
+        "",
+        markdown([{column: row[column] for column in COLUMNS} for row in rows]),
+        "",
+        "Where the tokens went (in = kept + truncated + dropped):",
+        "",
+        markdown(
+            [
+                {column: row[column] for column in ("data", "slots", "tokens in", "kept", "truncated", "dropped")}
+                for row in rows
+                if row["method"] == METHODS[0]
+            ]
+        ),
+    ]
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")
+
+
+def markdown(rows: list[dict[str, object]]) -> str:
+    header = list(rows[0])
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What a packing achieves: fill, documents per pack, what a capacity covers, and where every token went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megatron_packed.data.packing import Packer, Packs
+from megatron_packed.data.segments import Segments, TokenCounts
+from megatron_packed.packed.capacity import coverage, percentile
+
+CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
+"""Capacities in documents that a report covers; 64 and 106 are those of the published example (P90 43, P99 106)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingReport:
+    """One epoch of packs in numbers."""
+
+    method: str
+    slots: int
+    """Token slots of a pack."""
+    packs: int
+    fill: float
+    """Tokens of documents per token slot, over all packs."""
+    emptiest: float
+    """Fill of the emptiest pack."""
+    documents_p50: int
+    documents_p90: int
+    documents_p99: int
+    documents_max: int
+    coverage: dict[int, float]
+    """Share of packs with at most so many documents, by capacity."""
+    counts: TokenCounts
+    padded_tokens: int
+    """Slots that hold no document: ``packs * slots == tokens_kept + padded_tokens``."""
+
+    @classmethod
+    def of(
+        cls, segments: Segments, packs: Packs, packer: Packer, capacities: Sequence[int] = CAPACITIES
+    ) -> PackingReport:
+        """Measure the packs that ``packer`` made of ``segments``.
+
+        Raises:
+            ValueError: the packs do not hold every token exactly once; the numbers would be of something else.
+        """
+        tokens = packs.sums(segments.length)
+        if int(tokens.sum()) != segments.counts.tokens_kept:
+            raise ValueError(
+                f"the packs hold {int(tokens.sum())} tokens, but {segments.counts.tokens_kept} were to be packed; "
+                "they were made of other pieces."
+            )
+        per_pack = packs.documents_per_pack
+        total = len(packs) * packer.slots
+        return cls(
+            method=packer.method,
+            slots=packer.slots,
+            packs=len(packs),
+            fill=int(tokens.sum()) / total,
+            emptiest=int(tokens.min()) / packer.slots,
+            documents_p50=percentile(per_pack, 0.5),
+            documents_p90=percentile(per_pack, 0.9),
+            documents_p99=percentile(per_pack, 0.99),
+            documents_max=percentile(per_pack, 1.0),
+            coverage=coverage(per_pack, capacities),
+            counts=segments.counts,
+            padded_tokens=total - int(tokens.sum()),
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for a JSON file."""
+        return asdict(self)
+
+    def sentences(self) -> list[str]:
+        """The report for a console, a few lines."""
+        counts = self.counts
+        covered = ", ".join(f"{capacity}: {share:.1%}" for capacity, share in self.coverage.items())
+        return [
+            f"{self.packs} packs of {self.slots} slots, {self.fill:.2%} full (the emptiest {self.emptiest:.1%}), "
+            f"packed by {self.method}.",
+            f"Documents per pack: P50 {self.documents_p50}, P90 {self.documents_p90}, P99 {self.documents_p99}, "
+            f"most {self.documents_max}. Packs covered by a capacity of {covered}.",
+            f"{counts.tokens_in} tokens of {counts.documents_in} documents in = {counts.tokens_kept} kept "
+            f"+ {counts.tokens_truncated} truncated ({counts.documents_truncated} documents) "
+            f"+ {counts.tokens_dropped} dropped ({counts.documents_dropped} documents); "
+            f"{counts.documents_split} documents split.",
+        ]

@@ -1,0 +1,45 @@
+"""Pairs of documents that meet again, against counting pairs."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from megatron_packed.data.companions import companions
+from megatron_packed.data.packing import Packs
+
+
+def packs_of(*groups: list[int]) -> Packs:
+    return Packs(np.concatenate(groups).astype(np.int64), np.cumsum([0, *map(len, groups)]))
+
+
+def test_example():
+    met = companions(packs_of([0, 1, 2], [3]), packs_of([2], [0, 1, 3]))
+    assert met.pairs == 3
+    assert met.again == 1
+    assert met.by_chance == 3 * 3 / 6
+    assert met.share == pytest.approx(1 / 3)
+    assert met.chance == pytest.approx(1 / 2)
+
+
+def test_documents_always_alone_are_left_out():
+    met = companions(packs_of([0, 1], [2, 3], [4], [5]), packs_of([5], [0, 2], [1, 3], [4]))
+    assert met.again == 0
+    assert met.by_chance == 2 * 2 / 6  # among documents 0 to 3
+
+
+def test_nobody_has_company():
+    met = companions(packs_of([0], [1]), packs_of([1], [0]))
+    assert (met.pairs, met.again, met.share, met.chance) == (0, 0, 0.0, 0.0)
+
+
+def test_against_counting_pairs():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        groups = []
+        for _ in range(2):
+            cuts = np.sort(rng.choice(np.arange(1, 30), 8, replace=False))
+            groups.append([group.tolist() for group in np.split(rng.permutation(30), cuts)])
+        first, second = ({frozenset(pair) for group in epoch for pair in combinations(group, 2)} for epoch in groups)
+        met = companions(packs_of(*groups[0]), packs_of(*groups[1]))
+        assert (met.pairs, met.again) == (len(first), len(first & second))

@@ -1,0 +1,253 @@
+"""The pack plan: one stream of packs over epochs, the same on every rank and for every number of ranks."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_packed.data.packing import METHODS, Packer
+from megatron_packed.data.plan import PackPlan
+from megatron_packed.data.segments import Segments
+
+RNG = np.random.default_rng(0)
+DOCUMENTS = RNG.integers(5, 900, 157)
+SEGMENTS = Segments.cut(DOCUMENTS, 500, "split")
+TARGETS = RNG.integers(0, SEGMENTS.length)
+PACKER = Packer(slots=500, window=64)
+
+
+def plan(**changes) -> PackPlan:
+    values = {"segments": SEGMENTS, "targets": TARGETS, "packer": PACKER, "packs_per_step": 8, "dp_size": 2, "seed": 7}
+    return PackPlan(**{**values, **changes})
+
+
+def all_packs(step):
+    return [pieces for packs_of_rank in step.packs for pieces in packs_of_rank]
+
+
+def as_sets(step):
+    return sorted(sorted(pieces.tolist()) for pieces in all_packs(step))
+
+
+def test_the_stream_is_one_epoch_after_the_other():
+    ours = plan()
+    stream = [PACKER.pack(SEGMENTS.length, 7, epoch)[pack].tolist()
+              for epoch in range(4) for pack in range(len(PACKER.pack(SEGMENTS.length, 7, epoch)))]  # fmt: skip
+    steps = len(stream) // 8
+    assert steps * 8 % len(ours.epoch(0)), "a step must span two epochs for this test to mean anything"
+    for step in range(steps):
+        assert as_sets(ours.step(step)) == sorted(sorted(pack) for pack in stream[8 * step : 8 * step + 8])
+
+
+def test_a_step_may_be_longer_than_an_epoch():
+    short = plan(packs_per_step=400, dp_size=4)
+    step = short.step(1)
+    assert len(all_packs(step)) == 400
+    seen = np.bincount(np.concatenate(all_packs(step)), minlength=len(SEGMENTS))
+    assert seen.min() >= 400 // len(short.epoch(0)) - 1
+    assert (step.epoch, step.global_packs) == (400 // len(short.epoch(0)), 400)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_independent_of_the_number_of_ranks(method):
+    packer = replace(PACKER, method=method)
+    plans = {dp_size: plan(dp_size=dp_size, packer=packer) for dp_size in (1, 2, 4, 8)}
+    assert len({each.hash for each in plans.values()}) == 1
+    for step in (0, 3, 11, 40):
+        one = plans[1].step(step)
+        for dp_size, each in plans.items():
+            other = each.step(step)
+            assert (
+                [len(packs) for packs in other.packs]
+                == [8 // dp_size] * dp_size
+                == [each.micro_batches_per_rank] * dp_size
+            )
+            assert as_sets(other) == as_sets(one)
+            assert replace(other, packs=()) == replace(one, packs=())
+
+
+def test_any_step_first():
+    """A plan asked for step 60 at once, or backwards, says what one that went through all steps says."""
+    in_order = plan()
+    steps = [in_order.step(step) for step in range(61)]
+    backwards = plan()
+    for step in reversed(range(0, 61, 5)):
+        assert [[p.tolist() for p in rank] for rank in backwards.step(step).packs] == [
+            [p.tolist() for p in rank] for rank in steps[step].packs
+        ]
+        assert backwards.step(step).epoch == steps[step].epoch
+
+
+def test_several_threads_may_ask():
+    expected = [as_sets(plan().step(step)) for step in range(30)]
+    shared = plan()
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda step: as_sets(shared.step(step)), range(30))) == expected
+
+
+class CountingPacker(Packer):
+    """Counts the epochs that were packed."""
+
+    epochs: list[int] = []  # noqa: RUF012
+
+    def pack(self, lengths, seed, epoch=0):
+        self.epochs.append(epoch)
+        return super().pack(lengths, seed, epoch)
+
+
+def test_epochs_are_packed_when_needed_and_two_are_kept(monkeypatch):
+    monkeypatch.setattr(CountingPacker, "epochs", [])
+    ours = plan(packer=CountingPacker(slots=500, window=64))
+    assert CountingPacker.epochs == []
+    ours.step(0)
+    assert CountingPacker.epochs == [0]
+    per_epoch = len(ours.epoch(0))
+    for step in range(3 * per_epoch // 8):
+        ours.step(step)
+    assert CountingPacker.epochs == [0, 1, 2]
+    spanning = per_epoch // 8  # reaches from epoch 0 into epoch 1
+    ours.step(spanning)
+    CountingPacker.epochs.clear()
+    ours.step(spanning)
+    assert CountingPacker.epochs == []
+
+
+def test_known_epoch_starts_spare_the_earlier_epochs_and_change_nothing(monkeypatch):
+    monkeypatch.setattr(CountingPacker, "epochs", [])
+    full = plan()
+    late = 6 * len(full.epoch(0)) // 8
+    expected = full.step(late)
+    starts = full.epoch_starts
+    assert starts[0] == 0
+    assert np.diff(starts).tolist() == [len(PACKER.pack(SEGMENTS.length, 7, epoch)) for epoch in range(len(starts) - 1)]
+    resumed = plan(packer=CountingPacker(slots=500, window=64), epoch_starts=starts)
+    assert as_sets(resumed.step(late)) == as_sets(expected)
+    assert set(CountingPacker.epochs) <= {expected.epoch, expected.epoch + 1}
+
+
+def test_epoch_starts_of_another_plan_are_refused():
+    with pytest.raises(ValueError, match=r"epoch 0 has \d+ packs, but epoch_starts says it has 3"):
+        plan(epoch_starts=(0, 3, 6)).step(0)
+
+
+def test_what_a_step_says_of_itself():
+    ours = plan()
+    for step in range(12):
+        it = ours.step(step)
+        packs = all_packs(it)
+        assert it.step == step
+        assert it.global_targets == sum(TARGETS[pieces].sum() for pieces in packs)
+        assert it.global_tokens == sum(SEGMENTS.length[pieces].sum() for pieces in packs)
+        assert it.global_packs == 8
+        assert it.max_documents == max(pieces.size for pieces in packs)
+        assert it.scales == (1 / it.global_targets, 1 / 8)
+
+
+def test_no_target_at_all_gives_scale_zero():
+    step = plan(targets=np.zeros(len(SEGMENTS), int)).step(0)
+    assert step.scales == (0.0, 1 / 8)
+
+
+def test_work_is_dealt_out_evenly():
+    """Micro-batch i weighs about the same on all ranks; the ranks' sums differ by at most the heaviest pack."""
+    ours = plan(packs_per_step=32, dp_size=4)
+    for step in range(6):
+        work = np.array([[(SEGMENTS.length[p] ** 2).sum() for p in rank] for rank in ours.step(step).packs])
+        assert (np.sort(work.ravel())[::-1].reshape(8, 4) == np.sort(work.T, axis=1)[:, ::-1]).all()
+        assert np.ptp(work.sum(axis=1)) <= work.max()
+
+
+def test_packs_are_dealt_back_and_forth():
+    """Eight packs of one document each, 10 to 80 tokens: 80 50 40 10 and 70 60 30 20."""
+    segments = Segments.cut(np.arange(10, 90, 10), 80)
+    one_each = Packer(slots=80, max_documents=1)
+    step = PackPlan(segments, np.ones(8, int), packer=one_each, packs_per_step=8, dp_size=2).step(0)
+    dealt = [[int(segments.length[pieces].sum()) for pieces in rank] for rank in step.packs]
+    assert dealt == [[80, 50, 40, 10], [70, 60, 30, 20]]
+
+
+def test_evaluation_covers_every_piece_once_and_is_filled_up_with_empty_packs():
+    evaluation = plan(packs_per_step=12, dp_size=4).evaluation()
+    steps = [evaluation.step(step) for step in range(len(evaluation))]
+    pieces = np.concatenate([pieces for step in steps for pieces in all_packs(step)])
+    assert sorted(pieces.tolist()) == list(range(len(SEGMENTS)))
+    packs = len(PACKER.pack(SEGMENTS.length, 7))
+    assert packs % 12, "the last step must be incomplete for this test to mean anything"
+    assert [step.global_packs for step in steps] == [12] * (packs // 12) + [packs % 12]
+    assert all(len(rank) == 3 for step in steps for rank in step.packs)
+    last = [[pieces.size for pieces in rank] for rank in steps[-1].packs]
+    assert all(sizes == sorted(sizes, key=lambda size: size == 0) for sizes in last)  # empty packs come last
+    assert steps[-1].scales[1] == 1 / (packs % 12)
+    assert sum(step.global_targets for step in steps) == TARGETS.sum()
+
+
+def test_evaluation_is_the_same_every_time_and_may_be_cut_short():
+    ours = plan(packs_per_step=12, dp_size=4)
+    full, short = ours.evaluation(), ours.evaluation(max_steps=2)
+    assert (len(short), len(ours.evaluation(max_steps=10_000))) == (2, len(full))
+    for step in (1, 0, 1):
+        assert [[p.tolist() for p in rank] for rank in short.step(step).packs] == [
+            [p.tolist() for p in rank] for rank in full.step(step).packs
+        ]
+    for step in (-1, 2):
+        with pytest.raises(ValueError, match="this evaluation has steps 0 to 1"):
+            short.step(step)
+
+
+def test_one_small_document_still_gives_every_rank_its_pack():
+    segments = Segments.cut(np.array([3]), 500)
+    evaluation = PackPlan(segments, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4).evaluation()
+    step = evaluation.step(0)
+    assert len(evaluation) == 1
+    assert [[pieces.tolist() for pieces in rank] for rank in step.packs] == [[[0]], [[]], [[]], [[]]]
+    assert (step.global_targets, step.global_packs, step.max_documents) == (2, 1, 1)
+
+
+def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
+    longer = SEGMENTS.length.copy()
+    longer[3] += 1
+    more = TARGETS.copy()
+    more[5] += 1
+    others = [
+        plan(seed=8),
+        plan(packs_per_step=16),
+        plan(packer=replace(PACKER, window=65)),
+        plan(packer=replace(PACKER, slots=501)),
+        plan(packer=replace(PACKER, method="sequential")),
+        plan(packer=replace(PACKER, max_documents=9)),
+        plan(segments=replace(SEGMENTS, length=longer)),
+        plan(segments=replace(SEGMENTS, start=SEGMENTS.start + 1)),
+        plan(targets=more),
+    ]
+    assert len({each.hash for each in [plan(), *others]}) == 1 + len(others)
+    assert plan(dp_size=8, targets=TARGETS.astype(np.int32)).hash == plan().hash == plan().evaluation().hash
+
+
+def test_golden_hash():
+    """The same on every machine and version."""
+    segments = Segments.cut(np.arange(1, 50), 30)
+    golden = PackPlan(segments, np.arange(49), packer=Packer(slots=64), packs_per_step=4, seed=1)
+    assert golden.hash[:16] == GOLDEN_HASH
+
+
+GOLDEN_HASH = "75f3ee079349e4ff"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dp_size": 3}, r"packs_per_step \(8\) is not a positive multiple of dp_size \(3\)"),
+        ({"packs_per_step": 0}, r"packs_per_step \(0\)"),
+        ({"targets": TARGETS[1:]}, "pieces come with"),
+        ({"segments": Segments.cut(np.zeros(0, int), 500), "targets": TARGETS[:0]}, "no document to pack"),
+    ],
+)
+def test_wrong_plans_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_negative_steps_are_refused():
+    with pytest.raises(ValueError, match="step is -1"):
+        plan().step(-1)

@@ -1,0 +1,138 @@
+"""`MicroBatch`: labels and masks against a loop over tokens, one buffer, one copy."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_packed.packed.micro_batch import NO_LABEL, Document, MicroBatch, MicroBatchLayout
+
+TENSORS = ("tokens", "labels", "loss_mask", "scales")
+PACKED_TENSORS = ("cu_seqlens", "seq_idx", "position_ids", "valid")
+
+
+def random_documents(rng, lengths):
+    return [
+        Document(rng.integers(1, 1000, length), rng.integers(0, 2, length) if rng.random() < 0.7 else None)
+        for length in lengths
+    ]
+
+
+def by_hand(documents, slots):
+    """Tokens, labels and mask, one token at a time."""
+    tokens, labels, mask = [], [], []
+    for document in documents:
+        length = len(document.tokens)
+        for at in range(length):
+            counts = at + 1 < length and (document.target_mask is None or document.target_mask[at + 1])
+            tokens.append(document.tokens[at])
+            labels.append(document.tokens[at + 1] if counts else NO_LABEL)
+            mask.append(1 if counts else 0)
+    tail = slots - len(tokens)
+    return tokens + [0] * tail, labels + [NO_LABEL] * tail, mask + [0] * tail
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "capacity"),
+    [([3, 5], 10, 4), ([1, 1, 2], 4, None), ([9], 9, None), ([], 5, 2), (list(range(1, 120)), 8000, 128)],
+)
+def test_labels_never_cross_a_boundary(lengths, slots, capacity):
+    documents = random_documents(np.random.default_rng(len(lengths)), lengths)
+    batch = MicroBatch.build(documents, slots, capacity, scales=(0.25, 0.5))
+    tokens, labels, mask = by_hand(documents, slots)
+    assert batch.tokens.tolist() == tokens
+    assert batch.labels.tolist() == labels
+    assert batch.loss_mask.tolist() == mask
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int32
+    assert batch.loss_mask.dtype == batch.scales.dtype == torch.float32
+    assert batch.scales.tolist() == [0.25, 0.5]
+    assert batch.num_real_tokens == sum(lengths)
+    assert batch.num_target_tokens == sum(mask)
+    assert batch.packed.document_lengths.tolist() == lengths
+    assert batch.packed.capacity == (len(lengths) if capacity is None else capacity)
+
+
+def test_every_token_but_the_first_is_a_target_without_a_mask():
+    batch = MicroBatch.build([(np.arange(1, 6), None), (np.arange(11, 13), None)], 8)
+    assert batch.labels.tolist() == [2, 3, 4, 5, NO_LABEL, 12, NO_LABEL, NO_LABEL]
+    assert batch.num_target_tokens == 4 + 1
+
+
+def test_padding_token_is_still_a_target():
+    """A document that ends in the token that pads (0 here) predicts it."""
+    batch = MicroBatch.build([(np.array([7, 8, 0]), np.array([0, 0, 1]))], 6)
+    assert batch.labels.tolist()[:3] == [NO_LABEL, 0, NO_LABEL]
+    assert batch.loss_mask.tolist() == [0, 1, 0, 0, 0, 0]
+
+
+def test_all_tensors_are_views_of_one_buffer():
+    batch = MicroBatch.build([(np.arange(1, 4), None)], 6, capacity=2)
+    storage = batch.buffer.untyped_storage().data_ptr()
+    for tensor in [getattr(batch, name) for name in TENSORS] + [getattr(batch.packed, name) for name in PACKED_TENSORS]:
+        assert tensor.untyped_storage().data_ptr() == storage
+        assert tensor.data_ptr() % 16 == 0
+
+
+def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
+    """What a CUDA-graph slot does: overwrite its own buffer, and see the new pack at the old addresses."""
+    rng = np.random.default_rng(0)
+    first = MicroBatch.build(random_documents(rng, [3, 5]), 20, capacity=6, scales=(1.0, 1.0))
+    second = MicroBatch.build(random_documents(rng, [1, 2, 3, 4]), 20, capacity=6, scales=(0.5, 0.25))
+    assert first.layout == second.layout == MicroBatchLayout(20, 6)
+    addresses = [getattr(first, name).data_ptr() for name in TENSORS]
+    first.buffer.copy_(second.buffer)
+    assert [getattr(first, name).data_ptr() for name in TENSORS] == addresses
+    for name in TENSORS:
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    for name in PACKED_TENSORS:
+        assert torch.equal(getattr(first.packed, name), getattr(second.packed, name))
+    assert first.packed.cu_seqlens_cpu.tolist() == [0, 3, 8, 20, 20, 20, 20, 20]  # the host twin is not in the buffer
+
+
+def test_equal_packs_have_equal_bytes():
+    """Gaps between sections included, so that buffers can be compared across processes."""
+    builds = [MicroBatch.build([(np.arange(5), None)], 9, capacity=3) for _ in range(2)]
+    assert torch.equal(builds[0].buffer, builds[1].buffer)
+
+
+def test_to_copies_once_and_only_when_needed(monkeypatch):
+    batch = MicroBatch.build([(np.arange(1, 4), None)], 6, capacity=2)
+    assert batch.to("cpu") is batch
+    moves = []
+    real = torch.Tensor.to
+
+    def counted(self, *args, **kwargs):
+        moves.append(self.data_ptr())
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    moved = batch.to("meta", non_blocking=True)
+    assert moves == [batch.buffer.data_ptr()]
+    assert moved.labels.device.type == moved.packed.valid.device.type == "meta"
+    assert moved.packed.cu_seqlens_cpu is batch.packed.cu_seqlens_cpu
+    assert (moved.num_real_tokens, moved.num_target_tokens, moved.packed.max_seqlen) == (3, 2, 3)
+
+
+def test_wrong_documents_are_refused():
+    with pytest.raises(ValueError, match="document 1 has 2 tokens but a target mask of 3 entries"):
+        MicroBatch.build([(np.arange(2), None), (np.arange(2), np.ones(3))], 8)
+    with pytest.raises(ValueError, match="document 1 has length 0"):
+        MicroBatch.build([(np.arange(2), None), (np.arange(0), None)], 8)
+    with pytest.raises(ValueError, match="3 documents do not fit into a capacity of 2"):
+        MicroBatch.build([(np.arange(2), None)] * 3, 8, capacity=2)
+
+
+@pytest.mark.gpu
+def test_one_copy_to_the_gpu_from_pinned_memory():
+    from torch.profiler import ProfilerActivity, profile
+
+    batch = MicroBatch.build(random_documents(np.random.default_rng(1), [3, 50, 7]), 100, capacity=8).pin_memory()
+    assert batch.buffer.is_pinned()
+    batch.to("cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        moved = batch.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+    assert len([event for event in profiler.events() if "Memcpy HtoD" in event.name]) == 1
+    for name in TENSORS:
+        assert torch.equal(getattr(moved, name).cpu(), getattr(batch, name))
+    for name in PACKED_TENSORS:
+        assert torch.equal(getattr(moved.packed, name).cpu(), getattr(batch.packed, name))

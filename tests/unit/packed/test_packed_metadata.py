@@ -1,0 +1,90 @@
+"""Lengths <-> offsets <-> document numbers <-> positions, against loops over tokens."""
+
+import numpy as np
+import pytest
+
+from megatron_packed.packed import metadata
+
+PACKS = [
+    # lengths, slots, capacity: exact fit, tail, empty rows, single tokens, one document, no document
+    ([3, 5], 8, None),
+    ([3, 5], 10, None),
+    ([3, 5], 10, 2),
+    ([3, 5], 10, 4),
+    ([3, 5], 8, 4),
+    ([1, 1, 1], 3, None),
+    ([7], 7, 1),
+    ([1], 9, 6),
+    ([], 4, None),
+    ([], 4, 3),
+    ([2, 1, 30, 1, 1, 4], 64, 16),
+]
+
+
+def by_hand(lengths, slots, capacity):
+    """Offsets, document numbers and positions, one token at a time."""
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    rows = (len(lengths) if capacity is None else capacity) + 2
+    ends += [slots] * (rows - len(ends))
+    seq_idx, positions = [], []
+    for number, length in enumerate([*lengths, slots - sum(lengths)]):
+        for position in range(length):
+            seq_idx.append(number)
+            positions.append(position)
+    return ends, seq_idx, positions
+
+
+@pytest.mark.parametrize(("lengths", "slots", "capacity"), PACKS)
+def test_offsets_numbers_and_positions(lengths, slots, capacity):
+    ends, seq_idx, positions = by_hand(lengths, slots, capacity)
+    cu_seqlens = metadata.cu_seqlens_from_lengths(lengths, slots, capacity)
+    assert cu_seqlens.dtype == np.int32
+    assert cu_seqlens.tolist() == ends
+    for array, expected in (
+        (metadata.seq_idx_from_cu_seqlens(cu_seqlens), seq_idx),
+        (metadata.position_ids_from_cu_seqlens(cu_seqlens), positions),
+    ):
+        assert array.dtype == np.int32
+        assert array.tolist() == expected
+
+
+@pytest.mark.parametrize(("lengths", "slots", "capacity"), PACKS)
+def test_round_trips(lengths, slots, capacity):
+    cu_seqlens = metadata.cu_seqlens_from_lengths(lengths, slots, capacity)
+    assert metadata.lengths_from_cu_seqlens(cu_seqlens, len(lengths)).tolist() == lengths
+    assert metadata.lengths_from_cu_seqlens(cu_seqlens).sum() == slots
+    without_empty_rows = np.unique(cu_seqlens).tolist()
+    seq_idx = metadata.seq_idx_from_cu_seqlens(cu_seqlens)
+    positions = metadata.position_ids_from_cu_seqlens(cu_seqlens)
+    assert metadata.cu_seqlens_from_seq_idx(seq_idx).tolist() == without_empty_rows
+    assert metadata.cu_seqlens_from_position_ids(positions).tolist() == without_empty_rows
+
+
+def test_longest_row_counts_the_tail():
+    assert metadata.longest_document(metadata.cu_seqlens_from_lengths([3, 5], 9)) == 5
+    assert metadata.longest_document(metadata.cu_seqlens_from_lengths([3, 5], 30, 8)) == 22
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "capacity", "message"),
+    [
+        ([4, 0, 2], 8, None, "document 1 has length 0"),
+        ([4, -1], 8, None, "document 1 has length -1"),
+        ([4, 5], 8, None, "2 documents hold 9 tokens, but the pack has total_tokens = 8"),
+        ([1, 1, 1], 8, 2, "3 documents do not fit into a capacity of 2"),
+        ([1], 0, None, r"total_tokens \(0\) must lie between 1"),
+        ([1], 2**31, None, "int32"),
+        (np.ones((2, 2), int), 8, None, "one list of integers"),
+        ([1.5], 8, None, "must be integers"),
+    ],
+)
+def test_what_does_not_fit_is_refused(lengths, slots, capacity, message):
+    with pytest.raises(ValueError, match=message):
+        metadata.cu_seqlens_from_lengths(lengths, slots, capacity)
+
+
+def test_lengths_are_summed_beyond_int32():
+    with pytest.raises(ValueError, match="4294967294 tokens"):
+        metadata.cu_seqlens_from_lengths(np.full(2, 2**31 - 1, dtype=np.int32), 8)

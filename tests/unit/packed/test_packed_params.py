@@ -1,0 +1,120 @@
+"""`PackedSeqParams`: fields, immutability, conversion."""
+
+import sys
+import types
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+import torch
+
+from megatron_packed.packed.params import PackedSeqParams
+
+
+def test_fields():
+    packed = PackedSeqParams.from_lengths([3, 5], 10, capacity=4)
+    assert packed.cu_seqlens.tolist() == [0, 3, 8, 10, 10, 10]
+    assert packed.cu_seqlens.dtype == packed.seq_idx.dtype == packed.position_ids.dtype == torch.int32
+    assert packed.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1]
+    assert packed.valid.dtype == torch.bool
+    assert packed.valid.tolist() == [True] * 8 + [False] * 2
+    assert (packed.num_seqs, packed.capacity, packed.total_tokens, packed.max_seqlen) == (2, 4, 10, 5)
+    assert packed.num_real_tokens == 8
+    assert packed.document_lengths.tolist() == [3, 5]
+
+
+def test_exact_capacity_without_a_tail():
+    packed = PackedSeqParams.from_lengths([3, 5], 8)
+    assert packed.cu_seqlens.tolist() == [0, 3, 8, 8]
+    assert packed.capacity == packed.num_seqs == 2
+    assert packed.valid.all()
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 3])
+def test_all_tail(capacity):
+    packed = PackedSeqParams.from_lengths([], 6, capacity=capacity)
+    assert packed.cu_seqlens.tolist() == [0, 6] + [6] * (capacity or 0)
+    assert packed.seq_idx.tolist() == [[0] * 6]
+    assert packed.position_ids.tolist() == list(range(6))
+    assert not packed.valid.any()
+    assert (packed.num_seqs, packed.num_real_tokens, packed.max_seqlen) == (0, 0, 6)
+    assert packed.document_lengths.size == 0
+
+
+def test_max_seqlen_covers_the_tail_and_may_be_raised_but_not_lowered():
+    assert PackedSeqParams.from_lengths([3], 20).max_seqlen == 17
+    assert PackedSeqParams.from_lengths([3], 20, max_seqlen=20).max_seqlen == 20
+    with pytest.raises(ValueError, match=r"max_seqlen \(16\) is below the longest row of the pack \(17 tokens"):
+        PackedSeqParams.from_lengths([3], 20, max_seqlen=16)
+
+
+def test_device_tensors_share_one_buffer_and_the_host_twin_does_not():
+    packed = PackedSeqParams.from_lengths([3, 5], 10)
+    tensors = [packed.cu_seqlens, packed.seq_idx, packed.position_ids, packed.valid]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert packed.cu_seqlens_cpu.untyped_storage().data_ptr() != packed.cu_seqlens.untyped_storage().data_ptr()
+    packed.cu_seqlens.zero_()  # as when a slot reuses the buffer
+    assert packed.cu_seqlens_cpu.tolist() == [0, 3, 8, 10]
+
+
+def test_immutable_and_tables_make_a_new_value():
+    packed = PackedSeqParams.from_lengths([3], 4)
+    with pytest.raises(FrozenInstanceError):
+        packed.max_seqlen = 9
+    with pytest.raises(TypeError):
+        packed.tables["flex"] = 1
+    once = packed.with_tables(flex="a", ssd="b")
+    twice = once.with_tables(flex="c")
+    assert dict(packed.tables) == {}
+    assert dict(once.tables) == {"flex": "a", "ssd": "b"}
+    assert dict(twice.tables) == {"flex": "c", "ssd": "b"}
+    assert twice.seq_idx is packed.seq_idx
+
+
+def test_to_megatron_core(monkeypatch):
+    """Against a stand-in with megatron.core's fields, whose constructor would build seq_idx on the device."""
+
+    @dataclass
+    class MegatronPackedSeqParams:
+        qkv_format: str | None = None
+        cu_seqlens_q: object = None
+        cu_seqlens_kv: object = None
+        cu_seqlens_q_padded: object = None
+        cu_seqlens_kv_padded: object = None
+        max_seqlen_q: int | None = None
+        max_seqlen_kv: int | None = None
+        total_tokens: int | None = None
+        seq_idx: object = None
+        pad_between_seqs: bool | None = None
+
+        def __post_init__(self):
+            assert self.total_tokens is None, "the constructor would compute seq_idx with a synchronisation"
+
+    module = types.ModuleType("megatron.core.packed_seq_params")
+    module.PackedSeqParams = MegatronPackedSeqParams
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", module)
+    packed = PackedSeqParams.from_lengths([3, 5], 10, capacity=4)
+    theirs = packed.to_megatron_core()
+    assert theirs.qkv_format == "thd"
+    assert theirs.cu_seqlens_q is theirs.cu_seqlens_kv is packed.cu_seqlens
+    assert theirs.max_seqlen_q == theirs.max_seqlen_kv == 5
+    assert theirs.seq_idx is packed.seq_idx
+    assert theirs.total_tokens == 10
+    assert theirs.pad_between_seqs is False
+    assert theirs.cu_seqlens_q_padded is None
+
+
+@pytest.mark.gpu
+def test_from_lengths_on_a_gpu_is_one_copy():
+    from torch.profiler import ProfilerActivity, profile
+
+    PackedSeqParams.from_lengths([3, 5], 10, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        packed = PackedSeqParams.from_lengths([3, 5], 10, capacity=4, device="cuda")
+        torch.cuda.synchronize()
+    copies = [event for event in profiler.events() if "Memcpy HtoD" in event.name]
+    assert len(copies) == 1
+    assert packed.seq_idx.cpu().tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]]
+    assert packed.cu_seqlens_cpu.device.type == "cpu"
