@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.data.chat import chat_format, prompt_tokens
+from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import open_dataset
+from megatron_packed.data.encode import prompt_tokens
 from megatron_packed.models.generate import generate
 from megatron_packed.training.data import build_tokenizer
 from megatron_packed.training.inference import load_model
@@ -37,7 +38,7 @@ def main() -> int:
     lines = Path(config.data.valid_data_path[0]).read_text().splitlines()
     for line in lines[:: max(1, len(lines) // QUESTIONS)][:QUESTIONS]:
         question = json.loads(line)["messages"][0]["content"]
-        prompt = prompt_tokens(chat, tokenizer, [{"role": "user", "content": question}])
+        prompt = prompt_tokens(tokenizer, chat, [{"role": "user", "content": question}])
         answer = generate(model, prompt, max_new_tokens=48, eod=tokenizer.eod_id)
         text = tokenizer.decode(answer, skip_special=True).strip()
         print(f"\nQ: {question}\nA: {text}")

@@ -204,6 +204,9 @@ class ModelConfig(Section, title="model"):
         if MAMBA in symbols:
             yield from self._mamba_rules(sound)
         yield from self._expert_rules(sound, known=known, has_experts=MOE in symbols)
+        if MOE in symbols and self.add_bias_linear:
+            yield Problem("--hybrid-layer-pattern", self.hybrid_layer_pattern,
+                          "has E layers, and experts with biases are not built", "add --disable-bias-linear")
         if self.squared_relu and self.swiglu:
             yield Problem("--squared-relu", "", "contradicts --swiglu: an MLP has one activation",
                           "give one of the two")

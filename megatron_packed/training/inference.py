@@ -8,6 +8,7 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.state import whole_tensors
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.build import build_model
 from megatron_packed.training.state import model_tensors
 
 
@@ -20,14 +21,7 @@ def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = 
     """
     if config.checkpoint.load is None:
         raise ValueError("--load is not given; name the directory of the checkpoints.")
-    model = HybridModel(
-        config.model,
-        vocab_size=vocab_size,
-        max_positions=config.max_positions,
-        device=device,
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-        backends=config.training.backends,
-    )
+    model = build_model(config, vocab_size, device)
     load_checkpoint(
         config.checkpoint.load,
         whole_tensors(model_tensors(model)),

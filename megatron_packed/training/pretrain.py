@@ -11,7 +11,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,20 +21,18 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.determinism import configure_determinism
-from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation
-from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.schedule import Schedule
+from megatron_packed.training.build import Job, build_job, device_of
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import RunData, build_data
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
 from megatron_packed.training.state import RunState
-from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
 from megatron_packed.training.trainer import EXIT_DONE, EXIT_NONFINITE, Trainer
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
 
@@ -76,41 +73,6 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         # All ranks are here. After an error the others learn of it soonest when this process is gone.
         groups.shutdown()
     return exit_code
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one."""
-    name = config.training.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A model that can be trained."""
-
-    model: HybridModel
-    buffers: FlatBuffers
-    optimizer: Optimizer
-    step: TrainStep
-
-
-def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
-    """Model, flat buffers, optimizer and step on this rank's device; the initial weights depend on the seed alone."""
-    model = HybridModel(
-        config.model,
-        vocab_size=vocab_size,
-        max_positions=config.max_positions,
-        groups=groups,
-        device=groups.device,
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-        seed=config.training.seed,
-        backends=config.training.backends,
-    ).train()
-    buffers = FlatBuffers(model, extras=extra_slots(model, groups), counters=counter_slots(model))
-    optimizer = Optimizer.from_config(buffers, config.optim)
-    return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))
 
 
 def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag) -> int:

@@ -80,9 +80,9 @@ class RunState:
         self.model, self.optimizer, self.groups = model, optimizer, groups
         self.plan_hash, self.config, self.model_hash = plan_hash, config, model_hash
         self.progress = Progress()
-        self.run_id = uuid.uuid4().hex[:12]
         self._device = groups.device
         self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.dp_group)
+        self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
 
     def save(self, options: CheckpointConfig) -> SavedCheckpoint:
         """Writes a checkpoint of the current iteration; a collective.

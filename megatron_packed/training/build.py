@@ -1,0 +1,61 @@
+"""From a configuration to a model that can be trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one."""
+    name = config.training.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def backends_of(config: RunConfig) -> dict[str, str | bool]:
+    """The kernels asked for; under ``--deterministic-mode`` in their deterministic variants."""
+    return {**config.training.backends, "deterministic": config.training.deterministic_mode}
+
+
+def build_model(
+    config: RunConfig, vocab_size: int, device: torch.device | str, groups: ParallelGroups | None = None
+) -> HybridModel:
+    """The model with initial weights, which depend on the seed alone."""
+    return HybridModel(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.max_positions,
+        groups=groups,
+        device=device,
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        seed=config.training.seed,
+        backends=backends_of(config),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model that can be trained."""
+
+    model: HybridModel
+    buffers: FlatBuffers
+    optimizer: Optimizer
+    step: TrainStep
+
+
+def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
+    """Model, flat buffers, optimizer and step on this rank's device."""
+    model = build_model(config, vocab_size, groups.device, groups).train()
+    buffers = FlatBuffers(model, extras=extra_slots(model, groups), counters=counter_slots(model))
+    optimizer = Optimizer.from_config(buffers, config.optim)
+    return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))
