@@ -1,9 +1,9 @@
 """Which implementation of an op runs, and why the others do not.
 
-Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module that is imported only
-when it is asked for (so an optional package is imported in exactly one file), with
+Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module that is imported
+only when it is asked for (so an optional package is imported in exactly one file), with
 
-* ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``; sentences otherwise. Cheap, host only.
+* ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``, else sentences. Cheap, host only.
 * ``run(...)``: the implementation, with the signature of the op's public function.
 
 ``inputs`` is a frozen, hashable dataclass of the op's own: shapes, dtypes, device type and options, never tensor values.

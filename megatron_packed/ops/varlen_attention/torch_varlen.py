@@ -6,17 +6,26 @@ Its backward pass is deterministic only under a global switch of torch, so it do
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from megatron_packed.ops.varlen_attention.api import Inputs
 from megatron_packed.ops.varlen_attention.tables import Tables
 
-_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.13 takes fewer key than query heads, 2.11 does not: there they are repeated."""
+
+@lru_cache(maxsize=1)
+def _varlen_attn() -> tuple[Callable[..., Any], bool]:
+    """The function, and whether it takes fewer key than query heads (torch 2.13; in 2.11 they are repeated).
+
+    Imported at the first call: the import compiles for seconds, which a CPU run need not wait for.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
@@ -51,8 +60,9 @@ def run(
     tables: Tables | None,
 ) -> Tensor:
     group = q_TNH.shape[1] // k_TKH.shape[1]
-    options: dict[str, Any] = {"enable_gqa": True} if _TAKES_GROUPS and group > 1 else {}
-    if group > 1 and not _TAKES_GROUPS:
+    varlen_attn, takes_groups = _varlen_attn()
+    options: dict[str, Any] = {"enable_gqa": True} if takes_groups and group > 1 else {}
+    if group > 1 and not takes_groups:
         k_TKH, v_TKH = (x.repeat_interleave(group, dim=1) for x in (k_TKH, v_TKH))
     window = (-1, 0) if window_size is None else (window_size - 1, 0)
     out_TNH = varlen_attn(

@@ -1,0 +1,84 @@
+"""RMSNorm and activation kernels on a GPU: errors, isolation, determinism, replay, no host sync."""
+
+import pytest
+import torch
+from gpu_checks import T, check_determinism, check_errors, check_isolation, check_no_sync, check_replay, step
+
+from megatron_packed.ops.activation.api import KINDS, activation
+from megatron_packed.ops.rms_norm.api import add_rms_norm, rms_norm
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = [64, 1000, 2048, 4096, 16384]
+BACKENDS = ["triton", "torch"]
+
+
+def rows(features, seed=0):
+    return torch.randn(T, features, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
+
+
+def plain_norm(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("features", WIDTHS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rms_norm(backend, features):
+    def kernel(x, weight, backend=backend):
+        return rms_norm(x, weight, 1e-5, backend=backend)
+
+    values = [rows(features), rows(features, 1)[0]]
+    check_errors(kernel, lambda x, w: kernel(x, w, "reference"), plain_norm, values, torch.bfloat16)
+    check_determinism(kernel, values, torch.bfloat16)
+    check_no_sync(kernel, values, torch.bfloat16)
+    check_replay(kernel, values, torch.bfloat16, [lambda: None] * 2)
+    weight = values[1]
+    check_isolation(lambda x: kernel(x, weight), values[:1], slice(300, 301), torch.bfloat16)
+
+
+@pytest.mark.parametrize("features", [1000, 4096])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_add_rms_norm(backend, features):
+    def kernel(x, residual, weight, backend=backend):
+        return add_rms_norm(x, residual, weight, 1e-5, backend=backend)
+
+    def plain(x, residual, weight):
+        total = x + residual
+        return plain_norm(total, weight), total
+
+    values = [rows(features), rows(features, 2), rows(features, 1)[0]]
+    check_errors(kernel, lambda x, r, w: kernel(x, r, w, "reference"), plain, values, torch.bfloat16)
+    check_determinism(kernel, values, torch.bfloat16)
+    check_replay(kernel, values, torch.bfloat16, [lambda: None])
+
+
+def test_rms_norm_adds_its_weight_gradient_into_main_grad():
+    x, weight = rows(2048), torch.nn.Parameter(torch.rand(2048, device="cuda"))
+    want = step(lambda w: rms_norm(x, w, 1e-5, backend="reference"), [weight])[1]
+    weight.main_grad = torch.ones(2048, device="cuda")
+    y = rms_norm(x, weight, 1e-5, backend="triton")
+    y.backward(torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(5), device="cuda").to(y.dtype))
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, want, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("features", [1000, 8192])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation(kind, features):
+    def kernel(x, backend="triton"):
+        return activation(x, kind, backend=backend)
+
+    def plain(x):
+        if kind == "gelu":
+            return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+        if kind == "squared_relu":
+            return torch.relu(x) * torch.relu(x)
+        gate, up = x.chunk(2, -1)
+        return gate * torch.sigmoid(gate) * up
+
+    values = [rows(features)]
+    check_errors(kernel, lambda x: kernel(x, "reference"), plain, values, torch.bfloat16)
+    check_determinism(kernel, values, torch.bfloat16, runs=2)
+    check_no_sync(kernel, values, torch.bfloat16)
+    check_replay(kernel, values, torch.bfloat16, [lambda: None])
+    check_isolation(kernel, values, slice(300, 301), torch.bfloat16)
