@@ -1,0 +1,44 @@
+"""Data sets and runs that several tests look at. A run costs seconds, so each is made once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import Data, in_folder, run, tiny_options
+
+LAST = 14
+"""Iterations of the runs below."""
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return Data.make(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def dropout_options(data: Data) -> dict[str, Any]:
+    """A run whose every step draws random numbers, with validations and checkpoints at different steps."""
+    return tiny_options(
+        data, train_iters=LAST, hidden_dropout=0.1, valid_data_path=data.valid, eval_interval=4, eval_iters=2,
+        save_interval=3,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    dropout_options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    """Folder of the run that nothing happened to, by its number of processes."""
+    made: dict[int, Path] = {}
+
+    def folder_of(processes: int) -> Path:
+        if processes not in made:
+            folder = tmp_path_factory.mktemp(f"uninterrupted_{processes}")
+            finished = run({**dropout_options, **in_folder(folder)}, folder, processes)
+            assert finished.exit_code == 0, finished.console
+            made[processes] = folder
+        return made[processes]
+
+    return folder_of

@@ -1,0 +1,263 @@
+"""Real runs of ``pretrain_hybrid.py`` on the CPU: their processes, exit codes, console, log and checkpoints.
+
+`start` takes the processes from a fork server that has torch imported, with the environment that torchrun gives them:
+the script itself, but a start costs a fraction of a second. `torchrun` is the launcher that a user has.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
+from megatron_packed.checkpoint.manifest import read_manifest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "pretrain_hybrid.py"
+TIMEOUT = 120.0
+"""Seconds after which a run counts as hanging. One lasts a few seconds on an idle machine."""
+
+_PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.training.pretrain"]
+_TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib")
+
+WORDS = ["north", "east", "south", "west", "river", "mountain", "harbour", "lantern", "copper", "silver"]
+
+
+def write_conversations(path: Path, count: int, seed: int) -> Path:
+    """Questions that are answered by their own words in reverse: short and long ones, something to learn in them."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        words = draw.choices(WORDS, k=min(1 + int(draw.expovariate(0.3)), 9))
+        turns = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": " ".join(words[::-1])}]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+@dataclass(frozen=True)
+class Data:
+    """A small data set and a cache that all runs share."""
+
+    folder: Path
+
+    @property
+    def train(self) -> Path:
+        return self.folder / "train.jsonl"
+
+    @property
+    def valid(self) -> Path:
+        return self.folder / "valid.jsonl"
+
+    @classmethod
+    def make(cls, folder: Path) -> Data:
+        write_conversations(folder / "train.jsonl", 240, seed=1)
+        write_conversations(folder / "valid.jsonl", 24, seed=2)
+        return cls(folder)
+
+
+TINY_MODEL: dict[str, Any] = {
+    "hybrid_layer_pattern": "M*-E", "hidden_size": 32, "num_attention_heads": 2, "position_embedding_type": "rope",
+    "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 1, "mamba_chunk_size": 32,
+    "ffn_hidden_size": 64, "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 1e-3,
+    "squared_relu": True, "disable_bias_linear": True, "normalization": "RMSNorm",
+}  # fmt: skip
+TINY_RUN: dict[str, Any] = {
+    "sft": True, "seq_length": 128, "global_batch_size": 4, "lr": 3e-3, "lr_decay_style": "cosine",
+    "lr_warmup_iters": 2, "device": "cpu", "no_isolation_self_test": True,
+}  # fmt: skip
+
+
+def tiny_options(data: Data, **changes: Any) -> dict[str, Any]:
+    """Options of a run by their Python names; None leaves one out."""
+    paths = {"train_data_path": data.train, "data_cache_path": data.folder / "cache"}
+    return {**TINY_MODEL, **TINY_RUN, **paths, **changes}
+
+
+def in_folder(folder: Path) -> dict[str, Any]:
+    """Options that keep checkpoints and log in ``folder`` and resume from there."""
+    return {"save": folder / "checkpoints", "load": folder / "checkpoints", "log_jsonl": folder / "log.jsonl"}
+
+
+def command_line(options: dict[str, Any]) -> list[str]:
+    """The options as flags."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += [str(item) for item in (value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    exit_codes: tuple[int, ...]
+    """Of every rank; the negative number of a signal that killed it."""
+    console: str
+    """Standard output and error of all ranks, rank after rank."""
+
+    @property
+    def exit_code(self) -> int:
+        """The code that all ranks ended with."""
+        assert len(set(self.exit_codes)) == 1, f"exit codes {self.exit_codes}\n{self.console}"
+        return self.exit_codes[0]
+
+
+@dataclass
+class Run:
+    """Processes of one run, rank by rank."""
+
+    folder: Path
+    processes: list[Any]
+    outputs: list[Path]
+    store: Any = field(repr=False)
+
+    def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the ranks, by default all of them."""
+        for rank in ranks or range(len(self.processes)):
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, number)
+
+    def wait_for_line(self, iteration: int, log: Path) -> None:
+        """Until the log holds the line of a step, or the run has ended."""
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and all(process.is_alive() for process in self.processes):
+            if log.exists() and f'{{"iteration": {iteration},'.encode() in log.read_bytes():
+                return
+            time.sleep(0.005)
+        assert time.monotonic() < deadline, self._console()
+
+    def wait(self) -> Finished:
+        """Until all ranks have ended; ranks that hang are killed, and the test fails."""
+        deadline = time.monotonic() + TIMEOUT
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0.1))
+        hanging = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        self.kill(*hanging) if hanging else None
+        for process in self.processes:
+            process.join(10)
+        assert not hanging, f"ranks {hanging} did not end in {TIMEOUT} s\n{self._console()}"
+        return Finished(tuple(process.exitcode for process in self.processes), self._console())
+
+    def _console(self) -> str:
+        return "".join(f"[output of rank {rank}]\n{path.read_text()}" for rank, path in enumerate(self.outputs))
+
+
+def start(
+    options: dict[str, Any],
+    folder: Path,
+    processes: int = 1,
+    prepare: Callable[[], None] | None = None,
+) -> Run:
+    """Starts the script in ``processes`` processes.
+
+    Args:
+        folder: of this run; standard output and error of the ranks go there.
+        prepare: called in each process before the script (a function of a module, or a partial of one).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    folder.mkdir(parents=True, exist_ok=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started, outputs = [], []
+    for rank in range(processes):
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        output = folder / f"output_{rank}.txt"
+        arguments = (environment, command_line(options), output, prepare)
+        process = context.Process(target=_script, args=arguments, daemon=True)
+        process.start()
+        started.append(process)
+        outputs.append(output)
+    return Run(folder, started, outputs, store)
+
+
+def run(
+    options: dict[str, Any], folder: Path, processes: int = 1, prepare: Callable[[], None] | None = None
+) -> Finished:
+    """Starts the script and waits for its end."""
+    return start(options, folder, processes, prepare).wait()
+
+
+def _script(
+    environment: dict[str, str], arguments: Sequence[str], output: Path, prepare: Callable[[], None] | None
+) -> None:
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    sys.argv = [str(SCRIPT), *arguments]
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def torchrun_command(options: dict[str, Any], processes: int) -> list[str]:
+    """What a user types."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "localhost:0", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1",
+        str(SCRIPT), *command_line(options),
+    ]  # fmt: skip
+
+
+def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
+    """Starts the script under the real launcher; the two streams are ``console.txt`` in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(folder / "console.txt", "w") as console:
+        return subprocess.Popen(
+            torchrun_command(options, processes), stdout=console, stderr=subprocess.STDOUT, env=environment, text=True
+        )
+
+
+def steps(log: Path) -> list[dict[str, Any]]:
+    """The lines of the log without what differs from run to run: times and memory."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in _TIMINGS} for record in records]
+
+
+def losses(log: Path) -> list[float]:
+    return [record["lm_loss"] for record in steps(log) if "lm_loss" in record]
+
+
+def final_state(checkpoints: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of a checkpoint, and the metadata without the configuration (it names the folder)."""
+    [path] = [c.path for c in find_checkpoints(checkpoints) if c.manifest is not None and c.manifest.step == iteration]
+    manifest = read_manifest(path)
+    tensors = {name: read_tensor(path, name) for name in manifest.tensors}
+    return tensors, {name: value for name, value in manifest.metadata.items() if name != "config"}
+
+
+def assert_same_state(found: Path, expected: Path, iteration: int) -> None:
+    """Parameters, buffers, moments, random states, position in the data: all of it, bit for bit."""
+    tensors, metadata = final_state(found, iteration)
+    expected_tensors, expected_metadata = final_state(expected, iteration)
+    assert tensors.keys() == expected_tensors.keys()
+    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, expected_tensors[name])]
+    assert differing == []
+    assert metadata == expected_metadata
