@@ -15,7 +15,7 @@ _EXPORTS = {
     "RunConfig": "megatron_packed.config.run",
 }
 
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ only when it is asked for (so an optional package is imported in exactly one fil
 * ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``, else sentences. Cheap, host only.
 * ``run(...)``: the implementation, with the signature of the op's public function.
 
-``inputs`` is a frozen, hashable dataclass of the op's own: shapes, dtypes, device type and options, never tensor values.
+``inputs`` is a frozen, hashable dataclass of the op: shapes, dtypes, device type and options, never tensor values.
 The choice for equal ``inputs`` is made once and remembered.
 """
 
