@@ -1,22 +1,27 @@
-"""Shared by the benchmarks: warm timing, GPU-busy time, and results with their circumstances.
+"""Shared by the benchmarks: warm timing, GPU-busy time, host waits, and results with their circumstances.
 
 GPU-busy time is the union of the kernels' intervals in a profile, so overlapping streams are not counted twice.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import gc
 import importlib.metadata
 import json
 import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a checkout that is not installed
 
 RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = (
@@ -25,7 +30,7 @@ _LIBRARIES = (
 
 
 class Spread(NamedTuple):
-    """Milliseconds over repeated, warm calls."""
+    """Median, 10th and 90th percentile over repeated, warm calls: milliseconds, or ratios of them."""
 
     median: float
     low: float
@@ -33,13 +38,34 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        ms = sorted(1e3 * value for value in seconds)
-        return cls(round(statistics.median(ms), 4), round(ms[len(ms) // 10], 4), round(ms[-1 - len(ms) // 10], 4))
+        """Milliseconds."""
+        return cls._of_values([1e3 * value for value in seconds])
+
+    @classmethod
+    def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+        """Ratios of calls that took turns, pair by pair."""
+        return cls._of_values([a / b for a, b in zip(numerators, denominators)])
+
+    @classmethod
+    def _of_values(cls, values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+        return cls(round(statistics.median(ordered), 4), round(low, 4), round(high, 4))
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Gives back the memory of models that nobody holds any more (their hooks make cycles)."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def wall(function: Callable[[], object], *, warm: int = 5, repeats: int = 20) -> Spread:
@@ -58,18 +84,26 @@ def wall(function: Callable[[], object], *, warm: int = 5, repeats: int = 20) ->
 
 def interleaved(functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20) -> dict[str, Spread]:
     """`wall` of several functions taking turns, so that a drift of the machine reaches all alike."""
+    samples = interleaved_seconds(functions, warm=warm, repeats=repeats)
+    return {name: Spread.of(seconds) for name, seconds in samples.items()}
+
+
+def interleaved_seconds(
+    functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20
+) -> dict[str, list[float]]:
+    """Seconds of every call of `interleaved`; the n-th entries belong together. Every other round runs backwards."""
     for function in functions.values():
         for _ in range(warm):
             function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
+    for number in range(repeats):
+        for name in list(functions) if number % 2 == 0 else reversed(functions):
             synchronize()
             start = time.perf_counter()
-            function()
+            functions[name]()
             synchronize()
             seconds[name].append(time.perf_counter() - start)
-    return {name: Spread.of(values) for name, values in seconds.items()}
+    return seconds
 
 
 def device_time(function: Callable[[], object], *, warm: int = 10, repeats: int = 50) -> Spread:
@@ -117,6 +151,62 @@ def gpu_busy(function: Callable[[], object], *, calls: int = 3) -> Busy:
     return Busy(busy / 1e3 / calls, len(events) / calls, ranked)
 
 
+SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",
+                 "cuStreamSynchronize", "cuEventSynchronize", "cudaMemcpy", "cuMemcpyDtoH_v2")  # fmt: skip
+"""Calls in a profile that make the host wait."""
+
+
+class HostWaits(NamedTuple):
+    """How often one call made the host wait for the device, seen in two ways."""
+
+    torch_warnings: int
+    """Synchronising operations of torch, by ``torch.cuda.set_sync_debug_mode``; it does not see inside libraries."""
+    runtime_calls: int
+    """Synchronising calls of the CUDA runtime and driver in a profile, whoever made them."""
+    copies_to_host: int
+    """Copies from device to host in that profile."""
+
+
+def host_waits(function: Callable[[], object]) -> HostWaits | None:
+    """Counts the waits of one call; None without a GPU. Call after warm-up."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function("counted_call"):
+            function()
+        synchronize()
+    events = profiler.events()
+    window = next(e for e in events if e.name == "counted_call").time_range
+    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    return HostWaits(
+        torch_warnings=sum("called a synchronizing" in str(warning.message) for warning in caught),
+        runtime_calls=sum(name in SYNCHRONISING for name in inside),
+        copies_to_host=sum(name.startswith("Memcpy DtoH") for name in inside),
+    )
+
+
+def peak_gib(function: Callable[[], object]) -> float | None:
+    """Most GPU memory allocated during one call, in GiB, weights included; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    synchronize()
+    return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in _LIBRARIES[1:]:
@@ -133,12 +223,29 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
+def command() -> str:
+    """The command line as one types it in the checkout: folders of this machine left out."""
+    script, *rest = sys.argv
+    return " ".join(["python", f"benchmarks/{Path(script).name}", *(_without_folder(text) for text in rest)])
+
+
+def _without_folder(argument: str) -> str:
+    return Path(argument).name if Path(argument).is_absolute() else argument
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every benchmark that runs on either device."""
+    parser.add_argument("--quick", action="store_true", help="few repeats: shows that it works, times nothing well")
+    parser.add_argument("--device", default="auto", help="auto (the GPU when there is one), cuda or cpu")
+    parser.add_argument("--results", type=Path, help="folder of the result file (default: benchmarks/results)")
+
+
 def save(name: str, results: object, *, folder: Path | None = None) -> Path:
     """Writes ``results/<name>.json`` with the command, versions, device and date."""
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": device_name(),
         "versions": versions(),
