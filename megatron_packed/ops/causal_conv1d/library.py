@@ -1,8 +1,9 @@
 """The convolution by the causal-conv1d package's channel-last kernels, which read ``seq_idx`` themselves.
 
 Called through its lower-level functions in an autograd function of our own, so that strided column slices go in
-without a copy and the gradient is written in its place of ``ops.columns``. Outputs and dx are bitwise reproducible; the
-gradients of weight and bias are atomic sums unless ``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
+without a copy, the input's gradient is written in its place of ``ops.columns``, and those of weight and bias are added
+to their ``main_grad`` where they have one. Outputs and dx are bitwise reproducible; the gradients of weight and bias
+are atomic sums unless ``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
+from causal_conv1d.cpp_functions import _causal_conv1d_bwd_cpp, causal_conv1d_fwd_function
 from torch import Tensor
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
@@ -86,6 +87,8 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
         ctx.silu, ctx.slot = silu, slot
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        ctx.main_grads = tuple(getattr(parameter, "main_grad", None) for parameter in (weight_CW, bias_C))
         y = causal_conv1d_fwd_function(_channels_last(x_TC), weight_CW, bias_C, seq_idx_1T, None, None, silu)
         y_TC: Tensor = y[0].t()
         return y_TC
@@ -96,16 +99,30 @@ class _Convolution(torch.autograd.Function):
         if not _is_aligned(dy_TC):
             dy_TC = dy_TC.contiguous()
         dx_TC = gradient_like(x_TC, ctx.slot)
-        _, dweight_CW, dbias_C, _ = causal_conv1d_bwd_function(
-            _channels_last(x_TC),
-            weight_CW,
-            bias_C,
-            _channels_last(dy_TC),
-            seq_idx_1T,
-            None,
-            None,
-            _channels_last(dx_TC),
-            False,
-            ctx.silu,
+        dweight_CW, dbias_C = map(_accumulator, (weight_CW, bias_C), ctx.main_grads)
+        _causal_conv1d_bwd_cpp(
+            x=_channels_last(x_TC),
+            weight=weight_CW,
+            bias=bias_C,
+            dout=_channels_last(dy_TC),
+            seq_idx=seq_idx_1T,
+            initial_states=None,
+            dfinal_states=None,
+            dx=_channels_last(dx_TC),
+            dweight=dweight_CW,
+            dbias=dbias_C,
+            dinitial_states=None,
+            silu_activation=ctx.silu,
         )
-        return dx_TC, dweight_CW, dbias_C, None, None, None
+        left = (
+            None if gradient is None or main_grad is not None else gradient.to(parameter.dtype)
+            for parameter, gradient, main_grad in zip((weight_CW, bias_C), (dweight_CW, dbias_C), ctx.main_grads)
+        )
+        return dx_TC, *left, None, None, None
+
+
+def _accumulator(parameter: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
+    """Where the library, which adds to what it finds in either mode, sums a parameter's gradient in fp32."""
+    if parameter is None or main_grad is not None:
+        return main_grad
+    return torch.zeros_like(parameter, dtype=torch.float32)

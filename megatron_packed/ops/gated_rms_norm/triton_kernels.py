@@ -3,7 +3,8 @@
 
 Memory-bound: forward reads x and z and writes y, backward reads x, z and dy and writes dx and dz. fp32 inside. A row's
 results depend on that row alone. The weight's gradient is summed over a fixed partition of the rows, then over the
-parts in order: bitwise reproducible. No autotuning, so nothing has to be warmed up but compilation.
+parts in order, into ``main_grad`` where the weight has one: bitwise reproducible. No autotuning, so nothing has to be
+warmed up but compilation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.shares import sum_shares
 from megatron_packed.ops.triton_mode import device_reasons
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def run(x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size:
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Forward: gate, normalise, scale; keeps 1/rms per row and group. Backward: all three gradients in one kernel."""
+    """Forward: gate, normalise, scale; keeps 1/rms per row and group. Backward: one kernel, and the weight's sum."""
 
     @staticmethod
     def forward(
@@ -79,7 +81,7 @@ class _GatedNorm(torch.autograd.Function):
             num_warps=_warps(block * rows),
         )
         ctx.save_for_backward(x_TD, z_TD, weight_D, rstd_TG)
-        ctx.group_size, ctx.slot = group_size, slot
+        ctx.group_size, ctx.slot, ctx.main_grad = group_size, slot, getattr(weight_D, "main_grad", None)
         return y_TD
 
     @staticmethod
@@ -115,7 +117,8 @@ class _GatedNorm(torch.autograd.Function):
             ROWS=rows,
             num_warps=_warps(block * rows),
         )
-        return dx_TD, dz_TD, parts_XD.sum(0).to(weight_D.dtype), None, None, None
+        dweight_D = sum_shares(parts_XD, weight_D, ctx.main_grad) if ctx.needs_input_grad[2] else None
+        return dx_TD, dz_TD, dweight_D, None, None, None
 
 
 def _tile(group_size: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.rms_norm.api import Inputs
+from megatron_packed.ops.shares import sum_shares
 from megatron_packed.ops.triton_mode import device_reasons
 
 _WIDEST = 16384
@@ -89,26 +90,9 @@ class _RMSNorm(torch.autograd.Function):
             PROGRAM_ROWS=triton.cdiv(tokens, programs * rows) * rows, FEATURES=features, ROWS=rows, BLOCK_D=block_d,
             num_warps=min(32, 2 * warps),
         )  # fmt: skip
-        dweight = _sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[2] else None
+        dweight = sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[2] else None
         dx_TD = dx.view(ctx.shape)
         return dx_TD, dx_TD if ctx.needs_input_grad[1] else None, dweight, None
-
-
-def _sum_shares(shares: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """The weight's gradient in its dtype; or added, unrounded, to ``main_grad``, and None."""
-    programs, features = shares.shape
-    out = torch.empty_like(weight) if main_grad is None else main_grad
-    _sum_kernel[(triton.cdiv(features, 64),)](
-        shares,
-        out,
-        PROGRAMS=programs,
-        FEATURES=features,
-        ADD=main_grad is not None,
-        BLOCK_P=64,
-        BLOCK_D=64,
-        num_warps=8,
-    )
-    return out if main_grad is None else None
 
 
 def _rows(x_TD: Tensor) -> Tensor:
@@ -203,27 +187,3 @@ def _backward_kernel(
             )
         tl.store(dx_ptr + row[:, None] * FEATURES + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     tl.store(shares_ptr + tl.program_id(0) * FEATURES + column, share, mask=real)
-
-
-@triton.jit
-def _sum_kernel(
-    shares_ptr,
-    out_ptr,
-    PROGRAMS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Columns i*BLOCK_D..: the sum of all shares, in the order of programs."""
-    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    real = column < FEATURES
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, PROGRAMS, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)
-        mask = (program < PROGRAMS)[:, None] & real[None, :]
-        total += tl.load(shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0)
-    result = tl.sum(total, axis=0)
-    if ADD:
-        result += tl.load(out_ptr + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + column, result.to(out_ptr.dtype.element_ty), mask=real)

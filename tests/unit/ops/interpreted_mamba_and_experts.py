@@ -92,6 +92,21 @@ def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
         assert relative_error(got, want) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
+    """Twice, on top of what is there, and unrounded whatever the weight's dtype."""
+    x, z, dy = (normal(9, 24, seed=seed).to(dtype) for seed in (1, 2, 3))
+    weight = torch.nn.Parameter(normal(24).to(dtype))
+    wide = weight.detach().float().requires_grad_()
+    y = gated_rms_norm(x.float(), z.float(), wide, 1e-5, group_size=6, backend="reference")
+    (want,) = torch.autograd.grad(y, wide, dy.float())
+    weight.main_grad = torch.full((24,), 7.0)
+    for _ in range(2):
+        gated_rms_norm(x, z, weight, 1e-5, group_size=6, backend="triton").backward(dy)
+    assert weight.grad is None
+    assert relative_error((weight.main_grad - 7) / 2, want) < 1e-6
+
+
 @pytest.mark.parametrize("tail", [0, 3, 13])
 def test_permute_kernels(monkeypatch, tail):
     monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)  # several steps and a rest

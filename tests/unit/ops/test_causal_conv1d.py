@@ -1,6 +1,9 @@
 """The reference against PyTorch's own convolution of each document, and its isolation."""
 
+import sys
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -92,3 +95,69 @@ def test_what_cannot_be_is_refused_with_its_numbers():
         causal_conv1d(x, weight, bias, seq_idx[0])
     with pytest.raises(NoBackendError, match="causal_conv1d"):
         causal_conv1d(x, weight, bias, seq_idx, backend="causal_conv1d")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Our backend over a stand-in for the package, which adds to ``dweight`` and ``dbias`` as its kernels do."""
+
+    def forward(x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation):
+        return reference.run(x[0].t(), weight, bias, seq_idx, activation="silu" if silu_activation else None).t()[None]
+
+    def backward(*, x, weight, bias, dout, seq_idx, dx, dweight, dbias, silu_activation, **absent):
+        assert set(absent) == {"initial_states", "dfinal_states", "dinitial_states"} and not any(absent.values())
+        leaves = [None if value is None else value.detach().float().requires_grad_() for value in (x, weight, bias)]
+        with torch.enable_grad():
+            y = forward(*leaves, seq_idx, None, None, silu_activation)
+        present = [leaf for leaf in leaves if leaf is not None]
+        gradients = torch.autograd.grad(y, present, dout.float())
+        dx.copy_(gradients[0])
+        for total, gradient in zip((dweight, dbias), gradients[1:]):
+            assert total.dtype == torch.float32
+            total += gradient
+
+    functions = ModuleType("causal_conv1d.cpp_functions")
+    functions.causal_conv1d_fwd_function, functions._causal_conv1d_bwd_cpp = forward, backward
+    monkeypatch.setitem(sys.modules, "causal_conv1d", ModuleType("causal_conv1d"))
+    monkeypatch.setitem(sys.modules, "causal_conv1d.cpp_functions", functions)
+    name = "megatron_packed.ops.causal_conv1d.library"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield import_module(name)
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_flat_buffers", [(), ("weight",), ("weight", "bias")])
+def test_parameter_gradients_go_where_they_belong(library, dtype, in_flat_buffers):
+    """With ``main_grad``: added there, unrounded, pass by pass. Without: to autograd, in the parameter's dtype."""
+    x, weight, bias = (value.to(dtype) for value in make(20))
+    seq_idx, _ = boundaries([5, 15])
+    dy = torch.linspace(-1, 1, 20 * C).view(20, C).to(dtype)
+    wide = [value.float().requires_grad_() for value in (x, weight, bias)]
+    want = torch.autograd.grad(reference.run(*wide, seq_idx, activation="silu"), wide, dy.float())
+
+    x.requires_grad_()
+    parameters = {"weight": torch.nn.Parameter(weight), "bias": torch.nn.Parameter(bias)}
+    for name in in_flat_buffers:
+        parameters[name].main_grad = torch.full_like(parameters[name], 3.0, dtype=torch.float32)
+    for _ in range(2):
+        library.run(x, *parameters.values(), seq_idx, activation="silu").backward(dy)
+    assert relative_error(x.grad, 2 * want[0]) < (1e-6 if dtype == torch.float32 else 2**-7)
+    for (name, parameter), gradient in zip(parameters.items(), want[1:]):
+        if name in in_flat_buffers:
+            assert parameter.grad is None
+            assert relative_error(parameter.main_grad - 3, 2 * gradient) < 1e-6
+        else:
+            assert parameter.grad.dtype == dtype
+            assert relative_error(parameter.grad, 2 * gradient) < (1e-6 if dtype == torch.float32 else 2**-7)
+
+
+def test_a_convolution_without_bias(library):
+    x, weight, _ = (value.float().requires_grad_() for value in make(12))
+    seq_idx, _ = boundaries([12])
+    results = [
+        torch.autograd.grad(function(x, weight, None, seq_idx, activation=None).square().sum(), (x, weight))
+        for function in (library.run, reference.run)
+    ]
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want)
