@@ -1,0 +1,68 @@
+"""`benchmarks/metadata_sync.py` on the CPU: both paths compute the same, and only one of them asks the device."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import metadata_sync
+from metadata_sync import CASES, ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL, Case, Run
+
+
+class Questions(TorchDispatchMode):
+    """Counts operations whose result Python needs, or whose size depends on the data."""
+
+    ASKING = ("aten::_local_scalar_dense", "aten::repeat_interleave")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name().split(".")[0] in self.ASKING
+        return function(*args, **(kwargs or {}))
+
+
+def questions(run, path):
+    run.rebuild.path = path
+    batch = run.batches[0].to("cpu")
+    with Questions() as asked, torch.no_grad():
+        run.model(batch)
+    return asked.count
+
+
+@pytest.mark.parametrize("name", ["thin16", "hybrid"])
+def test_layers_ask_only_where_they_rebuild(name):
+    run = Run(CASES[name], torch.device("cpu"))
+    assert questions(run, ONCE) == 0
+    assert questions(run, PER_LAYER) == run.shape.pattern.count("*") + run.shape.pattern.count("M")
+    assert run.loss(ONCE) == run.loss(PER_LAYER)
+
+
+def test_masks_that_layers_build_equal_the_shared_one():
+    run = Run(Case("wide", "sdpa"), torch.device("cpu"))
+    losses = {path: run.loss(path, 1) for path in (ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL)}
+    assert len(set(losses.values())) == 1, losses
+    # a mask that forgets the documents is not the same
+    run.rebuild._mask = lambda hidden_TD, packed: torch.ones(len(hidden_TD), len(hidden_TD)).tril().bool()
+    assert run.loss(PER_LAYER, 1) != losses[ONCE]
+
+
+def test_training_by_either_path_gives_equal_bits():
+    found = metadata_sync.equal_over_steps(CASES["wide"], torch.device("cpu"), 4)
+    assert (found["max_loss_difference"], found["max_grad_norm_difference"]) == (0.0, 0.0)
+    assert found["all_finite"] and found["loss_first_last"][0] != found["loss_first_last"][1]
+
+
+def test_the_script_writes_its_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/x/metadata_sync.py", "wide", "--quick", "--results", str(tmp_path)])
+    metadata_sync.main()
+    document = json.loads((tmp_path / "metadata_sync.json").read_text())
+    assert document["command"] == f"python benchmarks/metadata_sync.py wide --quick --results {tmp_path.name}"
+    result = document["results"]["wide"]
+    assert result["losses_equal"] and set(result["paths"]) == {ONCE, PER_LAYER}
+    ratio = result["paths"][PER_LAYER]["over_once"]["forward"]
+    assert ratio[1] <= ratio[0] <= ratio[2]
+    assert "per layer" in capsys.readouterr().out
