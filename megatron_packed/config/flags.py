@@ -21,7 +21,7 @@ from megatron_packed.config.options import problems_of, unchecked
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
-from megatron_packed.config.surroundings import environment_number, launch_problems, path_problems
+from megatron_packed.config.surroundings import environment_number, launch_problems, package_problems, path_problems
 
 EXIT_CODE = 2
 
@@ -107,7 +107,8 @@ def _resolve(given: Given, world_size: int | None, environ: Mapping[str, str]) -
         return not unsound.intersection(keys)
 
     problems += _always_problems(given, run.model)
-    problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound), *path_problems(run, sound)]
+    problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
+    problems += [*path_problems(run, sound), *package_problems(run, sound)]
     problems += environment_problems(run.training)
     if problems:
         raise ConfigError(dict.fromkeys(problems))

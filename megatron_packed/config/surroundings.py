@@ -1,8 +1,9 @@
-"""What a configuration expects of this machine and this launch: paths, and the number of processes."""
+"""What a configuration expects of this machine and this launch: paths, packages, and the number of processes."""
 
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -70,6 +71,15 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         if os.path.isfile(path) and not (place / CACHE_NAME).exists() and not os.access(place, os.W_OK):
             yield Problem("--data-cache-path", "", f"is required: this user cannot write beside the data, to {place}",
                           "give a directory for tokenised data", node_dependent=True)
+
+
+def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Optional packages that an option needs must be installed: a run must not find out at its end."""
+    for name, package, extra in (("tensorboard_dir", "tensorboard", "log"), ("report", "matplotlib", "plot")):
+        value = getattr(run.logging, name)
+        if value is not None and sound(f"logging.{name}") and importlib.util.find_spec(package) is None:
+            yield Problem(run.logging.flag(name), value, f"needs {package}, which is not installed",
+                          f"pip install 'megatron-packed[{extra}]', or leave it out", node_dependent=True)
 
 
 def _tried(check: Callable[..., tuple[str, str] | None], *arguments: str | None) -> tuple[str, str] | None:

@@ -1,7 +1,8 @@
 """From a valid configuration to a trained model, and out with the exit code that says how it went.
 
-Exit codes: 0 done; 2 usage; 3 data; 4 no checkpoint can be loaded or written; 20 non-finite step under
-``--on-nonfinite stop``; 22 out of GPU memory; 75 stopped by a signal or a time limit after saving (run again to go on).
+Exit codes: 0 done; 1 anything unforeseen, with a traceback; 2 usage; 3 data; 4 no checkpoint can be loaded or written;
+20 non-finite step under ``--on-nonfinite stop``, after saving the clean weights; 22 out of GPU memory; 75 stopped by a
+signal or a time limit after saving (run again to go on).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_packed.checkpoint.errors import CheckpointError, NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
 from megatron_packed.data.errors import DataError
+from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
@@ -41,6 +43,10 @@ EXIT_CHECKPOINT = 4
 EXIT_OUT_OF_MEMORY = 22
 
 
+class _DataProblems(DataError):
+    """What is wrong with the data on any rank, raised on all of them."""
+
+
 def pretrain(config: RunConfig) -> NoReturn:
     """Runs the job of this process and ends the process."""
     with SignalFlag() as signal_flag:
@@ -59,12 +65,13 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     try:
         exit_code = _train(config, groups, console, signal_flag)
     except DataError as error:
-        exit_code = _fail(groups, f"data error: {error}", EXIT_DATA)
+        speaks = groups.rank == 0 or not isinstance(error, _DataProblems)
+        exit_code = _fail(speaks, f"data error: {error}", EXIT_DATA)
     except CheckpointError as error:
-        exit_code = _fail(groups, f"checkpoint error: {error}", EXIT_CHECKPOINT)
+        exit_code = _fail(groups.rank == 0, f"checkpoint error: {error}", EXIT_CHECKPOINT)
     except torch.OutOfMemoryError as error:
         cure = "lower --seq-length or --micro-batch-size, or train a smaller model"
-        exit_code = _fail(groups, f"out of GPU memory: {error}; {cure}.", EXIT_OUT_OF_MEMORY)
+        exit_code = _fail(True, f"rank {groups.rank} is out of GPU memory: {error}; {cure}.", EXIT_OUT_OF_MEMORY)
     except Exception:
         traceback.print_exc()
         exit_code = 1
@@ -76,7 +83,7 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
 
 
 def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag) -> int:
-    data = build_data(config, groups, console.say)
+    data = _build_data(config, groups, console)
     seed_all(config.training.seed, groups.dp_rank)
     job = build_job(config, groups, data.vocab_size)
     state = RunState(
@@ -115,6 +122,19 @@ def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_f
         page = write_report(config.logging.log_jsonl, config.logging.report)
         console.say(f"report: {page}")
     return exit_code
+
+
+def _build_data(config: RunConfig, groups: ParallelGroups, console: Console) -> RunData:
+    """The data of this rank; what is wrong on any rank is raised on all, so that none waits in vain."""
+    data, problem = None, ""
+    try:
+        data = build_data(config, groups, console.say)
+    except DataError as error:
+        problem = str(error)
+    problems = dict.fromkeys(text for text in all_gather_json(problem, groups) if text)
+    if data is None or problems:
+        raise _DataProblems("; ".join(problems))
+    return data
 
 
 def _restore(config: RunConfig, state: RunState, console: Console) -> None:
@@ -169,8 +189,10 @@ def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[
     return writers
 
 
-def _fail(groups: ParallelGroups, text: str, exit_code: int) -> int:
-    print(f"[rank {groups.rank}] {text}", file=sys.stderr, flush=True)
+def _fail(speaks: bool, text: str, exit_code: int) -> int:
+    """What all ranks know rank 0 alone says."""
+    if speaks:
+        print(text, file=sys.stderr, flush=True)
     return exit_code
 
 

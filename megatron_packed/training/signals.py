@@ -1,17 +1,20 @@
 """SIGTERM, SIGINT and SIGUSR1 end the run in a checkpoint.
 
 The handler only sets a flag. The flag rides on the gradient all-reduce of the next step, so every rank learns of it in
-the same step and no rank saves alone. A second signal exits at once: the user means it.
+the same step and no rank saves alone. A second signal exits at once: the user means it. One that comes right behind the
+first is the same request: a scheduler signals every process, and torchrun, signalled too, passes it on.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved, run the same command again
+SAME_REQUEST_SECONDS = 1.0
 
 
 class SignalFlag:
@@ -23,6 +26,7 @@ class SignalFlag:
 
     def __init__(self, exit_now=os._exit) -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._exit_now = exit_now
         self._previous: dict[int, object] = {}
 
@@ -36,6 +40,8 @@ class SignalFlag:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+        elif now - self._received_at > SAME_REQUEST_SECONDS:
             self._exit_now(128 + number)
-        self.received = signal.Signals(number)

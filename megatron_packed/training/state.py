@@ -35,6 +35,8 @@ class Progress:
     consumed_tokens: int = 0
     """Real tokens of all ranks so far."""
     skipped_steps: int = 0
+    validated_at: int = 0
+    """Iteration of the last validation: a run that has ended does not validate again when it is started again."""
 
 
 def model_tensors(model: HybridModel) -> dict[str, Tensor]:

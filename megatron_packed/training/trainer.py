@@ -70,9 +70,10 @@ class Trainer:
                 exit_code = EXIT_DONE
         late = self._handle(self._late.flush())
         exit_code = late if exit_code in (None, EXIT_DONE) and late is not None else exit_code
-        if exit_code is None and training.eval_interval and not self._due(training.eval_interval):
+        if exit_code is None and training.eval_interval and progress.validated_at != progress.iteration:
             self.validate()
-        if exit_code in (None, EXIT_DONE, EXIT_PREEMPTED) and self._saved_at != progress.iteration:
+        # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.
+        if self._saved_at != progress.iteration:
             self.save()
         if exit_code == EXIT_PREEMPTED:
             self.console.say("Stopped on request. Run the same command again to go on.")
@@ -95,7 +96,7 @@ class Trainer:
         all_reduce_sum(totals, self.groups.dp_group)
         loss_sum, targets = totals.tolist()
         loss = loss_sum / targets if targets else float("nan")
-        iteration = self.state.progress.iteration
+        iteration = self.state.progress.validated_at = self.state.progress.iteration
         self.console.say(f"validation at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
         self._write(
             {

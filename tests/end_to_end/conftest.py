@@ -8,7 +8,7 @@ import pytest
 
 from runs import Data, in_folder, run, tiny_options
 
-LAST = 14
+LAST = 22
 """Iterations of the runs below."""
 
 

@@ -16,12 +16,14 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training import state as run_state
 from megatron_packed.training.writers import JsonlWriter
 
+LOG_SITE = "before a line of the log"
+"""The one of the places below that only rank 0 passes."""
 SITES: dict[str, tuple[Any, str]] = {
     "before a forward pass": (HybridModel, "forward"),
     "between backward and all-reduce": (FlatBuffers, "all_reduce"),
     "between all-reduce and update": (Optimizer, "step"),
     "in the update, weights changed": (Optimizer, "write_params"),
-    "before a line of the log": (JsonlWriter, "write"),
+    LOG_SITE: (JsonlWriter, "write"),
 }
 """Places inside a step."""
 

@@ -109,6 +109,8 @@ INVALID = [
     ("--ckpt-step 3", {"--ckpt-step": "--load"}),
     ("--log-jsonl absent/log.jsonl", {"--log-jsonl": "mkdir -p"}),
     ("--log-interval 0", {"--log-interval": ">= 1"}),
+    ("--report run.html", {"--report": "--log-jsonl"}),
+    ("--report run.png --log-jsonl log.jsonl", {"--report": ".html"}),
     ("--tensor-model-parallel-size 2", {"--tensor-model-parallel-size": "not built"}),
     ("--context-parallel-size 2", {"--context-parallel-size": "not built"}),
     ("--expert-model-parallel-size 2", {"--expert-model-parallel-size": "not built"}),

@@ -5,6 +5,7 @@ import signal
 
 import torch
 
+from megatron_packed.training import signals
 from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.signals import SignalFlag
 
@@ -21,12 +22,16 @@ def test_values_arrive_one_step_late_and_are_not_those_of_the_next_step():
     assert late.flush() is None
 
 
-def test_first_signal_sets_the_flag_second_exits_at_once():
-    codes = []
+def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch):
+    codes, clock = [], [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     before = signal.getsignal(signal.SIGUSR1)
     with SignalFlag(exit_now=codes.append) as flag:
         os.kill(os.getpid(), signal.SIGUSR1)
+        clock[0] += 0.9  # from the scheduler and from torchrun: one request
+        os.kill(os.getpid(), signal.SIGTERM)
         assert flag.received == signal.SIGUSR1 and codes == []
+        clock[0] += 0.2
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == [128 + signal.SIGTERM]
     assert signal.getsignal(signal.SIGUSR1) == before
