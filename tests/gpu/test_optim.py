@@ -15,8 +15,9 @@ from megatron_packed.optim.optimizer import Optimizer
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATIONS = ["torch", "transformer_engine", "apex", "reference"]
-# (rtol, atol) after 20 steps; why the latter two are further off stands in optim/multi_tensor.py.
-TOLERANCES = {"torch": (1e-5, 1e-6), "transformer_engine": (1e-4, 1e-5), "apex": (1e-4, 1e-5)}
+# (rtol, atol) after 20 steps. All three kernels subtract beta2 from 1 in float32, which is off by 1.3e-5 for 0.999; why
+# the latter two are further off stands in optim/multi_tensor.py.
+TOLERANCES = {"torch": (2e-5, 1e-6), "transformer_engine": (1e-4, 1e-5), "apex": (1e-4, 1e-5)}
 
 
 class Mixed(nn.Module):

@@ -26,6 +26,8 @@ def _rows(table_PR: Tensor, position_ids_T: Tensor) -> Tensor:
 
 def _rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     half = cos_T1R.shape[-1]
-    first, second = x_TNH[..., :half], x_TNH[..., half : 2 * half]  # promoted to fp32 by the tables
-    rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
-    return torch.cat([*(part.to(x_TNH.dtype) for part in rotated), x_TNH[..., 2 * half :]], dim=-1)
+    # Widened once, so that autograd adds the two shares of an element's gradient before they are rounded.
+    wide_TNH = x_TNH.to(torch.promote_types(x_TNH.dtype, cos_T1R.dtype))
+    first, second = wide_TNH[..., :half], wide_TNH[..., half : 2 * half]
+    rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R, wide_TNH[..., 2 * half :])
+    return torch.cat(rotated, dim=-1).to(x_TNH.dtype)
