@@ -1,0 +1,84 @@
+"""Puts real documents and a tokenizer trained on them into one file, for `train_real.py` on a machine without either.
+
+    python benchmarks/prepare_real.py runs/real.tar --set NAME TRAIN [VALID] [--set ...]
+
+TRAIN and VALID are JSONL(.gz) as `pretrain_hybrid.py` reads them. Without VALID every 20th line of TRAIN is held out.
+Each set becomes ``NAME/train.jsonl.gz``, ``NAME/valid.jsonl.gz`` and ``NAME/tokenizer/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import harness  # noqa: F401  (makes the package importable)
+from megatron_packed.data.bpe import train_bpe
+
+HELD_OUT_EVERY = 20
+LIMIT_MB = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument(
+        "--set", dest="sets", nargs="+", action="append", required=True, metavar=("NAME", "TRAIN [VALID]"),
+        help="a name and one or two files; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--vocab-size", type=int, default=16384, help="entries of each tokenizer")
+    arguments = parser.parse_args()
+    for given in arguments.sets:
+        if not 2 <= len(given) <= 3:
+            parser.error(f"--set takes a name, a file to train on and maybe one to validate on; got {len(given)} words")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, *files in arguments.sets:
+            prepare(Path(folder) / name, [Path(file) for file in files], arguments.vocab_size)
+        with tarfile.open(arguments.output, "w") as archive:
+            for name, *_ in arguments.sets:
+                archive.add(Path(folder) / name, arcname=name)
+    megabytes = arguments.output.stat().st_size / 1e6
+    print(f"{arguments.output}: {megabytes:.1f} MB")
+    if megabytes > LIMIT_MB:
+        raise SystemExit(f"larger than {LIMIT_MB} MB: give fewer or smaller files")
+
+
+def prepare(folder: Path, files: list[Path], vocab_size: int) -> None:
+    """Splits and compresses one set, and trains its tokenizer on the training part."""
+    folder.mkdir()
+    lines = read(files[0])
+    if len(files) == 2:
+        train, valid = lines, read(files[1])
+    else:
+        train = [line for number, line in enumerate(lines) if number % HELD_OUT_EVERY]
+        valid = lines[::HELD_OUT_EVERY]
+    write(folder / "train.jsonl.gz", train)
+    write(folder / "valid.jsonl.gz", valid)
+    with tempfile.TemporaryDirectory() as cache:
+        train_bpe([folder / "train.jsonl.gz"], vocab_size, cache)
+        (made,) = (path.parent for path in Path(cache).glob("tokenizer-*/tokenizer.json"))
+        tokenizer = folder / "tokenizer"
+        tokenizer.mkdir()
+        for part in ("tokenizer.json", "tokenizer_config.json"):
+            (tokenizer / part).write_bytes((made / part).read_bytes())
+    vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
+    print(f"{folder.name}: {len(train)} documents to train on, {len(valid)} to validate on, {len(vocabulary)} tokens")
+
+
+def read(file: Path) -> list[bytes]:
+    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    return [line for line in data.split(b"\n") if line.strip()]
+
+
+def write(file: Path, lines: Iterable[bytes]) -> None:
+    """Equal lines give equal bytes: no time stamp."""
+    file.write_bytes(gzip.compress(b"\n".join(lines) + b"\n", compresslevel=9, mtime=0))
+
+
+if __name__ == "__main__":
+    main()
