@@ -5,7 +5,7 @@
 
 import sys
 
-from megatron_packed.config.determinism import apply_environment
+from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.flags import parse_or_exit
 
 

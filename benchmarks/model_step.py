@@ -3,8 +3,9 @@
     python benchmarks/model_step.py [shard8b] [hybrid1b]
 
 ``shard8b`` is one rank's TP8 share of a Nemotron-H-8B-like model at 4,096 tokens, ``hybrid1b`` a whole 797 M model at
-8,192. Both models get the same weights and four packings of 12 documents. Reported: loss and gradient norm of both,
-wall-clock and GPU-busy time, and ours captured by hand in one CUDA graph and replayed over the other packings.
+8,192. Both models get the same weights, four packings of 12 documents and the environment variables of a run.
+Reported: loss and gradient norm of both, wall-clock and GPU-busy time, and ours captured by hand in one CUDA graph and
+replayed over the other packings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import os
 import torch
 
 import harness
+from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.flops import model_flops
 from megatron_packed.models.hybrid_model import HybridModel
@@ -279,6 +282,7 @@ def main() -> None:
     for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1",
                        "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
         os.environ.setdefault(key, value)
+    apply_environment(TrainingConfig(train_iters=1))
     torch.cuda.set_device(0)
     results = {}
     for name in arguments.configs or CONFIGS:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
-from megatron_packed.config.determinism import environment_problems
+from megatron_packed.config.environment import environment_problems
 from megatron_packed.config.errors import ConfigError, Problem, format_problems
 from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.megatron_flags import ALWAYS

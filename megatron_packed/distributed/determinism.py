@@ -1,4 +1,4 @@
-"""torch's own switches behind ``--deterministic-mode``; ``config/determinism.py`` sets the libraries' environment."""
+"""torch's own switches behind ``--deterministic-mode``; ``config/environment.py`` sets the libraries' environment."""
 
 from __future__ import annotations
 

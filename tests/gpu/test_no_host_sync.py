@@ -25,7 +25,7 @@ SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSyn
 
 
 def host_batches(count: int) -> list[list[MicroBatch]]:
-    """Steps of two pinned micro-batches; every pack holds another number of documents."""
+    """Steps of two pinned micro-batches, one of exact capacity and one padded; every pack holds other documents."""
     random = np.random.default_rng(0)
     steps = []
     for step in range(count):
@@ -35,7 +35,7 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
             documents = [(random.integers(0, VOCAB, length), None) for length in lengths if length]
             while sum(len(tokens) for tokens, _ in documents) > T:
                 documents.pop()
-            batches.append(MicroBatch.build(documents, T, capacity=32, scales=(1e-3, 0.5)).pin_memory())
+            batches.append(MicroBatch.build(documents, T, (None, 32)[part], scales=(1e-3, 0.5)).pin_memory())
         steps.append(batches)
     return steps
 

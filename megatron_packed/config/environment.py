@@ -1,4 +1,4 @@
-"""The environment variables behind ``--deterministic-mode``, set before any library reads them."""
+"""Environment variables that a run sets before any library reads them, with ``--deterministic-mode`` and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from collections.abc import MutableMapping
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.training import TrainingConfig
 
-VARIABLES: dict[str, str] = {
+FASTEST: dict[str, str] = {
+    # cuBLAS without a workspace takes kernels with a static schedule. Given one, it takes kernels that count tiles in
+    # it and clears it first: no faster, and a memset is costly in a graph (benchmarks/cublas_workspace.py).
+    "CUBLAS_WORKSPACE_CONFIG": ":0:0",
+}
+"""Set when they are not set yet, without ``deterministic_mode``."""
+
+DETERMINISTIC: dict[str, str] = {
     "MAMBA_DETERMINISTIC": "1",  # mamba-ssm: no atomic additions in the scan's backward
     "CAUSAL_CONV1D_DETERMINISTIC": "1",  # causal-conv1d >= 1.6: the same for the convolution's weight gradient
     "TRITON_CACHE_AUTOTUNING": "1",  # Triton: a tuning result is kept, so the next run takes the same configuration
@@ -26,15 +33,15 @@ _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
 
 
 def environment(training: TrainingConfig) -> dict[str, str]:
-    """The variables that a run needs: none without ``deterministic_mode``."""
-    return dict(VARIABLES) if training.deterministic_mode else {}
+    """The variables of a run."""
+    return dict(DETERMINISTIC if training.deterministic_mode else FASTEST)
 
 
 def environment_problems(training: TrainingConfig, environ: MutableMapping[str, str] | None = None) -> list[Problem]:
-    """Variables that are already set, to something that is not deterministic."""
+    """With ``deterministic_mode``: variables that are already set, to something that is not deterministic."""
     current = os.environ if environ is None else environ
     found = []
-    for name, value in environment(training).items():
+    for name, value in DETERMINISTIC.items() if training.deterministic_mode else ():
         given = current.get(name, "")
         accepted = {value, *_ALSO_DETERMINISTIC.get(name, ())}
         if given and not set(given.split(",") if name == "NCCL_ALGO" else [given]) <= accepted:
@@ -48,12 +55,9 @@ def apply_environment(training: TrainingConfig, environ: MutableMapping[str, str
 
     Raises:
         ConfigError: one is set to a value that is not deterministic.
-        RuntimeError: torch is already imported, so libraries may have read the variables.
+        RuntimeError: with ``deterministic_mode``, torch is already imported: libraries may have read the variables.
     """
-    needed = environment(training)
-    if not needed:
-        return {}
-    if "torch" in sys.modules:
+    if training.deterministic_mode and "torch" in sys.modules:
         raise RuntimeError(
             "--deterministic-mode sets environment variables that libraries read when they are imported, and torch is "
             "already imported; parse the configuration and call apply_environment() before importing torch."
@@ -62,6 +66,6 @@ def apply_environment(training: TrainingConfig, environ: MutableMapping[str, str
     if problems:
         raise ConfigError(problems)
     current = os.environ if environ is None else environ
-    missing = {name: value for name, value in needed.items() if not current.get(name)}
+    missing = {name: value for name, value in environment(training).items() if not current.get(name)}
     current.update(missing)
     return missing

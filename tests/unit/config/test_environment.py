@@ -1,11 +1,11 @@
-"""The environment of deterministic runs."""
+"""The environment of runs, deterministic and not."""
 
 import subprocess
 import sys
 
 import pytest
 
-from megatron_packed.config.determinism import apply_environment, environment, environment_problems
+from megatron_packed.config.environment import apply_environment, environment, environment_problems
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.training import TrainingConfig
 
@@ -13,8 +13,8 @@ ON = TrainingConfig(train_iters=1, deterministic_mode=True)
 OFF = TrainingConfig(train_iters=1)
 
 
-def test_variables_only_when_asked_for() -> None:
-    assert environment(OFF) == {}
+def test_the_variables_of_both_kinds_of_run() -> None:
+    assert environment(OFF) == {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
     assert environment(ON) == {
         "MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring",
@@ -44,12 +44,17 @@ def test_too_late_once_torch_is_imported() -> None:
 
     with pytest.raises(RuntimeError, match="before importing torch"):
         apply_environment(ON, {})
-    assert apply_environment(OFF, {}) == {}
+    assert apply_environment(OFF, environ := {}) == environ == environment(OFF)
+
+
+def test_what_the_user_set_stays_without_deterministic_mode() -> None:
+    assert apply_environment(OFF, environ := {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}) == {}
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def test_it_reaches_the_process_environment() -> None:
     code = (
-        "import os; from megatron_packed.config.determinism import *; from megatron_packed.config.training import *\n"
+        "import os; from megatron_packed.config.environment import *; from megatron_packed.config.training import *\n"
         "apply_environment(TrainingConfig(train_iters=1, deterministic_mode=True)); print(os.environ['NCCL_ALGO'])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "Ring\n"
