@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +52,13 @@ class Spread(NamedTuple):
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         return cls(round(statistics.median(ordered), 4), round(low, 4), round(high, 4))
 
-    def __str__(self) -> str:
-        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+def shown(spread: Sequence[float] | None) -> str:
+    """'median [10th, 90th percentile]' of a `Spread` or of what JSON made of it; nothing for None."""
+    if spread is None:
+        return ""
+    median, low, high = spread
+    return f"{median:.4g} [{low:.4g}, {high:.4g}]"
 
 
 def synchronize() -> None:
@@ -253,6 +258,26 @@ def save(name: str, results: object, *, folder: Path | None = None) -> Path:
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def plain(results: Any) -> Any:
+    """``results`` as they come back from a result file: tables are made of this form alone."""
+    return json.loads(json.dumps(results))
+
+
+def markdown(rows: Sequence[dict[str, object]]) -> str:
+    """Rows of equal keys as a Markdown table."""
+    header = list(rows[0])
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def between_markers(text: str, begin: str, end: str, content: str) -> str:
+    """``text`` with what stands between the two markers replaced."""
+    before, rest = text.split(begin)
+    _, after = rest.split(end, 1)
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:

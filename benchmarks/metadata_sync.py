@@ -241,15 +241,16 @@ def equal_over_steps(case: Case, device: torch.device, steps: int) -> dict[str, 
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """The table, from results in the form of a result file."""
     rows = []
     for name, result in results.items():
-        for path, found in result.get("paths", {}).items():
+        for path, found in result["paths"].items():
             waits = found["host_waits_per_step"]
             rows.append({
-                "case": name, "path": path, "forward ms": found["forward_ms"], "backward ms": found["backward_ms"],
-                "step ms": found["step_ms"],
-                **{f"{phase} ratio": ratio for phase, ratio in found["over_once"].items()},
-                "waits/step": "" if waits is None else f"{waits.torch_warnings}/{waits.runtime_calls}",
+                "case": name, "path": path,
+                **{f"{phase} ms": harness.shown(found[f"{phase}_ms"]) for phase in found["over_once"]},
+                **{f"{phase} / once": harness.shown(ratio) for phase, ratio in found["over_once"].items()},
+                "waits per step (torch / runtime)": "" if waits is None else f"{waits[0]} / {waits[1]}",
                 "peak GiB": found["peak_gib"], "losses equal": result["losses_equal"],
             })  # fmt: skip
     return rows
@@ -272,7 +273,7 @@ def main() -> None:
             print(f"{name}: {results[name]['equal_over_steps']}")
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     path = harness.save("metadata_sync", results, folder=arguments.results)
-    print(harness.table(rows_of(results)))
+    print(harness.table(rows_of(harness.plain(results))))
     print(path)
 
 

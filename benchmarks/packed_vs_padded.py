@@ -181,15 +181,16 @@ def problems_of(name: str, found: dict[str, Any], device: torch.device) -> list[
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """The table, from results in the form of a result file."""
     rows = []
     for name, found in results.items():
         for label in ("padded", "packed"):
             side, last = found[label], label == "packed"
             rows.append({
                 "case": name, "side": label, "batches": side["batches"], "fill %": f"{100 * side['fill']:.1f}",
-                "pass ms": side["pass_ms"], "real tokens/s": side["real_tokens_per_second"],
+                "pass ms": harness.shown(side["pass_ms"]), "real tokens/s": side["real_tokens_per_second"],
                 "documents/s": side["documents_per_second"], "peak GiB": side["peak_gib"],
-                "speed-up": found["speedup"] if last else "",
+                "speed-up": harness.shown(found["speedup"]) if last else "",
                 "loss difference": f"{found['loss_difference']:.1e}" if last else "",
             })  # fmt: skip
     return rows
@@ -210,7 +211,7 @@ def main() -> None:
         problems += problems_of(name, results[name], device)
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     path = harness.save("packed_vs_padded", results, folder=arguments.results)
-    print(harness.table(rows_of(results)))
+    print(harness.table(rows_of(harness.plain(results))))
     print(path)
     if problems:
         raise SystemExit("not comparable: " + "; ".join(problems))

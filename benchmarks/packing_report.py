@@ -20,8 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -179,11 +177,11 @@ def write_docs(path: Path, rows: list[dict[str, object]], args: argparse.Namespa
         f"over-long documents: {args.policy}. Tokens of GPT-2's tokenizer, one end-of-document token each; dialogues "
         "as ChatML with one token for each of its two markers.",
         "",
-        markdown([{column: row[column] for column in COLUMNS} for row in rows]),
+        harness.markdown([{column: row[column] for column in COLUMNS} for row in rows]),
         "",
         "Where the tokens went (in = kept + truncated + dropped):",
         "",
-        markdown(
+        harness.markdown(
             [
                 {column: row[column] for column in ("data", "slots", "tokens in", "kept", "truncated", "dropped")}
                 for row in rows
@@ -191,17 +189,7 @@ def write_docs(path: Path, rows: list[dict[str, object]], args: argparse.Namespa
             ]
         ),
     ]
-    text = path.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")
-
-
-def markdown(rows: list[dict[str, object]]) -> str:
-    header = list(rows[0])
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
-    return "\n".join(lines)
+    path.write_text(harness.between_markers(path.read_text(), BEGIN, END, "\n".join(lines)))
 
 
 if __name__ == "__main__":

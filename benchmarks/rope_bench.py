@@ -291,16 +291,31 @@ def layouts_agree(
     return agree
 
 
-def rows_of(sizes: list[dict[str, Any]]) -> list[dict[str, object]]:
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """The table of times, from results in the form of a result file."""
     rows = []
-    for result in sizes:
+    for result in results["sizes"]:
         for name, path in result["paths"].items():
             rows.append({
-                "T": result["tokens"], "path": name, "forward us": path.get("forward_us", ""),
-                "GB/s": path.get("forward_GB_per_s", ""), "backward us": path.get("backward_us", ""),
-                "backward GB/s": path.get("backward_GB_per_s", ""), "/ fused": path.get("forward_over_fused", ""),
-                "backward / fused": path.get("backward_over_fused", ""),
-                "eager f+b ms": path["eager_forward_backward_ms"],
+                "T": result["tokens"], "path": name, "forward us": harness.shown(path.get("forward_us")),
+                "GB/s": path.get("forward_GB_per_s", ""), "backward us": harness.shown(path.get("backward_us")),
+                "backward GB/s": path.get("backward_GB_per_s", ""),
+                "forward / fused": harness.shown(path.get("forward_over_fused")),
+                "backward / fused": harness.shown(path.get("backward_over_fused")),
+                "eager forward + backward ms": harness.shown(path["eager_forward_backward_ms"]),
+            })  # fmt: skip
+    return rows
+
+
+def error_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    rows = []
+    for name, found in results["errors"].items():
+        if isinstance(found, dict) and "forward" in found:
+            rows.append({
+                "path": name.replace("torch.", ""),
+                **{f"{phase} {kind}": f"{found[phase][kind]:.1e}" for phase in ("forward", "backward")
+                   for kind in ("max", "mean")},
+                "bits of the reference": found["bits_of_reference"],
             })  # fmt: skip
     return rows
 
@@ -324,9 +339,9 @@ def main() -> None:
         "sizes": [measure(size, dtype, device, rounds) for size in sizes],
     }
     path = harness.save("rope", results, folder=arguments.results)
-    for name, error in results["errors"].items():
-        print(f"{name}: {error}")
-    print(harness.table(rows_of(results["sizes"])))
+    print(harness.table(error_rows_of(results)))
+    print(results["errors"].get("fused, layouts", "fused, layouts: not here"))
+    print(harness.table(rows_of(harness.plain(results))))
     print(path)
 
 

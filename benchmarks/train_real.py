@@ -162,19 +162,20 @@ def main() -> None:
             problems += problems_of(name, results[name], VALID_BOUNDS.get(name) if judged else None)
             print(f"{name}: {results[name]['seconds_in_all']} s in all", flush=True)
     path = harness.save("train_real", results, folder=arguments.results)
-    print(harness.table(rows_of(results)))
+    print(harness.table(rows_of(harness.plain(results))))
     print(path)
     if problems:
         raise SystemExit("failed: " + "; ".join(problems))
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """The table, from results in the form of a result file."""
     return [
         {
             "set": name, "parameters": found["parameters"], "steps": len(found["loss"]), "first loss": found["loss"][0],
             "last loss": found["loss"][-1], "validation": found["valid_loss"][-1][1],
             "unigram entropy": found["unigram_entropy"], "loss/median at most": found["largest_over_running_median"],
-            "step ms": found["step_ms"], "tokens/s": found["tokens_per_second"], "MFU": found["mfu"],
+            "step ms": harness.shown(found["step_ms"]), "tokens/s": found["tokens_per_second"], "MFU": found["mfu"],
             "fill": found["pack_fill"], "GiB": found["memory_gib"],
         }
         for name, found in results.items()

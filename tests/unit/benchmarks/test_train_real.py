@@ -1,4 +1,4 @@
-"""`benchmarks/prepare_real.py` and `train_real.py` on a small set: the archive, the run of the real script, the checks."""
+"""`benchmarks/prepare_real.py` and `train_real.py` on a small set: the archive, a run, the checks."""
 
 import gzip
 import json
@@ -41,9 +41,11 @@ def archive(tmp_path, monkeypatch):
 def test_archive_holds_two_parts_of_each_set(archive, tmp_path):
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path / "out", filter="data")
-    parts = {name: prepare_real.read(tmp_path / "out/docs_longtail" / f"{name}.jsonl.gz") for name in ("train", "valid")}
-    assert (len(parts["train"]), len(parts["valid"])) == (47, 3)
-    assert sorted(parts["train"] + parts["valid"]) == sorted(prepare_real.read(tmp_path / "text.jsonl"))
+    train, valid = (
+        prepare_real.read(tmp_path / "out/docs_longtail" / name) for name in ("train.jsonl.gz", "valid.jsonl.gz")
+    )
+    assert (len(train), len(valid)) == (47, 3)
+    assert sorted(train + valid) == sorted(prepare_real.read(tmp_path / "text.jsonl"))
     assert len(prepare_real.read(tmp_path / "out/sgd_chat/train.jsonl.gz")) == 80
     tokenizer = json.loads((tmp_path / "out/sgd_chat/tokenizer/tokenizer.json").read_text())
     assert 300 < len(tokenizer["model"]["vocab"]) <= 320
