@@ -14,9 +14,11 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.chat import ChatFormat, chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, TokenizedDataset, open_dataset
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing import Packer
+from megatron_packed.data.packing_report import PackingReport
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
@@ -46,6 +48,8 @@ class RunData:
     vocab_size: int
     train: Stream
     valid: Stream | None
+    packing: PackingReport
+    """What the packer made of the first epoch of the training data."""
 
     def close(self) -> None:
         for stream in (self.train, self.valid):
@@ -77,34 +81,13 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     options, show = config.data, groups.rank == 0
     tokenizer = build_tokenizer(options, say)
     chat = chat_format("default", tokenizer, options.chat_template)
-
-    def dataset(paths: Sequence[str]) -> TokenizedDataset:
-        return open_dataset(
-            paths,
-            tokenizer,
-            chat,
-            sft=options.sft,
-            cache_root=options.data_cache_path,
-            max_bad_fraction=options.max_bad_fraction,
-            show=show,
-        )
-
-    train = dataset(options.train_paths)
-    for line in train.report.lines_of_text():
+    train = tokenized(options, options.train_paths, tokenizer, chat, show=show)
+    plan, packing = plan_training(config, train, groups.dp_size)
+    for line in [*train.report.lines_of_text(), *packing.sentences()]:
         say(line)
-    segments, targets = _pieces(config, train)
-    plan = PackPlan(
-        segments,
-        targets,
-        packer=_packer(config),
-        packs_per_step=config.packs_per_step(),
-        dp_size=groups.dp_size,
-        seed=config.training.seed,
-    )
-    _report_packs(config, plan, segments, say)
     valid = None
     if options.valid_data_path and config.training.eval_interval:
-        valid_dataset = dataset(options.valid_data_path)
+        valid_dataset = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
         segments, targets = _pieces(config, valid_dataset)
         evaluation = EvaluationPlan(
             segments,
@@ -122,7 +105,46 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         vocab_size=tokenizer.vocab_size,
         train=_stream(config, groups, train, plan),
         valid=valid,
+        packing=packing,
     )
+
+
+def tokenized(
+    options: DataConfig, paths: Sequence[str], tokenizer: Tokenizer, chat: ChatFormat, *, show: bool = True
+) -> TokenizedDataset:
+    """The documents of ``paths`` out of the cache, tokenised first where they are not in it.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    return open_dataset(
+        paths,
+        tokenizer,
+        chat,
+        sft=options.sft,
+        cache_root=options.data_cache_path,
+        max_bad_fraction=options.max_bad_fraction,
+        show=show,
+    )
+
+
+def plan_training(config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1) -> tuple[PackPlan, PackingReport]:
+    """The endless plan over the training data, and a report of its first epoch.
+
+    Raises:
+        DataError: the documents cannot be packed as the options ask.
+    """
+    segments, targets = _pieces(config, dataset)
+    packer = _packer(config)
+    plan = PackPlan(
+        segments,
+        targets,
+        packer=packer,
+        packs_per_step=config.packs_per_step(),
+        dp_size=dp_size,
+        seed=config.training.seed,
+    )
+    return plan, PackingReport.of(segments, plan.epoch(0), packer)
 
 
 def _packer(config: RunConfig) -> Packer:
@@ -136,7 +158,16 @@ def _packer(config: RunConfig) -> Packer:
 
 
 def _pieces(config: RunConfig, dataset: TokenizedDataset) -> tuple[Segments, NDArray[np.int64]]:
-    segments = Segments.cut(dataset.lengths, config.packing.tokens_per_pack, config.packing.overlong_policy)
+    policy = config.packing.overlong_policy
+    try:
+        segments = Segments.cut(dataset.lengths, config.packing.tokens_per_pack, policy)
+    except ValueError as error:  # over-long documents under the policy that refuses them
+        raise DataError(str(error)) from None
+    if not len(segments):
+        raise DataError(
+            f"every one of the {len(dataset)} documents is longer than a pack of {segments.max_tokens} tokens and was "
+            f"dropped (--overlong-policy {policy}); raise --seq-length, or truncate or split."
+        )
     return segments, dataset.count_targets(segments.document, segments.start, segments.length)
 
 
@@ -152,19 +183,3 @@ def _stream(
         device=groups.device,
     )
     return Stream(dataset=dataset, plan=plan, loader=loader)
-
-
-def _report_packs(config: RunConfig, plan: PackPlan, segments: Segments, say: Callable[[str], None]) -> None:
-    packs, counts = plan.epoch(0), segments.counts
-    documents = packs.documents_per_pack
-    fill = counts.tokens_kept / (len(packs) * config.packing.tokens_per_pack)
-    p50, p90, p99 = (int(value) for value in np.percentile(documents, [50, 90, 99], method="inverted_cdf"))
-    say(
-        f"packing ({config.packing.packing_method}): {len(segments):,} documents in {len(packs):,} packs, fill "
-        f"{100 * fill:.2f} %, documents per pack P50 {p50} P90 {p90} P99 {p99} max {documents.max()}"
-    )
-    say(
-        f"tokens: {counts.tokens_in:,} in = {counts.tokens_kept:,} kept + {counts.tokens_truncated:,} truncated "
-        f"({counts.documents_truncated} documents) + {counts.tokens_dropped:,} dropped "
-        f"({counts.documents_dropped} documents)"
-    )

@@ -119,7 +119,8 @@ def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_f
         for writer in writers:
             writer.close()
     if exit_code == EXIT_DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
-        page = write_report(config.logging.log_jsonl, config.logging.report)
+        packing = "\n".join(data.packing.sentences())
+        page = write_report(config.logging.log_jsonl, config.logging.report, notes=[("Packing", packing)])
         console.say(f"report: {page}")
     return exit_code
 

@@ -38,9 +38,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, object]]:
     records = []
     for line in Path(path).read_text().splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 
@@ -72,6 +74,11 @@ def _curves_svg(records: Sequence[dict[str, object]], reference_losses: dict[str
     return svg[svg.index("<svg") :]
 
 
+def _number(record: dict[str, object], name: str) -> float:
+    """A field as a number; non-finite ones stand as text in the log, since JSON has none."""
+    return float(record[name])  # type: ignore[arg-type]
+
+
 def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
     steps = [r for r in records if "lm_loss" in r]
     validations = [r for r in records if "valid_loss" in r]
@@ -82,23 +89,23 @@ def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
     steady = steps[min(5, len(steps) - 1) :]
 
     def median(name: str) -> float:
-        return statistics.median(float(r[name]) for r in steady)  # type: ignore[arg-type]
+        return statistics.median(_number(r, name) for r in steady)
 
     rows = [
         ("steps", f"{last['iteration']:,}"),
         ("tokens consumed", f"{last['consumed_tokens']:,}"),
-        ("first and last training loss", f"{steps[0]['lm_loss']:.4f} → {last['lm_loss']:.4f}"),
+        ("first and last training loss", f"{_number(steps[0], 'lm_loss'):.4f} → {_number(last, 'lm_loss'):.4f}"),
         ("median step time", f"{median('step_time_ms'):,.1f} ms"),
         ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
-        ("mean pack fill", f"{100 * statistics.fmean(float(r['pack_fill']) for r in steps):.2f} %"),  # type: ignore[arg-type]
-        ("peak memory", f"{max(float(r['memory_gib']) for r in steps):.2f} GiB"),  # type: ignore[arg-type]
+        ("mean pack fill", f"{100 * statistics.fmean(_number(r, 'pack_fill') for r in steps):.2f} %"),
+        ("peak memory", f"{max(_number(r, 'memory_gib') for r in steps):.2f} GiB"),
         ("steps skipped as non-finite", str(sum(bool(r["skipped"]) for r in steps))),
         ("plan hash", str(last["plan_hash"])),
     ]
     if last.get("mfu") is not None:
         rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
     if validations:
-        losses = [float(r["valid_loss"]) for r in validations]  # type: ignore[arg-type]
+        losses = [_number(r, "valid_loss") for r in validations]
         rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
     return rows
 

@@ -75,6 +75,17 @@ def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
         assert part in page, part
 
 
+def test_report_of_a_run_that_ended_in_nan(tmp_path):
+    pytest.importorskip("matplotlib")
+    writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1)
+    for made in (record(1), record(2, loss=math.nan, skipped=True)):
+        writer.write(made.as_dict())
+    writer.close()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write("[1]\n")  # JSON, but no record
+    assert "2.0000 → nan" in write_report(tmp_path / "log.jsonl", tmp_path / "report.html").read_text()
+
+
 def test_report_of_an_empty_log_is_refused(tmp_path):
     (tmp_path / "log.jsonl").write_text("")
     with pytest.raises(ValueError, match="no training step"):

@@ -1,0 +1,74 @@
+"""Continues a prompt with the newest valid checkpoint of a run, by greedy decoding.
+
+Takes the flags of the run, also by --config and @files; --load names the checkpoints. With --sft the prompt is a user's
+message, written as the chat template writes it; without, it is the beginning of a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.config.environment import apply_environment
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.run import RunConfig
+
+NAME = "generate"
+HELP = "continue a prompt with a run's checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "megatron-packed generate FLAGS_OF_THE_RUN --prompt TEXT [--max-new-tokens N]"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text, or with --sft a user's message")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="stop after so many (default 64)")
+
+
+def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    config = parse_or_exit(run_flags)
+    if config.checkpoint.load is None:
+        raise UsageError("--load is required: the directory of the run's checkpoints.")
+    if arguments.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
+    apply_environment(config.training)  # before torch is imported
+    from megatron_packed.checkpoint.errors import CheckpointError
+    from megatron_packed.data.errors import BadLine, DataError
+    from megatron_packed.training.console import Console
+
+    try:
+        answer = _answer(config, arguments.prompt, arguments.max_new_tokens)
+    except (DataError, BadLine) as error:
+        raise UsageError(f"data error: {error}", EXIT_DATA) from None
+    except CheckpointError as error:
+        raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
+    Console(rank=0, total_steps=0).say(answer)
+    return 0
+
+
+def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
+    from megatron_packed.data.chat import Piece, chat_format
+    from megatron_packed.data.encode import EncodedDocument, encode_pieces, prompt_tokens
+    from megatron_packed.models.generate import generate
+    from megatron_packed.training.build import device_of
+    from megatron_packed.training.data import build_tokenizer
+    from megatron_packed.training.inference import load_model
+
+    tokenizer = build_tokenizer(config.data)
+    if config.data.sft:
+        chat = chat_format("default", tokenizer, config.data.chat_template)
+        tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": prompt}])
+        chat.close()
+    else:
+        [document] = encode_pieces(tokenizer, [[Piece(prompt, False, False)]])
+        assert isinstance(document, EncodedDocument), document  # plain text without marks can always be encoded
+        tokens = [int(token) for token in document.ids]
+    if not tokens:
+        raise UsageError("--prompt is empty; give at least one character.")
+    positions = config.max_positions
+    if config.model.position_embedding_type == "rope" and len(tokens) + max_new_tokens > positions:
+        raise UsageError(
+            f"a prompt of {len(tokens)} tokens and --max-new-tokens {max_new_tokens} go beyond the {positions} "
+            "positions of the rotary tables; shorten one of them."
+        )
+    model = load_model(config, tokenizer.vocab_size, device_of(config))
+    return tokenizer.decode(generate(model, tokens, max_new_tokens, eod=tokenizer.eod_id), skip_special=True).strip()

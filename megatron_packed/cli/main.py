@@ -1,0 +1,47 @@
+"""``megatron-packed COMMAND``: what is useful around a run. Training itself is ``torchrun pretrain_hybrid.py``.
+
+Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 4 no checkpoint can be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_packed import __version__
+from megatron_packed.cli import generate, packing, report
+from megatron_packed.cli.errors import UsageError
+
+COMMANDS = (packing, report, generate)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    Args:
+        argv: the command line without the program's name; by default this process's.
+    Raises:
+        SystemExit: code 2, what argparse or the configuration finds wrong; 0, --help and --version.
+    """
+    parser = argparse.ArgumentParser("megatron-packed", description="Looks at data, runs and checkpoints.")
+    parser.add_argument("--version", action="version", version=f"megatron_packed {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        # Words of a command that takes the flags of a run are not completed: --prompt-x is no --prompt.
+        subparser = subparsers.add_parser(
+            command.NAME, help=command.HELP, description=command.__doc__, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=command)
+    arguments, run_flags = parser.parse_known_args(argv)
+    try:
+        return int(arguments.command.run(arguments, run_flags))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Tokenises training data, if the cache does not hold it yet, and says how it packs.
+
+Takes the flags of pretrain_hybrid.py, also by --config and @files; pretrain_hybrid.py --help lists them. Those of data,
+tokenizer, packing and --seed decide the numbers. Those of model, optimizer and loop may be left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.gather import gather
+
+NAME = "packing"
+HELP = "tokenise data and say how it packs"
+
+_UNUSED = {
+    "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
+    "optim.lr": ("--lr", "0"),
+    "training.train_iters": ("--train-iters", str(2**31 - 1)),
+}
+"""Flags that a run requires and a packing does not use, by the option or section that makes them unnecessary."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "megatron-packed packing FLAGS_OF_A_RUN"
+
+
+def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    config = parse_or_exit(with_unused_flags(run_flags))
+    from megatron_packed.data.chat import chat_format
+    from megatron_packed.data.errors import DataError
+    from megatron_packed.training.data import build_tokenizer, plan_training, tokenized
+
+    options = config.data
+    try:
+        tokenizer = build_tokenizer(options)
+        chat = chat_format("default", tokenizer, options.chat_template)
+        dataset = tokenized(options, options.train_paths, tokenizer, chat)
+        _, report = plan_training(config, dataset)
+    except DataError as error:
+        raise UsageError(f"data error: {error}", EXIT_DATA) from None
+    print("\n".join([*dataset.report.lines_of_text(), *report.sentences()]))
+    return 0
+
+
+def with_unused_flags(run_flags: Sequence[str]) -> list[str]:
+    """The flags, and before them those that a whole run would require and nobody gave."""
+    given = gather(run_flags).values
+    found = {*given, *(key.partition(".")[0] for key in given)}
+    unused = [word for key, words in _UNUSED.items() if key not in found for word in words]
+    return [*unused, *run_flags]

@@ -1,0 +1,36 @@
+"""Writes an HTML page about a run from its --log-jsonl file: the curves and the numbers.
+
+The log of a run that is still going, or that was killed, will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_packed.cli.errors import UsageError
+
+NAME = "report"
+HELP = "write a page about a run from its log"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", type=Path, metavar="LOG.jsonl", help="what the run wrote to --log-jsonl")
+    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="the page; by default beside the log")
+    parser.add_argument("--title", help="heading of the page; by default the log's path")
+
+
+def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise UsageError(f"report takes no {rest[0]}; megatron-packed report --help lists what it takes.")
+    from megatron_packed.training.report import write_report
+
+    log, page = arguments.log, arguments.out or arguments.log.with_suffix(".html")
+    try:
+        print(write_report(log, page, title=arguments.title or str(log)))
+    except OSError as error:
+        raise UsageError(f"{error.filename or log}: {error.strerror}; correct the path.") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return 0

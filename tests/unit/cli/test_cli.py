@@ -1,0 +1,150 @@
+"""Commands of ``megatron-packed``: what they print, and their exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_packed.cli.main import main
+from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.config.flags import parse
+from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.generate import generate
+from megatron_packed.training.build import build_job
+from megatron_packed.training.state import RunState
+
+MODEL = ["--hybrid-layer-pattern", "M*-", "--hidden-size", "16", "--num-attention-heads", "2", "--mamba-head-dim", "8",
+         "--mamba-num-groups", "1", "--mamba-state-dim", "8", "--disable-bias-linear", "--device", "cpu"]  # fmt: skip
+LOOP = ["--lr", "1e-3", "--train-iters", "3", "--seq-length", "64"]
+
+
+def exit_code(argv):
+    """Of a command; also where the parser of the configuration ends the process itself."""
+    try:
+        return main([str(word) for word in argv])
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in (100, 31, 30, 20, 5)))
+    return ["--data-path", path, "--data-cache-path", tmp_path / "cache"]
+
+
+@pytest.fixture
+def run_flags(data, tmp_path):
+    return [str(word) for word in [*MODEL, *LOOP, *data, "--load", tmp_path / "save", "--save", tmp_path / "save"]]
+
+
+def save_checkpoint(run_flags, seed):
+    """A checkpoint of a model that nobody trained; its weights depend on ``seed``, which the reader does not know."""
+    config = parse([*run_flags, "--seed", str(seed)])
+    groups = ParallelGroups.single()
+    job = build_job(config, groups, ByteTokenizer.vocab_size)
+    RunState(job.model, job.optimizer, groups, plan_hash="", config={}, model_hash="").save(config.checkpoint)
+    return job.model
+
+
+def test_packing_reports_the_data_and_its_packs(data, capsys):
+    assert exit_code(["packing", *data, "--seq-length", 64]) == 0
+    lines, documents, packs, per_pack, tokens = capsys.readouterr().out.splitlines()
+    # One end-of-document token each: 101 + 32 + 31 + 21 + 6. The first is cut to 64, the others' 90 need two.
+    assert lines.startswith("5 lines in 1 file: 5 used (5 text)")
+    assert documents.startswith("5 documents, 191 tokens")
+    assert packs.startswith("3 packs of 64 slots, 80.21% full")
+    assert per_pack.startswith("Documents per pack: P50 2, ")
+    assert tokens.startswith("191 tokens of 5 documents in = 154 kept + 37 truncated (1 documents) + 0 dropped")
+
+
+def test_packing_obeys_the_packing_flags(data, capsys):
+    assert exit_code(["packing", *data, "--seq-length", 64, "--overlong-policy", "drop"]) == 0
+    assert "+ 101 dropped (1 documents)" in capsys.readouterr().out
+    assert exit_code(["packing", *data, "--seq-length", 64, "--max-documents-per-pack", 1]) == 0
+    assert "5 packs of 64 slots" in capsys.readouterr().out
+
+
+def test_packing_fills_in_only_what_is_missing():
+    given = ["--lr", "1", "--hybrid-layer-pattern", "M", "--hidden-size", "8"]
+    assert with_unused_flags(given) == ["--train-iters", str(2**31 - 1), *given]
+
+
+@pytest.mark.parametrize("policy, code", [("error", 3), ("drop", 3), ("truncate", 0)])
+def test_data_that_cannot_be_packed_is_a_data_error(tmp_path, policy, code, capsys):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a" * 100}) + "\n")
+    argv = ["packing", "--data-path", tmp_path / "long.jsonl", "--seq-length", 64, "--overlong-policy", policy]
+    assert exit_code(argv) == code
+    assert ("data error: " in capsys.readouterr().err) == (code == 3)
+
+
+def test_wrong_flags_are_all_reported(capsys):
+    assert exit_code(["packing", "--seq-lenth", 64, "--data-path", "nowhere"]) == 2
+    problems = capsys.readouterr().err
+    assert "--seq-lenth" in problems and "nowhere" in problems and "2 problems" in problems
+
+
+def test_generate_reads_the_checkpoint(run_flags, capsys):
+    trained = save_checkpoint(run_flags, seed=7)
+    tokenizer = ByteTokenizer()
+    prompt = [int(token) for token in tokenizer.encode("-1 the")]
+    expected = tokenizer.decode(generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True).strip()
+    assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
+    shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in expected)
+    assert capsys.readouterr().out == shown + "\n"
+
+
+def test_generate_without_a_checkpoint(run_flags, capsys):
+    assert exit_code(["generate", *run_flags, "--prompt", "the"]) == 4
+    assert "checkpoint error" in capsys.readouterr().err
+    at_load = run_flags.index("--load")
+    assert exit_code(["generate", *run_flags[:at_load], "--prompt", "the"]) == 2
+    assert "--load is required" in capsys.readouterr().err
+
+
+def test_generate_refuses_what_the_rotary_tables_do_not_reach(run_flags, capsys):
+    save_checkpoint(run_flags, seed=7)
+    rope = [*run_flags, "--position-embedding-type", "rope", "--prompt", "the"]
+    assert exit_code(["generate", *rope, "--max-new-tokens", 61]) == 0
+    assert exit_code(["generate", *rope, "--max-new-tokens", 62]) == 2
+    assert "64 positions" in capsys.readouterr().err
+
+
+def test_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    log = tmp_path / "log.jsonl"
+    step = {
+        "iteration": 1, "lm_loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_time_ms": 9.0,
+        "docs_per_pack": 2, "consumed_tokens": 7, "pack_fill": 0.9, "tokens_per_second": 8, "memory_gib": 1,
+        "skipped": False, "plan_hash": "f00",
+    }  # fmt: skip
+    log.write_text(json.dumps(step) + "\n")
+    assert exit_code(["report", log]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "log.html")
+    assert exit_code(["report", log, "--out", tmp_path / "r" / "page.html", "--title", "A <run>"]) == 0
+    assert "<h1>A &lt;run&gt;</h1>" in (tmp_path / "r" / "page.html").read_text()
+
+
+@pytest.mark.parametrize("argv", [[], ["plot"], ["report"], ["report", "nowhere.jsonl"], ["report", "a.jsonl", "--x"],
+                                  ["generate", "--prompt", "a"], ["generate", *LOOP]])  # fmt: skip
+def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(argv) == 2
+    assert capsys.readouterr().err
+
+
+def test_a_log_without_steps_is_a_usage_error(tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    assert exit_code(["report", tmp_path / "log.jsonl"]) == 2
+    assert "no training step" in capsys.readouterr().err
+
+
+def test_problems_are_told_before_torch_is_imported():
+    code = (
+        "import sys\nfrom megatron_packed.cli.main import main\n"
+        "try: main(['packing', '--seq-length', '0'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["2", "False"]
