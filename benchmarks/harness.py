@@ -274,7 +274,7 @@ def markdown(rows: Sequence[dict[str, object]]) -> str:
 
 
 def between_markers(text: str, begin: str, end: str, content: str) -> str:
-    """``text`` with what stands between the two markers replaced."""
+    """``text`` with what stands between ``begin``, which occurs once, and the ``end`` after it replaced."""
     before, rest = text.split(begin)
     _, after = rest.split(end, 1)
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"

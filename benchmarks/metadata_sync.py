@@ -256,6 +256,20 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     return rows
 
 
+def equality_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """What training from the same weights by either path gives, where it was measured."""
+    return [
+        {
+            "case": name, "deterministic steps": found["steps"],
+            "largest difference of losses": found["max_loss_difference"],
+            "of gradient norms": found["max_grad_norm_difference"],
+            "loss: first, last": ", ".join(f"{loss:.4f}" for loss in found["loss_first_last"]),
+        }
+        for name, result in results.items()
+        if (found := result.get("equal_over_steps"))
+    ] or [{"case": "none was measured"}]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"from {list(CASES)} (default: all)")

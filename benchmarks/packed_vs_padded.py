@@ -196,6 +196,21 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     return rows
 
 
+def data_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """What was measured on: the sets, how much padding they need, and how the sample was packed."""
+    return [
+        {
+            "case": name, "model": found["like"], "data": found["data"], "documents": found["documents"],
+            "real tokens": found["real_tokens"],
+            "padding of the whole set": f"{100 * found['padding_of_the_set']:.1f} %",
+            "if sorted in windows of 512": f"{100 * found['padding_of_the_set_sorted_in_windows_of_512']:.1f} %",
+            "slots of a pack": found["packed"]["largest_batch"],
+            "packing, ms per 1000 documents": found["packing_ms_per_1000_documents"], "plan": found["plan_hash"],
+        }
+        for name, found in results.items()
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"from {list(CASES)} (default: all)")
