@@ -172,4 +172,4 @@ def device_from(name: str) -> torch.device:
     """``auto`` is the GPU when there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)

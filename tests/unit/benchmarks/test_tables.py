@@ -46,7 +46,8 @@ def run(monkeypatch, tmp_path, *options):
 def test_pages_follow_the_results(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
-        "above\n<!-- begin: table model_step -->\nold\n<!-- end -->\nbetween\n<!-- begin: table rope -->\n<!-- end -->\n"
+        "above\n<!-- begin: table model_step -->\nold\n<!-- end -->\n"
+        "between\n<!-- begin: table rope -->\n<!-- end -->\n"
     )
     write(tmp_path, "model_step", MODEL_STEP)
     with pytest.raises(SystemExit):

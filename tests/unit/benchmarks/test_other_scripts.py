@@ -1,0 +1,70 @@
+"""The benchmarks that need a GPU for what they measure, as far as a CPU goes."""
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+import harness
+import model_step
+import op_backends
+import packing_report
+import workloads
+
+
+def test_packings_of_model_step_fill_the_pack():
+    rows = model_step.packings(4096, 4)
+    assert [len(row) for row in rows] == [model_step.DOCUMENTS] * 4 and all(sum(row) == 4096 for row in rows)
+    assert min(map(min, rows)) > 0 and len({tuple(row) for row in rows}) == 4
+
+
+def test_op_backends_measures_an_op(monkeypatch):
+    case = op_backends.cases()["rms_norm"]
+    found = op_backends.measure(case, "reference", "cpu")
+    assert op_backends.isolation_summary(found["isolation"]) == "bitwise" and found["run_to_run_differ"] == []
+    assert found["worst_ratio"] == 1.0
+
+    def leaking(backend, t, packed):
+        return case.call(backend, t, packed) + t["x"].sum()
+
+    leak = op_backends.Case(case.op, case.rows, case.weights, leaking)
+    assert "output" in op_backends.isolation_summary(op_backends.isolation(leak, "reference", torch.float32, "cpu"))
+
+
+def test_packing_report_of_lengths(tmp_path, monkeypatch, capsys):
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(5, 400, 500))
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{packing_report.BEGIN}\nold\n{packing_report.END}\nbelow\n")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    options = ["--slots", "512", "--epochs", "2", "--docs", str(page)]
+    monkeypatch.setattr(sys, "argv", ["packing_report.py", str(tmp_path / "lengths.npy"), *options])
+    packing_report.main()
+    document = json.loads((tmp_path / "packing_report.json").read_text())
+    assert [row["method"] for row in document["results"]] == list(packing_report.METHODS)
+    assert str(tmp_path) not in document["command"]
+    text = page.read_text()
+    assert "old" not in text and "| lengths | 512 | balanced |" in text and text.endswith("below\n")
+
+
+def test_spreads_and_ratios():
+    assert harness.Spread.of([0.001 * value for value in range(1, 12)]) == (6.0, 2.0, 10.0)
+    assert harness.Spread.of_ratios([2.0, 3.0, 8.0], [1.0, 1.0, 2.0]).median == 3.0
+    assert harness.shown([1.23456, 1.0, 2.0]) == "1.235 [1, 2]" and harness.shown(None) == ""
+
+
+def test_functions_take_turns():
+    calls = []
+    seconds = harness.interleaved_seconds(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, warm=1, repeats=2
+    )
+    assert "".join(calls) == "ab" + "ab" + "ba"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_equal_shapes_give_equal_models():
+    shape = workloads.shape_of("hybrid", torch.device("cpu"))
+    assert shape.pattern == workloads.SHAPES["hybrid"].pattern and shape.config.hidden_size == 64
+    first, second = (workloads.build_model(shape, torch.device("cpu"), max_positions=64) for _ in range(2))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    assert all(sum(pack) <= 512 for pack in workloads.filled_packs(512, 3, mean=60))
