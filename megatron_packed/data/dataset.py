@@ -69,6 +69,11 @@ class TokenizedDataset:
         """Hash of everything that decides the content."""
         return str(self.manifest["key"])
 
+    @property
+    def content_hash(self) -> str:
+        """Hash of the tokens and target marks themselves, wherever the files lie and whenever they were written."""
+        return hashlib.sha256(_canonical(self.manifest["arrays"])).hexdigest()
+
     def document(
         self, index: int, start: int = 0, length: int | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:

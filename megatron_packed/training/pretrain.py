@@ -91,6 +91,7 @@ def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_f
         job.optimizer,
         groups,
         plan_hash=data.train.plan.hash,
+        data_hash=data.train.dataset.content_hash,
         config=to_dict(config),
         model_hash=model_hash(config.model),
     )

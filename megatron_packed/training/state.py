@@ -36,7 +36,7 @@ class Progress:
     """Real tokens of all ranks so far."""
     skipped_steps: int = 0
     validated_at: int = 0
-    """Iteration of the last validation: a run that has ended does not validate again when it is started again."""
+    """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
 
 
 def model_tensors(model: HybridModel) -> dict[str, Tensor]:
@@ -64,7 +64,8 @@ class RunState:
     Args:
         model, optimizer: written in place by a load.
         groups: all ranks write, all ranks read.
-        plan_hash: fingerprint of the data order that ``iteration`` is a position in.
+        plan_hash: fingerprint of the data order that ``iteration`` is a position in; it knows lengths, not tokens.
+        data_hash: fingerprint of the tokens.
         config: the resolved configuration as a JSON object, kept in the checkpoint for people and tools.
         model_hash: fingerprint of the part of the configuration that decides shapes.
     """
@@ -78,9 +79,11 @@ class RunState:
         plan_hash: str,
         config: dict[str, Any],
         model_hash: str,
+        data_hash: str = "",
     ) -> None:
         self.model, self.optimizer, self.groups = model, optimizer, groups
-        self.plan_hash, self.config, self.model_hash = plan_hash, config, model_hash
+        self.plan_hash, self.data_hash = plan_hash, data_hash
+        self.config, self.model_hash = config, model_hash
         self.progress = Progress()
         self._device = groups.device
         self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.dp_group)
@@ -102,6 +105,7 @@ class RunState:
         metadata = {
             "progress": vars(self.progress).copy(),
             "plan_hash": self.plan_hash,
+            "data_hash": self.data_hash,
             "dp_size": self.groups.dp_size,
             "rng": self._ranks.gather(dict(rng.metadata)),
             "config": self.config,
@@ -127,7 +131,7 @@ class RunState:
 
         Raises:
             NoCheckpointError: there is none.
-            CheckpointMismatchError: it belongs to another model, or to another order of the data.
+            CheckpointMismatchError: it belongs to another model, to other data, or to another order of the data.
             CheckpointError: none is sound.
         """
         wanted = model_tensors(self.model)
@@ -148,7 +152,7 @@ class RunState:
         if options.finetune:
             self.optimizer.reset_masters()
             return loaded
-        self._check_plan(loaded)
+        self._check_data(loaded)
         self.progress = Progress(**loaded.metadata["progress"])
         self.run_id = loaded.run_id
         if loaded.metadata["dp_size"] == self.groups.dp_size and not loaded.missing:
@@ -156,12 +160,12 @@ class RunState:
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
         return loaded
 
-    def _check_plan(self, loaded: LoadedCheckpoint) -> None:
-        found = loaded.metadata["plan_hash"]
-        if found != self.plan_hash:
+    def _check_data(self, loaded: LoadedCheckpoint) -> None:
+        found, expected = loaded.metadata, {"plan_hash": self.plan_hash, "data_hash": self.data_hash}
+        if any(found[name] != value for name, value in expected.items()):
             raise CheckpointMismatchError(
-                f"{loaded.path} is at iteration {loaded.step} of another order of the data (plan {found[:12]}, this "
-                f"run's is {self.plan_hash[:12]}): the data, the tokenizer, a packing option, a batch size or the seed "
+                f"{loaded.path} is at iteration {loaded.step} of other data, or of another order of it (plan "
+                f"{found['plan_hash'][:12]} over tokens {found['data_hash'][:12]}; this run has {self.plan_hash[:12]} "
+                f"over {self.data_hash[:12]}): the data, the tokenizer, a packing option, a batch size or the seed "
                 "changed; restore them to resume, or pass --finetune to start a new run from these weights"
             )
-

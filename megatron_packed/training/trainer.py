@@ -59,10 +59,13 @@ class Trainer:
         training, progress = self.config.training, self.state.progress
         self._last = time.perf_counter()
         exit_code = None
+        if self._due(training.eval_interval) and 0 < progress.iteration != progress.validated_at:
+            self.validate()  # was due when the run was stopped, which saved at once
+            self._last = time.perf_counter()
         while progress.iteration < training.train_iters and exit_code is None:
             exit_code = self._handle(self._one_step())
             if exit_code is None and self._due(training.eval_interval):
-                self._pause(self.validate)
+                exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
                 exit_code = self._pause(self.save)
             if exit_code is None and self._due(training.exit_interval):
@@ -97,6 +100,7 @@ class Trainer:
         loss_sum, targets = totals.tolist()
         loss = loss_sum / targets if targets else float("nan")
         iteration = self.state.progress.validated_at = self.state.progress.iteration
+        self._saved_at = None  # a checkpoint of this iteration would not know of it
         self.console.say(f"validation at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
         self._write(
             {

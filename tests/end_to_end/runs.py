@@ -235,6 +235,12 @@ def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> sub
         )
 
 
+def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
+    """Runs the script under the real launcher to its end; what both wrote."""
+    start_torchrun(options, folder, processes).wait(TIMEOUT)
+    return (folder / "console.txt").read_text()
+
+
 def steps(log: Path) -> list[dict[str, Any]]:
     """The lines of the log without what differs from run to run: times and memory."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -257,7 +263,11 @@ def assert_same_state(found: Path, expected: Path, iteration: int) -> None:
     """Parameters, buffers, moments, random states, position in the data: all of it, bit for bit."""
     tensors, metadata = final_state(found, iteration)
     expected_tensors, expected_metadata = final_state(expected, iteration)
-    assert tensors.keys() == expected_tensors.keys()
-    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, expected_tensors[name])]
-    assert differing == []
+    assert_same_tensors(tensors, expected_tensors)
     assert metadata == expected_metadata
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, and every bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []

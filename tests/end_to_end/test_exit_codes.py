@@ -1,0 +1,185 @@
+"""Every end of a run has its exit code, one clear sentence from one process, and no traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import full_disk, out_of_memory, poison_forward, unreadable_data
+
+from megatron_packed.checkpoint.load import find_checkpoints
+from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
+
+DONE, USAGE, DATA, CHECKPOINT, OUT_OF_MEMORY = 0, 2, 3, 4, 22
+
+
+def assert_ends(finished: Finished, code: int, sentence: str, folder: Path | None = None) -> None:
+    assert finished.exit_code == code, finished.console
+    assert finished.console.count(sentence) == 1, finished.console
+    assert "Traceback" not in finished.console
+    if folder is not None:
+        assert json.loads((folder / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": code}
+
+
+@pytest.fixture(scope="module")
+def trained(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 2 and 4, by two processes."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = tiny_options(data, train_iters=4, save_interval=2, **in_folder(folder))
+    assert run(options, folder, 2).exit_code == DONE
+    return folder
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def test_a_wrong_command_line_under_torchrun(data: Data, tmp_path: Path) -> None:
+    """All problems at once, from rank 0 alone; the launcher reports the script's own code and nothing of ours."""
+    options = tiny_options(data, hidden_size=33, lr="abc", train_data_path=tmp_path / "absent.jsonl", sequence_lenght=8)
+    console = torchrun(options, tmp_path, 2)
+    assert "exitcode  : 2" in console or "exitcode: 2" in console, console
+    report = console[console.index("problems in the configuration") :]
+    for words in ("--hidden-size 33", "--lr 'abc'", "absent.jsonl", "--sequence-lenght 8", "--train-iters"):
+        assert report.count(words) >= 1, (words, console)
+    assert console.count("problems in the configuration; nothing was started.") == 1
+    assert console.count("absent.jsonl") == 1
+    assert 'pretrain_hybrid.py", line' not in console and "megatron_packed/" not in console
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_data_without_a_usable_line(processes: int, data: Data, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"messages": "hello"}\n' * 5 + "not json\n" * 5)
+    options = tiny_options(data, train_iters=3, **in_folder(tmp_path)) | {"train_data_path": tmp_path / "bad.jsonl"}
+    finished = run(options, tmp_path, processes)
+    assert_ends(finished, DATA, "data error: ", tmp_path)
+    assert "10" in finished.console and "malformed_json" in finished.console
+
+
+def test_data_that_one_rank_alone_cannot_use(data: Data, tmp_path: Path) -> None:
+    """The others neither wait for it nor die of its death: all end with the code of the cause."""
+    options = tiny_options(data, train_iters=3, **in_folder(tmp_path))
+    finished = run(options, tmp_path, 2, partial(unreadable_data, 1))
+    assert_ends(finished, DATA, "data error: shard_7.jsonl cannot be read by this machine.", tmp_path)
+
+
+def test_nothing_to_load(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    options = tiny_options(data, train_iters=3, load=tmp_path / "empty")
+    assert_ends(run(options, tmp_path, 2), CHECKPOINT, "checkpoint error: ")
+    own = {**options, "save": tmp_path / "empty"}
+    finished = run(own, tmp_path)
+    assert finished.exit_code == DONE and "starting from random weights" in finished.console
+    assert_ends(run({**own, "ckpt_step": 7}, tmp_path), CHECKPOINT, "no checkpoint of step 7")
+
+
+def test_damaged_checkpoints(data: Data, copy: Path) -> None:
+    """One of two: the run goes on from the other, loudly. Both: it does not start, and not from random weights."""
+    options = tiny_options(data, train_iters=4, save_interval=2, **in_folder(copy))
+    paths = [candidate.path for candidate in find_checkpoints(copy / "checkpoints")]
+    flip_a_bit(paths[0] / "rank_00001.safetensors")
+    finished = run(options, copy, 2)
+    assert finished.exit_code == DONE, finished.console
+    assert "step_00000004 is rejected" in finished.console and "(iteration 2)" in finished.console
+    for path in paths:
+        flip_a_bit(path / "rank_00000.safetensors")
+    lines = (copy / "log.jsonl").read_bytes()
+    assert_ends(run(options, copy, 2), CHECKPOINT, "is sound", copy)
+    assert (copy / "log.jsonl").read_bytes() == lines
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_full_disk(data: Data, tmp_path: Path) -> None:
+    """On one of two ranks: both say so by their code, and the checkpoint before it is whole."""
+    options = tiny_options(data, train_iters=6, save_interval=2, **in_folder(tmp_path))
+    finished = run(options, tmp_path, 2, partial(full_disk, 2, 1))
+    assert_ends(finished, CHECKPOINT, "checkpoint error: ", tmp_path)
+    assert "No space left on device" in finished.console
+    assert [found.manifest.step for found in find_checkpoints(tmp_path / "checkpoints") if found.manifest] == [2]
+
+
+def test_out_of_memory(data: Data, tmp_path: Path) -> None:
+    finished = run(tiny_options(data, train_iters=6, **in_folder(tmp_path)), tmp_path, 1, partial(out_of_memory, 6))
+    assert_ends(finished, OUT_OF_MEMORY, "rank 0 is out of GPU memory: Tried to allocate 2.00 GiB; lower", tmp_path)
+
+
+def one_more_line(path: Path) -> None:
+    content = path.read_text()
+    path.write_text(content + content.splitlines()[0] + "\n")
+
+
+def another_word(path: Path) -> None:
+    """All lengths stay, and with them the plan."""
+    assert len("north") == len("south")
+    path.write_text(path.read_text().replace("north", "south", 2))
+
+
+CHANGES: dict[str, Callable[[Path], None] | dict[str, Any]] = {
+    "one more line": one_more_line,
+    "another word": another_word,
+    "the tokenizer, with equal lengths": {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 260},
+    "the seed": {"seed": 5},
+    "the pack": {"seq_length": 120},
+    "the batch": {"global_batch_size": 8},
+    "the packer": {"packing_method": "sequential"},
+}
+
+
+def elsewhere(copy: Path, data: Data) -> dict[str, Any]:
+    """Goes on from the checkpoint with the same data in another place."""
+    options = tiny_options(data, train_iters=6, **in_folder(copy))
+    return options | {"train_data_path": Path(shutil.copy(data.train, copy))}
+
+
+def test_the_same_data_elsewhere_is_the_same(copy: Path, data: Data) -> None:
+    finished = run(elsewhere(copy, data), copy)
+    assert finished.exit_code == DONE and "(iteration 4)" in finished.console
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, data: Data) -> None:
+    """A position in one order of the data means nothing in another; only the weights may be taken on."""
+    options, changed = elsewhere(copy, data), CHANGES[change]
+    if isinstance(changed, dict):
+        options |= changed
+    else:
+        changed(options["train_data_path"])
+    lines = (copy / "log.jsonl").read_bytes()
+    finished = run(options, copy)
+    assert_ends(finished, CHECKPOINT, "checkpoint error: ", copy)
+    assert "is at iteration 4 of other data, or of another order of it (plan " in finished.console
+    assert "pass --finetune to start a new run from these weights" in finished.console
+    assert (copy / "log.jsonl").read_bytes() == lines
+
+
+def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path: Path) -> None:
+    """Its first step is 1, on other data; before it, weights and expert biases are the checkpoint's, the rest is new.
+
+    The update of that step is left out by a poisoned loss, so that its checkpoint shows what it began with.
+    """
+    other = write_conversations(tmp_path / "other.jsonl", 60, seed=9)
+    options = tiny_options(data, train_iters=8, on_nonfinite="skip", exit_interval=1, finetune=True) | {
+        "train_data_path": other, "save": tmp_path / "checkpoints", "load": trained / "checkpoints",
+        "log_jsonl": tmp_path / "log.jsonl",
+    }  # fmt: skip
+    finished = run(options, tmp_path, 1, partial(poison_forward, 1, 0, float("nan")))
+    assert finished.exit_code == DONE, finished.console
+    assert f"weights of {trained / 'checkpoints' / 'step_00000004'} (iteration 4)" in finished.console
+    assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1]
+    begun, metadata = final_state(tmp_path / "checkpoints", 1)
+    source, _ = final_state(trained / "checkpoints", 4)
+    weights = [name for name in source if name.startswith("model/")]
+    assert any("expert_bias" in name for name in weights)
+    assert all(begun[name].equal(source[name]) for name in weights)
+    moments = [name for name in begun if name.startswith("optimizer/")]
+    assert any(source[name].any() for name in moments) and not any(begun[name].any() for name in moments)
+    assert metadata["progress"]["consumed_tokens"] == steps(tmp_path / "log.jsonl")[0]["real_tokens"]
