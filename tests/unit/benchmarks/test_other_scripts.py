@@ -19,6 +19,16 @@ def test_packings_of_model_step_fill_the_pack():
     assert min(map(min, rows)) > 0 and len({tuple(row) for row in rows}) == 4
 
 
+def test_model_step_copies_every_parameter():
+    """`copy_weights` refuses names that are left over; here that it names ours."""
+    shape = workloads.SHAPES["hybrid1b"].shrunk()
+    pattern = model_step.CONFIGS["hybrid1b"]["pattern"]
+    assert shape.pattern == pattern
+    model = workloads.build_model(shape, torch.device("cpu"), max_positions=64)
+    names = {name.split(".", 2)[2] for name, _ in model.named_parameters() if name.startswith("layers.")}
+    assert names == {mine for symbol in set(pattern) for mine in model_step._LAYER_NAMES[symbol]}
+
+
 def test_op_backends_measures_an_op(monkeypatch):
     case = op_backends.cases()["rms_norm"]
     found = op_backends.measure(case, "reference", "cpu")
