@@ -1,0 +1,81 @@
+"""A small model learns: dialogues by their answers, documents of very unequal lengths by all their tokens.
+
+The bound of the validation loss lies a little above what was reached (the comment beside it) and far below the entropy
+of the target tokens, which is what a model without any context can reach.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from samples import REAL_DATA, Sample, dialogues, documents, real_dialogues, real_documents
+
+from runs import run, steps
+
+MODEL: dict[str, Any] = {
+    "hybrid_layer_pattern": "M*-E", "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+    "group_query_attention": True, "position_embedding_type": "rope", "mamba_head_dim": 32, "mamba_state_dim": 16,
+    "mamba_num_groups": 1, "mamba_chunk_size": 64, "ffn_hidden_size": 128, "num_experts": 4,
+    "moe_ffn_hidden_size": 64, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm",
+}  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "device": "cpu", "train_iters": 90, "seq_length": 512, "global_batch_size": 4, "lr": 5e-3, "min_lr": 5e-4,
+    "lr_decay_style": "cosine", "lr_warmup_iters": 8, "tokenizer_type": "TrainedBPETokenizer",
+    "tokenizer_vocab_size": 512, "eval_interval": 45, "eval_iters": 12,
+}  # fmt: skip
+WINDOW = 15
+"""Steps of the running median."""
+
+
+class Case(NamedTuple):
+    make: Callable[[Path], Sample]
+    options: dict[str, Any]
+    bound: float
+    """Of the validation loss at the end, in nats per target token."""
+
+
+SFT, TEXT = {"sft": True}, {"overlong_policy": "split"}
+CASES = {
+    "dialogues": Case(dialogues, SFT, 0.65),  # 0.52
+    "documents": Case(documents, TEXT, 2.82),  # 2.71
+    "real dialogues": Case(real_dialogues, SFT, 3.75),  # 3.59
+    "real documents": Case(real_documents, TEXT, 4.45),  # 4.33
+}
+
+
+def spikes(losses: list[float]) -> list[int]:
+    """Steps whose loss is above 1.5 times the median of the losses before it."""
+    medians = [statistics.median(losses[max(0, at - WINDOW) : at]) for at in range(1, len(losses))]
+    return [at for at, (loss, median) in enumerate(zip(losses[1:], medians), 2) if not loss <= 1.5 * median]
+
+
+def test_spikes_are_seen() -> None:
+    calm = [6.0 - 0.02 * step for step in range(90)]
+    assert spikes(calm) == []
+    assert spikes([*calm[:50], 8.0, *calm[51:]]) == [51]
+    assert spikes([*calm[:50], math.nan, *calm[51:]]) == [51]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_small_model_learns(name: str, tmp_path: Path) -> None:
+    if name.startswith("real") and REAL_DATA is None:
+        pytest.skip("MEGATRON_PACKED_TEST_DATA names no folder with real data (samples.py)")
+    case = CASES[name]
+    sample = case.make(tmp_path / "data")
+    options = {
+        **MODEL, **TRAINING, **case.options, "train_data_path": sample.train, "valid_data_path": sample.valid,
+        "log_jsonl": tmp_path / "log.jsonl",
+    }  # fmt: skip
+    finished = run(options, tmp_path, 2)
+    assert finished.exit_code == 0, finished.console
+    lines = steps(tmp_path / "log.jsonl")
+    losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
+    validations = [line["valid_loss"] for line in lines if "valid_loss" in line]
+    print(f"{name}: losses {losses[0]:.3f} -> {losses[-1]:.3f}, validations {validations}")
+    assert len(losses) == TRAINING["train_iters"] and spikes(losses) == []
+    assert losses[0] > 0.95 * math.log(TRAINING["tokenizer_vocab_size"])  # it knows nothing at first
+    assert validations[-1] < case.bound
+    assert validations[-1] < validations[0]

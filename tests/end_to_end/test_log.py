@@ -1,0 +1,148 @@
+"""What a run leaves to look at: a line of JSON for every step, a page, TensorBoard where it is installed."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAST
+from faults import hide_package
+
+from runs import Data, in_folder, run, steps, tiny_options
+
+USAGE = 2
+SLOTS = 4 * 128
+
+
+@pytest.fixture(scope="module")
+def lines(uninterrupted: Callable[[int], Path]) -> list[dict[str, Any]]:
+    """Of two processes, as they are in the file."""
+    return [json.loads(line) for line in (uninterrupted(2) / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if "lm_loss" in line]
+
+
+def test_one_line_for_every_step_and_validation_in_order(lines: list[dict[str, Any]]) -> None:
+    kinds = [(line["iteration"], "lm_loss" if "lm_loss" in line else "valid_loss") for line in lines]
+    expected = [(iteration, "lm_loss") for iteration in range(1, LAST + 1)]
+    expected += [(iteration, "valid_loss") for iteration in (4, 8, 12, 16, 20, LAST)]
+    assert kinds == sorted(expected)
+
+
+def test_the_numbers_of_a_step_add_up(trained: list[dict[str, Any]]) -> None:
+    consumed = 0
+    for line in trained:
+        consumed += line["real_tokens"]
+        assert line["consumed_tokens"] == consumed
+        assert line["real_tokens"] + line["padded_tokens"] == SLOTS
+        assert line["pack_fill"] == line["real_tokens"] / SLOTS
+        assert 0 < line["target_tokens"] < line["real_tokens"]
+        assert line["num_seqs"] == line["docs_per_pack"] * 4 >= 4
+        assert line["tokens_per_second"] == pytest.approx(line["real_tokens"] / line["step_time_ms"] * 1e3)
+        assert 0 < line["step_time_ms"] < 60_000 and line["memory_gib"] > 0.05
+        assert line["tflops_per_gpu"] > 0 and line["mfu"] is None and line["skipped"] is False
+        assert math.isfinite(line["lm_loss"]) and line["grad_norm"] > 0 and line["aux_loss"] > 0
+    assert len({line["plan_hash"] for line in trained}) == 1 and len(trained[0]["plan_hash"]) == 64
+
+
+def test_the_learning_rate_follows_the_schedule(trained: list[dict[str, Any]]) -> None:
+    """Two steps up from zero, then half a cosine down to zero."""
+    assert [line["learning_rate"] for line in trained[:3]] == pytest.approx([0, 1.5e-3, 3e-3])
+    left = [1 + math.cos(math.pi * (step - 2) / (LAST - 2)) for step in range(2, LAST)]
+    assert [line["learning_rate"] for line in trained[2:]] == pytest.approx([1.5e-3 * share for share in left])
+
+
+def test_targets_are_the_answers(trained: list[dict[str, Any]], data: Data) -> None:
+    """In the first epoch every answer is learned once: its bytes, and the ends that a reader must be told of."""
+    answers = [json.loads(line)["messages"][1]["content"] for line in data.train.read_text().splitlines()]
+    mean = sum(map(len, answers)) / len(answers)
+    learned = sum(line["target_tokens"] for line in trained) / sum(line["num_seqs"] for line in trained)
+    assert mean < learned < mean + 3
+
+
+def test_validations_look_at_the_same_tokens_with_better_and_better_weights(lines: list[dict[str, Any]]) -> None:
+    validations = [line for line in lines if "valid_loss" in line]
+    assert len({(line["valid_target_tokens"], line["plan_hash"]) for line in validations}) == 1
+    losses = [line["valid_loss"] for line in validations]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
+
+
+def test_two_processes_write_one_log(uninterrupted: Callable[[int], Path], lines: list[dict[str, Any]]) -> None:
+    """With the names and the plan of one process."""
+    alone = steps(uninterrupted(1) / "log.jsonl")
+    for line, other in zip(lines, alone, strict=True):
+        assert other.keys() <= line.keys()
+        for name in ("iteration", "real_tokens", "target_tokens", "num_seqs", "plan_hash"):
+            assert line.get(name) == other.get(name)
+
+
+def test_the_console_of_rank_0_tells_the_same(
+    uninterrupted: Callable[[int], Path], trained: list[dict[str, Any]]
+) -> None:
+    folder = uninterrupted(2)
+    console = (folder / "output_0.txt").read_text()
+    assert (folder / "output_1.txt").read_text() == ""
+    for line in trained:
+        start = f"step {line['iteration']:>2}/{LAST} | ETA "
+        [shown] = [text for text in console.splitlines() if text.startswith(start)]
+        parts = (
+            f"loss {line['lm_loss']:.4f}", f"lr {line['learning_rate']:.2e}", f"{line['step_time_ms']:,.0f} ms",
+            f"{line['tokens_per_second']:,.0f} tok/s", f"fill {100 * line['pack_fill']:.1f} %",
+        )  # fmt: skip
+        assert [part for part in parts if part not in shown] == []
+
+
+def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    options = tiny_options(
+        data, train_iters=6, valid_data_path=data.valid, eval_interval=3, log_jsonl=tmp_path / "log.jsonl", report=page
+    )
+    finished = run(options, tmp_path, 2)
+    assert finished.exit_code == 0 and f"report: {page}" in finished.console, finished.console
+    log, text = steps(tmp_path / "log.jsonl"), page.read_text()
+    trained = [line for line in log if "lm_loss" in line]
+    validations = [line["valid_loss"] for line in log if "valid_loss" in line]
+    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text))
+    assert rows["steps"] == "6"
+    assert rows["first and last training loss"] == f"{trained[0]['lm_loss']:.4f} → {trained[-1]['lm_loss']:.4f}"
+    assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
+    assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"
+    assert rows["plan hash"] == trained[-1]["plan_hash"]
+    assert text.count("<svg") == 1
+    assert re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []  # readable without a network
+
+
+@pytest.mark.parametrize(
+    ("package", "option", "value"),
+    [("matplotlib", "report", "report.html"), ("tensorboard", "tensorboard_dir", "board")],
+)
+def test_what_needs_a_missing_package_is_refused_at_the_start(
+    package: str, option: str, value: str, data: Data, tmp_path: Path
+) -> None:
+    options = tiny_options(data, train_iters=6, **in_folder(tmp_path)) | {option: tmp_path / value}
+    finished = run(options, tmp_path, 2, partial(hide_package, package))
+    assert finished.exit_code == USAGE and "Traceback" not in finished.console
+    assert finished.console.count(f"needs {package}, which is not installed") == 1
+    assert "pip install 'megatron-packed[" in finished.console
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_tensorboard_shows_every_number(data: Data, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = tiny_options(data, train_iters=5, log_jsonl=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board")
+    assert run(options, tmp_path, 2).exit_code == 0
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    log = steps(tmp_path / "log.jsonl")
+    for name in ("lm_loss", "grad_norm", "learning_rate", "real_tokens", "pack_fill"):
+        shown = [(event.step, event.value) for event in board.Scalars(name)]
+        assert shown == [(line["iteration"], pytest.approx(line[name])) for line in log]

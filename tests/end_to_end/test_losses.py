@@ -1,0 +1,60 @@
+"""The losses of a small run: those committed here, whatever the number of processes that compute them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAST
+
+from runs import Data, final_state, in_folder, losses, run, steps, tiny_options
+
+GOLDEN = [
+    5.573924, 5.559096, 5.42179, 5.297947, 5.179139, 5.047776, 4.95333, 4.843734, 4.730845, 4.623879, 4.517558,
+    4.435741, 4.374632, 4.287539, 4.239287, 4.193212, 4.145344, 4.116706, 4.084343, 4.081602, 4.068391, 4.075962,
+]  # fmt: skip
+"""Loss of every step. A refactoring leaves them as they are. When a deliberate change moves them, the failing test
+prints the new ones: paste them here, and say in CHANGELOG.md what moved them."""
+GOLDEN_VALIDATION = [4.435312, 4.062108]
+TOLERANCE = 2e-5
+"""Relative: between processors and versions of torch float32 sums differ; what a real change moves is larger."""
+
+
+@pytest.fixture(scope="module")
+def folders(data: Data, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs without dropout, whose masks depend on the rank, by their number of processes."""
+    made = {}
+    for processes in (1, 2, 4):
+        folder = made[processes] = tmp_path_factory.mktemp(f"processes_{processes}")
+        options: dict[str, Any] = tiny_options(
+            data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11, **in_folder(folder)
+        )
+        finished = run(options, folder, processes)
+        assert finished.exit_code == 0, finished.console
+    return made
+
+
+def validations(log: Path) -> list[float]:
+    return [line["valid_loss"] for line in steps(log) if "valid_loss" in line]
+
+
+def test_the_golden_losses(folders: dict[int, Path]) -> None:
+    found, valid = losses(folders[1] / "log.jsonl"), validations(folders[1] / "log.jsonl")
+    shown = f"GOLDEN = {[round(loss, 6) for loss in found]}\nGOLDEN_VALIDATION = {[round(loss, 6) for loss in valid]}"
+    assert found == pytest.approx(GOLDEN, rel=TOLERANCE), shown
+    assert valid == pytest.approx(GOLDEN_VALIDATION, rel=TOLERANCE), shown
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_same_losses_with_any_number_of_processes(processes: int, folders: dict[int, Path]) -> None:
+    """The same packs in every step, their sums in another order."""
+    alone, together = steps(folders[1] / "log.jsonl"), steps(folders[processes] / "log.jsonl")
+    rounded = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
+    assert len(alone) == len(together)
+    for one, other in zip(alone, together):
+        for name, value in one.items():
+            assert other[name] == (pytest.approx(value, rel=TOLERANCE) if name in rounded else value), name
+    state, other_state = (final_state(folders[n] / "checkpoints", LAST)[0] for n in (1, processes))
+    for name, tensor in state.items():
+        if name.startswith(("model/", "optimizer/exp_avg/")):
+            scale = tensor.abs().max().item()
+            assert (other_state[name] - tensor).abs().max().item() <= 2e-4 * scale, name
