@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
@@ -24,6 +25,8 @@ from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, uncheck
 from megatron_packed.config.surroundings import environment_number, launch_problems, package_problems, path_problems
 
 EXIT_CODE = 2
+SILENT_SECONDS = 3.0
+"""A launcher kills all processes when the first has ended: those that say nothing wait for the one that speaks."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ def parse_or_exit(argv: Sequence[str] | None = None) -> RunConfig:
     try:
         parsed = _resolve(given, None, os.environ)
     except ConfigError as error:
-        _write(sys.stderr, _report(error.problems, speaks, os.environ))
+        report = _report(error.problems, speaks, os.environ)
+        _write(sys.stderr, report)
+        if not report:
+            time.sleep(SILENT_SECONDS)
         raise SystemExit(EXIT_CODE) from None
     if speaks:
         _write(sys.stderr, "".join(f"warning: {warning}\n" for warning in parsed.warnings))
