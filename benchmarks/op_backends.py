@@ -112,7 +112,7 @@ def cases() -> dict[str, Case]:
 
     def scan(backend: str, t: dict[str, Tensor], p: PackedSeqParams) -> Tensor:
         return ssd(
-            t["x"], t["dt"], -torch.exp(t["A_log"]), t["B"], t["C"], t["D"], t["dt_bias"], p.seq_idx, p.cu_seqlens,
+            t["x"], t["dt"], t["A_log"], t["B"], t["C"], t["D"], t["dt_bias"], p.seq_idx, p.cu_seqlens,
             chunk_size=128, backend=backend,
         )  # fmt: skip
 

@@ -98,7 +98,7 @@ class MambaMixer(nn.Module):
         y_TNP = ssd(
             x_TNP,
             dt_TN,
-            -torch.exp(self.A_log),
+            self.A_log,
             B_TGS,
             C_TGS,
             self.D,

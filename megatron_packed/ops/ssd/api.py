@@ -3,7 +3,7 @@
 For every head n, with S the size of its state and P the head dimension::
 
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T          h is (P, S), zero before the first token of every document
-    y_t = h_t C_t + D x_t                               dt_t = softplus(dt_t + dt_bias)
+    y_t = h_t C_t + D x_t                               dt_t = softplus(dt_t + dt_bias), A = -exp(A_log)
 
 Letters in tensor names: T tokens, N heads, P head dimension, G groups (heads of one group share B and C), S state.
 Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. The derivation of the packed form stands in README.md.
@@ -47,7 +47,7 @@ class Inputs:
 def ssd(
     x_TNP: Tensor,
     dt_TN: Tensor,
-    A_N: Tensor,
+    A_log_N: Tensor,
     B_TGS: Tensor,
     C_TGS: Tensor,
     D_N: Tensor,
@@ -63,7 +63,7 @@ def ssd(
     Args:
         x_TNP: ``(T, N, P)`` inputs; x, B and C may be strided views whose last dimension has step 1.
         dt_TN: ``(T, N)`` step sizes before bias and softplus.
-        A_N: ``(N,)`` fp32, negative.
+        A_log_N: ``(N,)`` fp32, the logarithm of -A.
         B_TGS: ``(T, G, S)`` input projections, N divisible by G.
         C_TGS: ``(T, G, S)`` output projections.
         D_N: ``(N,)`` fp32 skip weights.
@@ -79,8 +79,8 @@ def ssd(
         NoBackendError: the backend asked for cannot serve these inputs.
     """
     inputs = _checked(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
-    run = OP.run(inputs, backend)
-    y_TNP: Tensor = run(x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens, chunk_size=chunk_size)
+    arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens)
+    y_TNP: Tensor = OP.run(inputs, backend)(*arguments, chunk_size=chunk_size)
     return y_TNP
 
 

@@ -3,10 +3,11 @@
 mamba-ssm's own running sum goes through a whole chunk, so that documents sharing a chunk disturb each other's rounding
 (1e-7). Here the sum is a scan over pairs (value, whether a document starts here) whose combination *selects* instead of
 adding across a start: no bit of another document gets in. The backward kernel is the exact adjoint: a scan from the
-right that restarts behind every document's end.
+right that restarts behind every document's end. It takes the partial sums of the kernels before it as they are.
 
-Layout as mamba-ssm's kernels want it: (N, Q, L) fp32 with Q chunks of L tokens. Padding behind the last token has
-dt = 0 and belongs to the last document. Sums over tokens are per chunk, then over chunks in order: deterministic.
+Layout as mamba-ssm's kernels want it: (N, Q, L) fp32 with Q chunks of L tokens; a leading X counts partial sums.
+Padding behind the last token has dt = 0 and belongs to the last document. Sums over tokens are per chunk, then over
+chunks in order: deterministic.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS_PER_PROGRAM = 8
+_CHUNKS_PER_STEP = 32
 
 
 class StepGradients(NamedTuple):
-    """Gradients of the raw step sizes and their parameters."""
+    """Gradients of the raw step sizes and of the parameters; None where it was added to ``main_grad`` instead."""
 
     dt_TN: Tensor
-    A_N: Tensor
-    dt_bias_N: Tensor
+    A_log_N: Tensor | None
+    D_N: Tensor | None
+    dt_bias_N: Tensor | None
 
 
 def chunk_sum_forward(
-    dt_TN: Tensor, A_N: Tensor, dt_bias_N: Tensor, seq_idx_1T: Tensor, chunk_size: int
+    dt_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, seq_idx_1T: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """Step sizes and restarting sums.
 
     Args:
         dt_TN: ``(T, N)`` before bias and softplus, any strides.
-        A_N: ``(N,)``.
+        A_log_N: ``(N,)``, ``A = -exp(A_log)``.
         dt_bias_N: ``(N,)``.
         seq_idx_1T: ``(1, T)`` int32.
         chunk_size: L.
@@ -50,7 +53,7 @@ def chunk_sum_forward(
     sum_NQL = torch.empty_like(step_NQL)
     _forward_kernel[(chunks, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
         dt_TN,
-        A_N,
+        A_log_N,
         dt_bias_N,
         seq_idx_1T,
         step_NQL,
@@ -70,57 +73,91 @@ def chunk_sum_forward(
 def chunk_sum_backward(
     step_NQL: Tensor,
     dt_TN: Tensor,
-    A_N: Tensor,
+    A_log_N: Tensor,
+    D_N: Tensor,
     dt_bias_N: Tensor,
     seq_idx_1T: Tensor,
     *,
-    d_sum_NQL: Tensor,
-    d_last_sum_NQ: Tensor,
-    d_log_NQL: Tensor,
-    d_log_more_NQL: Tensor,
-    d_step_NQL: Tensor,
+    d_sum_XNQL: Tensor,
+    d_last_sum_NQX: Tensor,
+    d_log_XNQL: Tensor,
+    d_reach_XNQL: Tensor,
+    d_step_XNQL: Tensor,
+    d_D_XXQN: Tensor,
     out_TN: Tensor,
+    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> StepGradients:
-    """Back through the sum, the product with A and the softplus, in one kernel.
+    """Back through the sum, the product with A and the softplus in one kernel; one more for the parameters.
+
+    Everything is given as partial sums over X; the tensors with X first are contiguous.
 
     Args:
-        step_NQL: what ``chunk_sum_forward`` returned first; the others up to ``seq_idx_1T`` are its arguments.
-        d_sum_NQL: gradient of the restarting sums.
-        d_last_sum_NQ: more gradient of each chunk's last sum.
-        d_log_NQL: gradient of the single terms ``dt * A``.
-        d_log_more_NQL: more of the same.
-        d_step_NQL: gradient of the step sizes by other ways than the sums.
+        step_NQL: what ``chunk_sum_forward`` returned first; the next ones are its arguments, and D.
+        d_sum_XNQL: gradient of the restarting sums.
+        d_last_sum_NQX: more gradient of each chunk's last sum, any stride between chunks.
+        d_log_XNQL: gradient of the single terms ``dt * A``.
+        d_reach_XNQL: at place i + 1 the gradient of the sum of all terms behind token i of the chunk, of which each
+            term is a part: its running sum is more gradient of the terms. Place 0 is not read.
+        d_step_XNQL: gradient of the step sizes by other ways than the sums.
+        d_D_XXQN: gradient of D, any strides but 1 for N.
         out_TN: where the gradient of ``dt_TN`` goes, any strides.
+        main_grads: of A_log, D and dt_bias, fp32, to be added to; None for a gradient to return.
     """
     tokens, heads = dt_TN.shape
     chunks, chunk_size = step_NQL.shape[1:]
-    parts_2QN = torch.empty(2, chunks, heads, dtype=torch.float32, device=dt_TN.device)
+    parts_3QN = torch.empty(3, chunks, heads, dtype=torch.float32, device=dt_TN.device)
     _backward_kernel[(chunks, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
         step_NQL,
         dt_TN,
-        A_N,
+        A_log_N,
         dt_bias_N,
         seq_idx_1T,
-        d_sum_NQL,
-        d_last_sum_NQ,
-        d_log_NQL,
-        d_log_more_NQL,
-        d_step_NQL,
+        d_sum_XNQL,
+        d_last_sum_NQX,
+        d_log_XNQL,
+        d_reach_XNQL,
+        d_step_XNQL,
+        d_D_XXQN,
         out_TN,
-        parts_2QN,
+        parts_3QN,
         tokens,
         heads,
         chunks,
+        step_NQL.numel(),
         dt_TN.stride(0),
         dt_TN.stride(1),
         out_TN.stride(0),
         out_TN.stride(1),
+        d_last_sum_NQX.stride(1),
+        d_D_XXQN.stride(0),
+        d_D_XXQN.stride(1),
+        SUMS=d_sum_XNQL.shape[0],
+        LAST_SUMS=d_last_sum_NQX.shape[2],
+        LOGS=d_log_XNQL.shape[0],
+        REACHES=d_reach_XNQL.shape[0],
+        STEPS=d_step_XNQL.shape[0],
+        DS_M=d_D_XXQN.shape[0],
+        DS_N=d_D_XXQN.shape[1],
         L=chunk_size,
         BLOCK_L=triton.next_power_of_2(chunk_size),
         BLOCK_N=_HEADS_PER_PROGRAM,
+        BLOCK_X=triton.next_power_of_2(d_last_sum_NQX.shape[2]),
     )
-    dA_N, ddt_bias_N = parts_2QN.sum(1)
-    return StepGradients(out_TN, dA_N, ddt_bias_N)
+    parameters = (A_log_N, D_N, dt_bias_N)
+    outs = [torch.empty_like(p) if main is None else main for p, main in zip(parameters, main_grads)]
+    _parameters_kernel[(triton.cdiv(heads, _HEADS_PER_PROGRAM),)](
+        parts_3QN,
+        A_log_N,
+        *outs,
+        heads,
+        CHUNKS=chunks,
+        ADD_A=main_grads[0] is not None,
+        ADD_D=main_grads[1] is not None,
+        ADD_BIAS=main_grads[2] is not None,
+        BLOCK_Q=_CHUNKS_PER_STEP,
+        BLOCK_N=_HEADS_PER_PROGRAM,
+    )
+    return StepGradients(out_TN, *(out if main is None else None for out, main in zip(outs, main_grads)))
 
 
 @triton.jit
@@ -138,7 +175,7 @@ def _log1p(y):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     dt_ptr,
-    A_ptr,
+    A_log_ptr,
     bias_ptr,
     seq_idx_ptr,
     step_ptr,
@@ -163,7 +200,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     raw += tl.load(bias_ptr + n, mask=n < heads, other=0.0).to(tl.float32)[:, None]
     step = tl.where(raw <= 20.0, _log1p(tl.exp(tl.minimum(raw, 20.0))), raw)
     step = tl.where(is_real, step, 0.0)
-    A = tl.load(A_ptr + n, mask=n < heads, other=0.0).to(tl.float32)
+    A = -tl.exp(tl.load(A_log_ptr + n, mask=n < heads, other=0.0).to(tl.float32))
 
     document = tl.load(seq_idx_ptr + t, mask=is_token, other=0)
     before = tl.load(seq_idx_ptr + t - 1, mask=is_token & (t > 0), other=0)
@@ -181,56 +218,131 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     step_ptr,
     dt_ptr,
-    A_ptr,
+    A_log_ptr,
     bias_ptr,
     seq_idx_ptr,
     d_sum_ptr,
     d_last_sum_ptr,
     d_log_ptr,
-    d_log_more_ptr,
+    d_reach_ptr,
     d_step_ptr,
+    d_D_ptr,
     d_dt_ptr,
     parts_ptr,
     tokens,
     heads,
     chunks,
+    size,
     stride_token,
     stride_head,
     stride_d_token,
     stride_d_head,
+    stride_last_chunk,
+    stride_D_m,
+    stride_D_n,
+    SUMS: tl.constexpr,
+    LAST_SUMS: tl.constexpr,
+    LOGS: tl.constexpr,
+    REACHES: tl.constexpr,
+    STEPS: tl.constexpr,
+    DS_M: tl.constexpr,
+    DS_N: tl.constexpr,
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_X: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i = tl.arange(0, BLOCK_L)
     t = chunk * L + i
+    is_head = n < heads
     is_token = (i < L) & (t < tokens)
-    is_real = (n < heads)[:, None] & is_token[None, :]
-    is_stored = (n < heads)[:, None] & (i < L)[None, :]
+    is_real = is_head[:, None] & is_token[None, :]
+    is_stored = is_head[:, None] & (i < L)[None, :]
     at = (n[:, None] * chunks + chunk) * L + i[None, :]
 
-    d_sum = tl.load(d_sum_ptr + at, mask=is_stored, other=0.0)
-    d_last = tl.load(d_last_sum_ptr + n * chunks + chunk, mask=n < heads, other=0.0)
-    d_sum += tl.where((i == L - 1)[None, :], d_last[:, None], 0.0)
+    x = tl.arange(0, BLOCK_X)
+    last_at = (n[:, None] * chunks + chunk) * stride_last_chunk + x[None, :]
+    d_last = tl.load(d_last_sum_ptr + last_at, mask=is_head[:, None] & (x < LAST_SUMS)[None, :], other=0.0)
+    d_sum = _partial_sums(d_sum_ptr, at, size, is_stored, SUMS)
+    d_sum += tl.where((i == L - 1)[None, :], tl.sum(d_last, axis=1)[:, None], 0.0)
     document = tl.load(seq_idx_ptr + t, mask=is_token, other=0)
     after = tl.load(seq_idx_ptr + t + 1, mask=is_token & (t + 1 < tokens), other=0)
     ends = ((document != after) & is_token & (t + 1 < tokens)).to(tl.int32)
     ends = tl.broadcast_to(ends[None, :], (BLOCK_N, BLOCK_L))
     d_log, _ = tl.associative_scan((d_sum, ends), 1, _restarting_add, reverse=True)
-    d_log += tl.load(d_log_ptr + at, mask=is_stored, other=0.0)
-    d_log += tl.load(d_log_more_ptr + at, mask=is_stored, other=0.0)
+    # Only the chunk's last document reaches its end: what lies before is exactly zero and disturbs no bit of it.
+    d_log += tl.cumsum(_partial_sums(d_reach_ptr, at, size, is_stored & (i > 0)[None, :], REACHES), axis=1)
+    d_log += _partial_sums(d_log_ptr, at, size, is_stored, LOGS)
 
-    A = tl.load(A_ptr + n, mask=n < heads, other=0.0).to(tl.float32)
+    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
     raw = tl.load(dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0).to(tl.float32)
-    raw += tl.load(bias_ptr + n, mask=n < heads, other=0.0).to(tl.float32)[:, None]
-    d_step = d_log * A[:, None] + tl.load(d_step_ptr + at, mask=is_stored, other=0.0)
+    raw += tl.load(bias_ptr + n, mask=is_head, other=0.0).to(tl.float32)[:, None]
+    d_step = d_log * A[:, None] + _partial_sums(d_step_ptr, at, size, is_stored, STEPS)
     d_raw = tl.where(raw <= 20.0, d_step * tl.sigmoid(raw), d_step)
     d_raw = tl.where(is_real, d_raw, 0.0)
     tl.store(d_dt_ptr + n[:, None] * stride_d_head + t[None, :] * stride_d_token, d_raw, mask=is_real)
 
     step = tl.load(step_ptr + at, mask=is_real, other=0.0)
+    d_D = tl.zeros((BLOCK_N,), tl.float32)
+    for m in tl.static_range(DS_M):
+        d_D += _partial_sums(d_D_ptr + m * stride_D_m, chunk * heads + n, stride_D_n, is_head, DS_N)
     part = chunk * heads + n
-    tl.store(parts_ptr + part, tl.sum(tl.where(is_real, d_log * step, 0.0), axis=1), mask=n < heads)
-    tl.store(parts_ptr + chunks * heads + part, tl.sum(d_raw, axis=1), mask=n < heads)
+    tl.store(parts_ptr + part, tl.sum(tl.where(is_real, d_log * step, 0.0), axis=1), mask=is_head)
+    tl.store(parts_ptr + chunks * heads + part, d_D, mask=is_head)
+    tl.store(parts_ptr + 2 * chunks * heads + part, tl.sum(d_raw, axis=1), mask=is_head)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _partial_sums(pointer, at, stride, mask, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What lies at ``at`` in COUNT tensors, ``stride`` elements apart, added in order."""
+    total = tl.load(pointer + at, mask=mask, other=0.0)
+    for x in tl.static_range(1, COUNT):
+        total += tl.load(pointer + x * stride + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _parameters_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,
+    A_log_ptr,
+    d_A_log_ptr,
+    d_D_ptr,
+    d_bias_ptr,
+    heads,
+    CHUNKS: tl.constexpr,
+    ADD_A: tl.constexpr,
+    ADD_D: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some heads of A_log, D and dt_bias: the sums over chunks, and the step from A to A_log (dA / dA_log = A)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_head = n < heads
+    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
+    _store_or_add(d_A_log_ptr + n, is_head, A * _chunk_total(parts_ptr, n, heads, CHUNKS, BLOCK_Q, BLOCK_N), ADD_A)
+    parts_ptr += CHUNKS * heads
+    _store_or_add(d_D_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, CHUNKS, BLOCK_Q, BLOCK_N), ADD_D)
+    parts_ptr += CHUNKS * heads
+    _store_or_add(d_bias_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, CHUNKS, BLOCK_Q, BLOCK_N), ADD_BIAS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _chunk_total(  # type: ignore[no-untyped-def]
+    parts_ptr, n, heads, CHUNKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    total = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
+    for start in range(0, CHUNKS, BLOCK_Q):
+        chunk = start + tl.arange(0, BLOCK_Q)
+        mask = (chunk < CHUNKS)[:, None] & (n < heads)[None, :]
+        total += tl.load(parts_ptr + chunk[:, None] * heads + n[None, :], mask=mask, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_or_add(pointer, mask, value, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ADD:
+        value += tl.load(pointer, mask=mask, other=0.0)
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

@@ -3,11 +3,11 @@
 
 The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because the combined function
 isolates documents only to rounding. README.md shows why each of them is exact, forward and backward, once the sum
-restarts. Gradients of x, B, C and dt are written straight into the buffers of ``ops.columns`` where there are any.
+restarts. Gradients of x, B, C and dt are written straight into the buffers of ``ops.columns`` where there are any,
+those of A_log, D and dt_bias are added to their ``main_grad`` where they have one.
 
-Deterministic with ``MAMBA_DETERMINISTIC=1`` (read by mamba-ssm); else the gradients of dt, A, dt_bias and D are sums in
-changing order. Triton tunes each kernel the first time it meets a (chunk, head, state) size: run once, forward and
-backward, before capturing.
+Bitwise reproducible (see ``gradients``) as long as the tuned tiles are the same. Triton tunes each kernel the first
+time it meets a (chunk, head, state) size: run once, forward and backward, before capturing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ from typing import Any
 import mamba_ssm
 import torch
 from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
-from mamba_ssm.ops.triton.ssd_chunk_scan import (
-    _chunk_scan_bwd_dC,
-    _chunk_scan_bwd_dcb,
-    _chunk_scan_bwd_ddAcs_stable,
-    _chunk_scan_bwd_dstates,
-    _chunk_scan_fwd,
-)
-from mamba_ssm.ops.triton.ssd_chunk_state import _chunk_state_bwd_db, _chunk_state_fwd
-from mamba_ssm.ops.triton.ssd_combined import _chunk_scan_chunk_state_bwd_dx
-from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd, _state_passing_fwd
+from mamba_ssm.ops.triton.ssd_chunk_scan import _chunk_scan_bwd_dstates, _chunk_scan_fwd
+from mamba_ssm.ops.triton.ssd_chunk_state import _chunk_state_fwd
+from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_fwd
 from torch import Tensor
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.ssd import gradients
 from megatron_packed.ops.ssd.api import Inputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.offsets import OFFSET_LIMIT, largest_offset, piece, pieces
@@ -63,7 +57,7 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 def run(
     x_TNP: Tensor,
     dt_TN: Tensor,
-    A_N: Tensor,
+    A_log_N: Tensor,
     B_TGS: Tensor,
     C_TGS: Tensor,
     D_N: Tensor,
@@ -74,7 +68,7 @@ def run(
     chunk_size: int,
 ) -> Tensor:
     """See ``api.ssd``. Heads are handled in several pieces if all at once would overflow 32-bit offsets."""
-    arguments = (x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N)
+    arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
     inputs = inputs_of(x_TNP, B_TGS, C_TGS, chunk_size)
     if largest_offset(inputs) <= OFFSET_LIMIT:
         slots = tuple(gradient_slot(tensor) for tensor in (x_TNP, dt_TN, B_TGS, C_TGS))
@@ -94,7 +88,7 @@ class _Scan(torch.autograd.Function):
         ctx: Any,
         x_TNP: Tensor,
         dt_TN: Tensor,
-        A_N: Tensor,
+        A_log_N: Tensor,
         B_TGS: Tensor,
         C_TGS: Tensor,
         D_N: Tensor,
@@ -104,68 +98,57 @@ class _Scan(torch.autograd.Function):
         slots: tuple[GradientSlot | None, ...],
     ) -> Tensor:
         x_TNP, B_TGS, C_TGS = (t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS))
-        A_N, D_N, dt_bias_N = A_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
-        step_NQL, sum_NQL = chunk_sum_forward(dt_TN, A_N, dt_bias_N, seq_idx_1T, chunk_size)
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        ctx.main_grads = tuple(getattr(parameter, "main_grad", None) for parameter in (A_log_N, D_N, dt_bias_N))
+        A_log_N, D_N, dt_bias_N = A_log_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
+        step_NQL, sum_NQL = chunk_sum_forward(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, chunk_size)
         x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]
         states = _entering_states(x, b, step, total, seq_idx_1T, dtype=c.dtype)
         scores = _bmm_chunk_fwd(c, b, chunk_size, seq_idx=seq_idx_1T, output_dtype=torch.float32)
         y, _ = _chunk_scan_fwd(scores, x, step, total, c, states, D=D_N, seq_idx=seq_idx_1T)
-        ctx.save_for_backward(x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, step_NQL, sum_NQL)
+        ctx.save_for_backward(x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, step_NQL, sum_NQL)
         ctx.slots = slots
         y_TNP: Tensor = y[0]
         return y_TNP
 
     @staticmethod
     def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
-        x_TNP, dt_TN, A_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx, step_NQL, sum_NQL = ctx.saved_tensors
+        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx, step_NQL, sum_NQL = ctx.saved_tensors
         dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)
         x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]
         dy = dy_TNP.contiguous()[None]
-        chunk_size, groups = step_NQL.shape[2], b.shape[2]
+        scan = gradients.Scan(x, b, c, step, total, seq_idx, dy)
 
         # Again what forward did not keep; the entering states in fp32 this time, for the gradient of their decay.
-        scores = _bmm_chunk_fwd(c, b, chunk_size, seq_idx=seq_idx, output_dtype=torch.float32)
+        scores = _bmm_chunk_fwd(c, b, step.shape[3], seq_idx=seq_idx, output_dtype=torch.float32)
         states = _entering_states(x, b, step, total, seq_idx, dtype=torch.float32)
 
-        # Back through the passing of states from chunk to chunk.
+        # Back through the passing of states from chunk to chunk, then through the products inside a chunk.
         d_entering = _chunk_scan_bwd_dstates(c, total, dy, seq_idx=seq_idx, dtype=states.dtype)
-        d_states, d_last_sum, _, states_low = _state_passing_bwd(
-            states.flatten(-2),
-            total[..., -1],
-            d_entering.flatten(-2),
-            seq_idx=seq_idx,
-            has_initial_states=False,
-            dstates_dtype=x.dtype,
-            states_dtype=x.dtype,
-            chunk_size=chunk_size,
-        )
-        d_states, states_low = d_states.view(states.shape), states_low.view(states.shape)
-
-        # Back through the products inside a chunk.
-        _, d_step, dD_N = _chunk_scan_chunk_state_bwd_dx(
-            x, step, total, b, scores, dy, d_states, D=D_N, seq_idx=seq_idx, dx=dx_TNP[None]
-        )
-        dB_states, d_log = _chunk_state_bwd_db(x, step, total, d_states, seq_idx=seq_idx, B=b, ngroups=groups)
-        dC_states, d_sum = _chunk_scan_bwd_dC(states_low, total, dy, seq_idx=seq_idx, C=c, ngroups=groups)
-        d_scores = _chunk_scan_bwd_dcb(x, step, total, dy, seq_idx=seq_idx, ngroups=groups)
+        d_states, states_low, d_last_sum_NQX = gradients.state_passing(scan, states, d_entering)
+        d_step_XNQL, d_D_XXQN = gradients.inputs(scan, scores, d_states, D_N, dx_TNP[None])
+        dB_states, dC_states, d_reach_XNQL, d_sum_XNQL = gradients.projections(scan, states_low, d_states)
+        d_scores = gradients.scores(scan)
         _bmm_chunk_bwd(c, d_scores, residual=dB_states, out=dB_TGS[None])
         _bmm_chunk_bwd(b, d_scores.transpose(-1, -2), residual=dC_states, out=dC_TGS[None])
-        d_log_more = _chunk_scan_bwd_ddAcs_stable(x, step, total, dy, scores)
 
         steps = chunk_sum_backward(
             step_NQL,
             dt_TN,
-            A_N,
+            A_log_N,
+            D_N,
             dt_bias_N,
             seq_idx,
-            d_sum_NQL=d_sum[0],
-            d_last_sum_NQ=d_last_sum[0],
-            d_log_NQL=d_log[0],
-            d_log_more_NQL=d_log_more[0],
-            d_step_NQL=d_step[0],
+            d_sum_XNQL=d_sum_XNQL,
+            d_last_sum_NQX=d_last_sum_NQX,
+            d_log_XNQL=gradients.logs(scan, scores),
+            d_reach_XNQL=d_reach_XNQL,
+            d_step_XNQL=d_step_XNQL,
+            d_D_XXQN=d_D_XXQN,
             out_TN=ddt_TN,
+            main_grads=ctx.main_grads,
         )
-        return dx_TNP, steps.dt_TN, steps.A_N, dB_TGS, dC_TGS, dD_N, steps.dt_bias_N, None, None, None
+        return dx_TNP, steps.dt_TN, steps.A_log_N, dB_TGS, dC_TGS, steps.D_N, steps.dt_bias_N, None, None, None
 
 
 def _entering_states(

@@ -53,8 +53,8 @@ def pieces(inputs: Inputs) -> int:
 
 
 def piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ...]:
-    """The i-th of ``count`` parts of (x, dt, A, B, C, D, dt_bias): some heads, with the group or groups they share."""
-    x, dt, A, B, C, D, dt_bias = arguments
+    """The i-th of ``count`` parts of (x, dt, A_log, B, C, D, dt_bias): some heads and their groups."""
+    x, dt, A_log, B, C, D, dt_bias = arguments
     heads, groups = x.shape[1], B.shape[1]
     per_head = slice(i * heads // count, (i + 1) * heads // count)
     first = i * groups // count
@@ -62,7 +62,7 @@ def piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ..
     return (
         x[:, per_head].contiguous(),
         dt[:, per_head],
-        A[per_head],
+        A_log[per_head],
         B[:, per_group].contiguous(),
         C[:, per_group].contiguous(),
         D[per_head],

@@ -24,7 +24,7 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 def run(
     x_TNP: Tensor,
     dt_TN: Tensor,
-    A_N: Tensor,
+    A_log_N: Tensor,
     B_TGS: Tensor,
     C_TGS: Tensor,
     D_N: Tensor,
@@ -37,7 +37,7 @@ def run(
     """See ``api.ssd``; computed in float64, returned in x's dtype."""
     starts = set(cu_seqlens.tolist())
     heads_per_group = x_TNP.shape[1] // B_TGS.shape[1]
-    x, A, D = x_TNP.double(), A_N.double(), D_N.double()
+    x, A, D = x_TNP.double(), -A_log_N.double().exp(), D_N.double()
     B_TNS = B_TGS.double().repeat_interleave(heads_per_group, dim=1)
     C_TNS = C_TGS.double().repeat_interleave(heads_per_group, dim=1)
     dt = softplus(dt_TN.double() + dt_bias_N.double())

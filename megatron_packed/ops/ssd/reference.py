@@ -29,7 +29,7 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 def run(
     x_TNP: Tensor,
     dt_TN: Tensor,
-    A_N: Tensor,
+    A_log_N: Tensor,
     B_TGS: Tensor,
     C_TGS: Tensor,
     D_N: Tensor,
@@ -42,7 +42,7 @@ def run(
     """See ``api.ssd``."""
     tokens, groups, padded = x_TNP.shape[0], B_TGS.shape[1], -x_TNP.shape[0] % chunk_size
     dtype = torch.promote_types(x_TNP.dtype, torch.float32)
-    x_TNP_wide = x_TNP.to(dtype)
+    x_TNP_wide, A_N = x_TNP.to(dtype), -A_log_N.exp()
 
     # Padding: dt = 0 writes nothing into the state and decays nothing; it counts as part of the last document.
     dt_TN_wide = softplus(dt_TN.to(dtype) + dt_bias_N.to(dtype))

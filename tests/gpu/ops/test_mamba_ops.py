@@ -57,18 +57,23 @@ def make(tokens, dtype=torch.bfloat16, seed=0):
 LEAVES = ("zxbcdt", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_weight")
 
 
-def mixer(values, seq_idx, cu_seqlens, reference=False):
-    """Everything of a Mamba layer between its projections, on slices without copies, forward and backward."""
+def layer(leaf, seq_idx, cu_seqlens, reference=False):
+    """Everything of a Mamba layer between its projections, on slices without copies."""
     conv_backend, ssd_backend, norm_backend = (
         ["reference"] * 3 if reference else ["causal_conv1d", "mamba_ssm", "triton"]
     )
-    leaf = {name: values[name].detach().requires_grad_() for name in LEAVES}
     z, xBC, dt = split_columns(leaf["zxbcdt"], (INNER,), (CONV_CHANNELS,), (N,))
     xBC = causal_conv1d(xBC, leaf["conv_weight"], leaf["conv_bias"], seq_idx, backend=conv_backend)
     x, B, C = split_columns(xBC, (N, P), (G, S), (G, S))
-    A, D, dt_bias = -leaf["A_log"].exp(), leaf["D"], leaf["dt_bias"]
-    y = ssd(x, dt, A, B, C, D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK, backend=ssd_backend)
-    y = gated_rms_norm(y.flatten(1), z, leaf["norm_weight"], 1e-5, group_size=INNER // G, backend=norm_backend)
+    A_log, D, dt_bias = leaf["A_log"], leaf["D"], leaf["dt_bias"]
+    y = ssd(x, dt, A_log, B, C, D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK, backend=ssd_backend)
+    return gated_rms_norm(y.flatten(1), z, leaf["norm_weight"], 1e-5, group_size=INNER // G, backend=norm_backend)
+
+
+def mixer(values, seq_idx, cu_seqlens, reference=False):
+    """The layer, forward and backward."""
+    leaf = {name: values[name].detach().requires_grad_() for name in LEAVES}
+    y = layer(leaf, seq_idx, cu_seqlens, reference)
     gradients = torch.autograd.grad(y, leaf.values(), values["dy"])
     return {"y": y.detach(), **dict(zip((f"d_{name}" for name in leaf), gradients))}
 
@@ -92,6 +97,22 @@ def assert_near(got, want, plain, limit=BF16):
     assert {name: (errors[name], allowed[name]) for name in want if not errors[name] <= allowed[name]} == {}
 
 
+def test_parameter_gradients_add_up_in_main_grad():
+    """On top of what is there, pass by pass, in fp32; autograd gets nothing to accumulate."""
+    lengths = PACKS["awkward"]
+    values, boundary = make(sum(lengths)), boundaries(lengths, "cuda")
+    want = mixer({name: value.float() for name, value in values.items()}, *boundary, reference=True)
+    leaf = {name: torch.nn.Parameter(values[name]) for name in LEAVES}
+    for name in LEAVES[1:]:
+        leaf[name].main_grad = torch.full_like(leaf[name], 3.0, dtype=torch.float32)
+    for _ in range(2):
+        layer(leaf, *boundary).backward(values["dy"])
+    assert all(leaf[name].grad is None for name in LEAVES[1:])
+    plain = mixer(values, *boundary, reference=True)
+    got = {f"d_{name}": (leaf[name].main_grad - 3) / 2 for name in LEAVES[1:]}
+    assert_near(got, {name: want[name] for name in got}, plain)
+
+
 def ssd_inputs(tokens, dtype):
     values = make(tokens, dtype)
     x, B, C = split_columns(values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS], (N, P), (G, S), (G, S))
@@ -100,11 +121,11 @@ def ssd_inputs(tokens, dtype):
 
 def ssd_results(inputs, values, seq_idx, cu_seqlens, backend="mamba_ssm"):
     leaf = {name: value.detach().requires_grad_() for name, value in inputs.items()}
-    parameters = [value.detach().requires_grad_() for value in (-values["A_log"].exp(), values["D"], values["dt_bias"])]
-    A, D, dt_bias = parameters
-    y = ssd(leaf["x"], leaf["dt"], A, leaf["B"], leaf["C"], D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK,
+    parameters = [value.detach().requires_grad_() for value in (values["A_log"], values["D"], values["dt_bias"])]
+    A_log, D, dt_bias = parameters
+    y = ssd(leaf["x"], leaf["dt"], A_log, leaf["B"], leaf["C"], D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK,
             backend=backend)  # fmt: skip
-    everything = {**leaf, "A": A, "D": D, "dt_bias": dt_bias}
+    everything = {**leaf, "A_log": A_log, "D": D, "dt_bias": dt_bias}
     gradients = torch.autograd.grad(y, everything.values(), values["dy"].view(y.shape).to(y.dtype))
     return {"y": y.detach(), **dict(zip((f"d_{name}" for name in everything), gradients))}
 
@@ -270,12 +291,12 @@ def test_offsets_beyond_32_bits_are_right():
     wide = torch.empty(tokens, 32_768, dtype=torch.bfloat16, device="cuda")
     heads, groups, state = 2, 1, 16
     x, B, C = split_columns(wide[:, : heads * P + 2 * state].normal_(), (heads, P), (groups, state), (groups, state))
-    dt, A = torch.randn(tokens, heads, device="cuda").bfloat16(), -torch.ones(heads, device="cuda")
+    dt, A_log = torch.randn(tokens, heads, device="cuda").bfloat16(), torch.zeros(heads, device="cuda")
     D, dt_bias = torch.zeros(heads, device="cuda"), -torch.ones(heads, device="cuda")
     assert tokens * x.stride(0) > offsets.OFFSET_LIMIT
     rest = (seq_idx, cu_seqlens)
-    y = ssd(x, dt, A, B, C, D, dt_bias, *rest, chunk_size=CHUNK, backend="mamba_ssm")
-    copies = (x.contiguous(), dt, A, B.contiguous(), C.contiguous(), D, dt_bias)
+    y = ssd(x, dt, A_log, B, C, D, dt_bias, *rest, chunk_size=CHUNK, backend="mamba_ssm")
+    copies = (x.contiguous(), dt, A_log, B.contiguous(), C.contiguous(), D, dt_bias)
     want = ssd(*copies, *rest, chunk_size=CHUNK, backend="mamba_ssm")
     assert torch.equal(y, want) and relative_error(y[-100:], torch.zeros_like(y[-100:]) + 1e-30) > 0
     x = wide[:, :128]
@@ -302,7 +323,7 @@ def test_the_fast_backends_are_chosen():
     x, B, C = split_columns(
         causal_conv1d(xBC, values["conv_weight"], values["conv_bias"], seq_idx), (N, P), (G, S), (G, S)
     )
-    y = ssd(x, dt, -values["A_log"].exp(), B, C, values["D"], values["dt_bias"], seq_idx, cu_seqlens, chunk_size=CHUNK)
+    y = ssd(x, dt, values["A_log"], B, C, values["D"], values["dt_bias"], seq_idx, cu_seqlens, chunk_size=CHUNK)
     gated_rms_norm(y.flatten(1), z, values["norm_weight"], 1e-5, group_size=INNER // G)
     for op in (SSD, CONV, GATED_NORM):
         chosen |= {backend.name for backend in op._chosen.values()}

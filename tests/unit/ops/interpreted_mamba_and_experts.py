@@ -22,37 +22,58 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def exact_sums(dt, A, bias, seq_idx):
+def exact_sums(dt, A_log, bias, seq_idx):
     """Steps and restarting sums in float64, (N, Q, L)."""
     padded = -dt.shape[0] % CHUNK
     step_QLN = pad(softplus(dt + bias), (0, 0, 0, padded)).view(-1, CHUNK, HEADS)
     seq_idx_QL = torch.cat([seq_idx, seq_idx[:, -1:].expand(1, padded)], 1).view(-1, CHUNK)
-    return step_QLN.permute(2, 0, 1), document_sum(step_QLN * A, seq_idx_QL).permute(2, 0, 1)
+    return step_QLN.permute(2, 0, 1), document_sum(step_QLN * -A_log.exp(), seq_idx_QL).permute(2, 0, 1)
+
+
+def partial_sums(step, count, seed=0):
+    """Gradients of everything the scan makes of the step sizes, each as ``count`` partial sums."""
+    heads, chunks, _ = step.shape
+    return {
+        "d_sum_XNQL": normal(count, *step.shape, seed=seed),
+        "d_last_sum_NQX": normal(heads, chunks, count + 2, seed=seed + 1)[..., :count],
+        "d_log_XNQL": normal(count, *step.shape, seed=seed + 2),
+        "d_reach_XNQL": normal(count, *step.shape, seed=seed + 3),
+        "d_step_XNQL": normal(count, *step.shape, seed=seed + 4),
+        "d_D_XXQN": normal(2, count + 2, chunks, heads, seed=seed + 5)[:, :count],
+    }
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
-def test_chunk_sum_and_its_adjoint(lengths):
+@pytest.mark.parametrize("has_main_grads", [(False, False, False), (True, True, True), (False, True, False)])
+def test_chunk_sum_and_its_adjoint(lengths, has_main_grads):
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
     dt = 4 * normal(tokens, HEADS + 5)[:, 3 : 3 + HEADS]  # a strided slice; steps from 1e-6 to 12
-    A, bias = -8 * torch.rand(HEADS), normal(HEADS, seed=1) - 3
-    wide = [value.double().requires_grad_() for value in (dt, A, bias)]
-    want_step, want_sum = exact_sums(*wide, seq_idx)
-    step, total = chunk_sum_forward(dt, A, bias, seq_idx, CHUNK)
+    A_log, bias, D = 2 * torch.rand(HEADS), normal(HEADS, seed=1) - 3, normal(HEADS, seed=2)
+    wide = [value.double().requires_grad_() for value in (dt, A_log, bias, D)]
+    want_step, want_sum = exact_sums(*wide[:3], seq_idx)
+    step, total = chunk_sum_forward(dt, A_log, bias, seq_idx, CHUNK)
     torch.testing.assert_close(step.double(), want_step, rtol=2e-6, atol=0)  # small steps keep their digits
     assert relative_error(total, want_sum) < 1e-6
 
-    d_sum, d_log, d_log_more, d_step = (normal(*step.shape, seed=seed) for seed in (2, 3, 4, 5))
-    d_last = normal(*step.shape[:2], seed=6)
     out = torch.full((tokens, HEADS + 2), 7.0)
+    parts = partial_sums(step, 1 + has_main_grads.count(True))
+    main_grads = tuple(torch.full((HEADS,), 5.0) if has else None for has in has_main_grads)
     got = chunk_sum_backward(
-        step, dt, A, bias, seq_idx, d_sum_NQL=d_sum, d_last_sum_NQ=d_last, d_log_NQL=d_log,
-        d_log_more_NQL=d_log_more, d_step_NQL=d_step, out_TN=out[:, 1 : 1 + HEADS],
-    )  # fmt: skip
-    logs = want_step * wide[1][:, None, None]
-    loss = (want_sum * d_sum).sum() + (want_sum[..., -1] * d_last).sum()
-    loss = loss + (logs * (d_log + d_log_more)).sum() + (want_step * d_step).sum()
-    for gradient, want in zip(got, torch.autograd.grad(loss, wide)):
-        assert relative_error(gradient, want) < 1e-6
+        step, dt, A_log, D, bias, seq_idx, **parts, out_TN=out[:, 1 : 1 + HEADS], main_grads=main_grads
+    )
+    d_sum, d_log, d_reach, d_step = (
+        parts[f"d_{name}_XNQL"].sum(0, dtype=torch.float64) for name in ("sum", "log", "reach", "step")
+    )
+    d_reach[..., 0] = 0
+    logs = want_step * -wide[1].exp()[:, None, None]
+    loss = (want_sum * d_sum).sum() + (want_sum[..., -1] * parts["d_last_sum_NQX"].sum(-1, dtype=torch.float64)).sum()
+    loss = loss + (logs * (d_log + d_reach.cumsum(-1))).sum() + (want_step * d_step).sum()
+    loss = loss + (wide[3] * parts["d_D_XXQN"].double()).sum()
+    want = torch.autograd.grad(loss, wide)
+    assert relative_error(got.dt_TN, want[0]) < 1e-6
+    for gradient, main_grad, expected in zip(got[1:], main_grads, (want[1], want[3], want[2])):
+        assert (gradient is None) == (main_grad is not None)
+        assert relative_error(gradient if main_grad is None else main_grad - 5, expected) < 1e-6
     assert (out[:, 0] == 7).all() and (out[:, -1] == 7).all()  # nothing beside its columns
 
 
@@ -61,14 +82,15 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
     lengths = PACKS["starts and ends inside chunks"]
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
     seq_idx = seq_idx if restarts else torch.zeros_like(seq_idx)
-    A, bias = -torch.rand(HEADS), normal(HEADS)
+    A_log, bias = torch.rand(HEADS) - 1, normal(HEADS)
 
     def run(inputs):
-        step, total = chunk_sum_forward(inputs["dt"], A, bias, seq_idx, CHUNK)
-        zeros = torch.zeros_like(step)
+        step, total = chunk_sum_forward(inputs["dt"], A_log, bias, seq_idx, CHUNK)
+        parts = {name: torch.zeros_like(value) for name, value in partial_sums(step, 1).items()}
+        parts["d_sum_XNQL"] = total[None]
         d_dt = chunk_sum_backward(
-            step, inputs["dt"], A, bias, seq_idx, d_sum_NQL=total, d_last_sum_NQ=zeros[..., 0].contiguous(),
-            d_log_NQL=zeros, d_log_more_NQL=zeros, d_step_NQL=zeros, out_TN=torch.empty_like(inputs["dt"]),
+            step, inputs["dt"], A_log, A_log, bias, seq_idx, **parts, out_TN=torch.empty_like(inputs["dt"]),
+            main_grads=(None, None, None),
         ).dt_TN  # fmt: skip
         return {"sum": total.flatten(1).t()[:tokens].clone(), "d_dt": d_dt}
 

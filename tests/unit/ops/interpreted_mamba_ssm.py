@@ -1,0 +1,118 @@
+"""The scan over mamba-ssm's kernels in Triton's interpreter, where the package is installed."""
+
+from contextlib import nullcontext
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from op_packs import PACKS, boundaries, leaks, relative_error
+
+from megatron_packed.ops.columns import GradientBuffer, split_columns
+from megatron_packed.ops.ssd import reference
+
+pytest.importorskip("mamba_ssm")
+
+N, P, G, S, CHUNK = 3, 16, 1, 32, 16
+MODULES = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing")
+NAMES = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
+
+
+@pytest.fixture
+def configuration():
+    return 1
+
+
+@pytest.fixture
+def backend(configuration, monkeypatch):
+    """Kernels with one tile size each (the interpreter cannot tune), room for more tiles, and memory full of NaN."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    for name in MODULES:
+        for kernel in vars(import_module(f"mamba_ssm.ops.triton.{name}")).values():
+            if hasattr(kernel, "configs"):
+                monkeypatch.setattr(kernel, "configs", [kernel.configs[configuration % len(kernel.configs)]])
+    from megatron_packed.ops.ssd import gradients, mamba_ssm
+
+    most_tiles = gradients._most_tiles
+    monkeypatch.setattr(gradients, "_most_tiles", lambda *arguments: most_tiles(*arguments) + 1)
+    monkeypatch.setattr(gradients, "_tuned", {})
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory
+    yield mamba_ssm
+    torch.use_deterministic_algorithms(False)
+
+
+def make(tokens):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "xBC": normal(tokens, N * P + 2 * G * S), "dt": normal(tokens, N), "A_log": torch.linspace(0, 2, N),
+        "D": normal(N), "dt_bias": normal(N) - 2,
+    }  # fmt: skip
+
+
+def results(module, values, lengths, passes=1):
+    """Output and gradients; those of the parameters in ``main_grad`` where the value has one."""
+    leaf = {name: value if value.requires_grad else value.clone().requires_grad_() for name, value in values.items()}
+    for _ in range(passes):
+        x, B, C = split_columns(leaf["xBC"], (N, P), (G, S), (G, S))
+        y = module.run(
+            x, leaf["dt"], leaf["A_log"], B, C, leaf["D"], leaf["dt_bias"], *boundaries(lengths), chunk_size=CHUNK
+        )
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+    return {"y": y.detach(), **{f"d_{name}": value.grad for name, value in leaf.items()}}
+
+
+@pytest.mark.parametrize(("configuration", "name"), [(0, "one document and a ragged end"), (1, "tail"), (5, "tail")])
+def test_the_scan_is_its_reference(backend, name):
+    lengths = PACKS[name]
+    values = make(sum(lengths))
+    want, tuning, got = (results(module, values, lengths) for module in (reference, backend, backend))
+    for key in want:
+        assert relative_error(got[key], want[key]) < 3e-6, key
+        assert torch.equal(got[key], tuning[key]), key  # with the tuner and without it
+
+
+def test_parameter_gradients_add_up_in_main_grad(backend):
+    lengths = [20, 13]
+    values = make(33)
+    want = results(reference, values, lengths)
+    for name in ("A_log", "D", "dt_bias"):
+        values[name] = torch.nn.Parameter(values[name])
+        values[name].main_grad = torch.full((N,), 3.0)
+    got = results(backend, values, lengths, passes=2)
+    for name in ("A_log", "D", "dt_bias"):
+        assert got[f"d_{name}"] is None
+        assert relative_error((values[name].main_grad - 3) / 2, want[f"d_{name}"]) < 3e-6, name
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_documents_do_not_touch_each_other_by_a_bit(backend, monkeypatch, restarts):
+    lengths = [5, 20, 7]
+    values = make(32)
+    true = backend.chunk_sum_forward
+    if not restarts:
+        monkeypatch.setattr(backend, "chunk_sum_forward", lambda dt, a, b, seq, size: true(dt, a, b, seq * 0, size))
+
+    def run(inputs):
+        found = results(backend, {**values, **inputs}, lengths)
+        return {name: found[name] for name in ("y", "d_xBC", "d_dt")}
+
+    leaked = leaks(run, {name: values[name] for name in ("xBC", "dt")}, lengths, victims=[0, 1])
+    assert (leaked == set()) is restarts
+
+
+def test_gradients_of_the_slices_share_a_buffer(backend, monkeypatch):
+    in_place, true = [], GradientBuffer.collect
+
+    def collect(self, gradients):
+        whole = self._whole
+        in_place.append(true(self, gradients) is whole)
+        return whole
+
+    monkeypatch.setattr(GradientBuffer, "collect", collect)
+    results(backend, make(20), [20])
+    assert in_place == [True]
