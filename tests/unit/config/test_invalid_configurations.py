@@ -5,7 +5,7 @@ import pytest
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse
 
-MOE = "--hybrid-layer-pattern ME --num-experts 4"
+MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 # (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of processes) -> options
 # with problems, each with a word of its rule or cure.
 INVALID = [
@@ -41,7 +41,7 @@ INVALID = [
     ("--norm-epsilon nan", {"--norm-epsilon": "finite"}),
     ("--hidden-dropout 1", {"--hidden-dropout": "< 1"}),
     ("--attention-dropout 0.1", {"--attention-dropout": "--hidden-dropout"}),
-    ("--hybrid-layer-pattern ME", {"--num-experts": "expert layers"}),
+    ("--hybrid-layer-pattern ME", {"--num-experts": "expert layers", "--hybrid-layer-pattern": "--disable-bias-linear"}),
     ("--num-experts 4", {"--num-experts": "no expert layer"}),
     (f"{MOE} --moe-router-topk 5", {"--moe-router-topk": "1 to 4"}),
     (f"{MOE} --moe-router-topk 1", {"--moe-router-topk": "--moe-router-pre-softmax"}),

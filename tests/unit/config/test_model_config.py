@@ -11,7 +11,9 @@ from megatron_packed.config.options import section_fields
 
 
 def test_sizes_that_are_not_given_follow_from_others() -> None:
-    model = ModelConfig(hybrid_layer_pattern="M*-E", hidden_size=512, num_attention_heads=8, num_experts=4)
+    model = ModelConfig(
+        hybrid_layer_pattern="M*-E", hidden_size=512, num_attention_heads=8, num_experts=4, add_bias_linear=False
+    )
     assert (model.ffn_hidden_size, model.moe_ffn_hidden_size) == (2048, 2048)
     assert (model.num_query_groups, model.head_dim) == (8, 64)
     assert (model.mamba_num_heads, model.d_inner, model.mamba_d_conv) == (16, 1024, 4)
@@ -23,6 +25,7 @@ def test_sizes_that_are_given_stay() -> None:
     model = ModelConfig(
         hybrid_layer_pattern="M*-E", hidden_size=500, num_attention_heads=8, kv_channels=32, num_query_groups=2,
         mamba_num_heads=24, mamba_head_dim=32, ffn_hidden_size=1000, num_experts=4, moe_ffn_hidden_size=96, swiglu=True,
+        add_bias_linear=False,
     )  # fmt: skip
     assert (model.head_dim, model.num_query_groups, model.d_inner) == (32, 2, 768)
     assert (model.ffn_hidden_size, model.moe_ffn_hidden_size, model.activation) == (1000, 96, "swiglu")
