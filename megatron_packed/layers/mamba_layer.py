@@ -25,5 +25,6 @@ class MambaLayer(nn.Module):
         self.mixer = MambaMixer(config, backends=backends, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        update_TD = self.mixer(self.norm(hidden_TD), packed)
-        return hidden_TD + F.dropout(update_TD, self.dropout, self.training)
+        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        update_TD = self.mixer(normed_TD, packed)
+        return residual_TD + F.dropout(update_TD, self.dropout, self.training)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
-from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm
+from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
 
 
 class Norm(nn.Module):
@@ -40,3 +40,9 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(x_TD, self.weight, self.eps, backend=self.backend)
         return layer_norm(x_TD, self.weight, self.bias, self.eps)
+
+    def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised x, and x for the residual connection: RMSNorm's backward then adds up both gradients."""
+        if self.bias is None:
+            return rms_norm_with_residual(x_TD, self.weight, self.eps, backend=self.backend)
+        return self(x_TD), x_TD

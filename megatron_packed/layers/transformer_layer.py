@@ -67,8 +67,9 @@ class TransformerLayer(nn.Module):
             )
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        update_TD = self.mixer(self.norm(hidden_TD), packed)
-        return hidden_TD + F.dropout(update_TD, self.dropout, self.training)
+        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        update_TD = self.mixer(normed_TD, packed)
+        return residual_TD + F.dropout(update_TD, self.dropout, self.training)
 
 
 class MoETransformerLayer(nn.Module):
@@ -83,6 +84,7 @@ class MoETransformerLayer(nn.Module):
         self.mixer = MoE(config, backends=backends, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        output: MoEOutput = self.mixer(self.norm(hidden_TD), packed)
+        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        output: MoEOutput = self.mixer(normed_TD, packed)
         update_TD = F.dropout(output.hidden_TD, self.dropout, self.training)
-        return output._replace(hidden_TD=hidden_TD + update_TD)
+        return output._replace(hidden_TD=residual_TD + update_TD)

@@ -52,24 +52,22 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto
     return y_TD
 
 
-def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto"
+def rms_norm_with_residual(
+    x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``residual + x`` and its ``rms_norm``, in one pass over memory.
+    """``rms_norm(x)``, and x itself for the residual connection around what follows.
+
+    A pre-norm layer ``x + f(norm(x))`` uses x twice, and autograd adds the two gradients in a pass of its own over
+    memory. Taken from here, the residual's gradient is added where the norm's is formed, and rounded once.
 
     Returns:
-        ``(normed, new_residual)``. The sum is rounded to the residual's dtype before it is normalised, exactly as
-        ``rms_norm(residual + x)`` would see it.
+        ``(normed, x)``.
     Raises:
-        ValueError: shapes or dtypes of x and residual differ, or the weight does not fit.
+        ValueError: the weight does not fit x.
     """
     _check(x_TD, weight_D)
-    if x_TD.shape != residual_TD.shape or x_TD.dtype != residual_TD.dtype:
-        raise ValueError(
-            f"x {x_TD.dtype} {tuple(x_TD.shape)} and residual {residual_TD.dtype} {tuple(residual_TD.shape)} differ."
-        )
     module = OP.select(_inputs(x_TD, weight_D), backend).load()
-    outputs: tuple[Tensor, Tensor] = module.run_add(x_TD, residual_TD, weight_D, eps)
+    outputs: tuple[Tensor, Tensor] = module.run_with_residual(x_TD, weight_D, eps)
     return outputs
 
 

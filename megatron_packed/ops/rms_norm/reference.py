@@ -18,6 +18,5 @@ def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (normed * weight_D.to(x.dtype)).to(x_TD.dtype)
 
 
-def run_add(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total_TD = residual_TD + x_TD
-    return run(total_TD, weight_D, eps), total_TD
+def run_with_residual(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return run(x_TD, weight_D, eps), x_TD

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""RMSNorm in one pass over memory each way, with the residual addition fused if asked.
+"""RMSNorm in one pass over memory each way; the gradient of the residual connection is added on the way if asked.
 
 Forward keeps 1/rms per row. Backward forms the input's gradient and, in the same pass, each program's share of the
 weight's gradient; a second small kernel adds the shares in a fixed order. No atomics: equal inputs give equal bits on
@@ -40,59 +40,55 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 
 def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    y_TD: Tensor = _RMSNorm.apply(x_TD, None, weight_D, eps)[0]
+    y_TD: Tensor = _RMSNorm.apply(x_TD, weight_D, eps, False)
     return y_TD
 
 
-def run_add(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor] = _RMSNorm.apply(x_TD, residual_TD, weight_D, eps)
+def run_with_residual(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = _RMSNorm.apply(x_TD, weight_D, eps, True)
     return outputs
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Forward: (normed, x + residual or None). Backward: both addends share one gradient."""
+    """Forward: normed, or (normed, x). Backward: the gradients of both meet in one kernel."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, with_residual: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x, weight = _rows(x_TD), weight_D.contiguous()
         tokens, features = x.shape
         y, rstd = torch.empty_like(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
-        residual = total = None
-        if residual_TD is not None:
-            residual, total = _rows(residual_TD), torch.empty_like(y)
         block_d, rows, warps = _block(features)
         if tokens:
             _forward_kernel[(triton.cdiv(tokens, rows),)](
-                x, residual, total, weight, y, rstd, tokens, eps,
-                x.stride(0), 0 if residual is None else residual.stride(0),
+                x, weight, y, rstd, tokens, eps, x.stride(0),
                 FEATURES=features, ROWS=rows, BLOCK_D=block_d, num_warps=warps,
             )  # fmt: skip
-        ctx.save_for_backward(x if total is None else total, weight, rstd)
+        ctx.save_for_backward(x, weight, rstd)
         ctx.shape, ctx.main_grad = x_TD.shape, getattr(weight_D, "main_grad", None)
-        return y.view(x_TD.shape), None if total is None else total.view(x_TD.shape)
+        y_TD = y.view(x_TD.shape)
+        return (y_TD, x_TD) if with_residual else y_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor, dtotal_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy_TD: Tensor, d_residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         tokens, features = x.shape
         dy = _rows(dy_TD)
-        dtotal = None if dtotal_TD is None else _rows(dtotal_TD)
+        d_residual = None if d_residual_TD is None else _rows(d_residual_TD)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         block_d, rows, warps = _block(features)
         programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
         shares = torch.empty(programs, features, dtype=torch.float32, device=x.device)
         _backward_kernel[(programs,)](
-            x, weight, rstd, dy, dtotal, dx, shares, tokens,
-            x.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0),
+            x, weight, rstd, dy, d_residual, dx, shares, tokens,
+            x.stride(0), dy.stride(0), 0 if d_residual is None else d_residual.stride(0),
             PROGRAM_ROWS=triton.cdiv(tokens, programs * rows) * rows, FEATURES=features, ROWS=rows, BLOCK_D=block_d,
             num_warps=min(32, 2 * warps),
         )  # fmt: skip
-        dweight = sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[2] else None
-        dx_TD = dx.view(ctx.shape)
-        return dx_TD, dx_TD if ctx.needs_input_grad[1] else None, dweight, None
+        dweight = sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
+        return dx.view(ctx.shape), dweight, None, None
 
 
 def _rows(x_TD: Tensor) -> Tensor:
@@ -116,15 +112,12 @@ def _programs(device: torch.device) -> int:
 @triton.jit
 def _forward_kernel(
     x_ptr,
-    residual_ptr,
-    total_ptr,
     weight_ptr,
     y_ptr,
     rstd_ptr,
     tokens,
     eps,
     x_stride,
-    residual_stride,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -133,13 +126,6 @@ def _forward_kernel(
     column = tl.arange(0, BLOCK_D)
     mask = (row < tokens)[:, None] & (column < FEATURES)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        x += tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row[:, None] * FEATURES + column[None, :], total, mask=mask)
-        x = total.to(tl.float32)  # normalise what the next layer sees
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / FEATURES + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < tokens)
     weight = tl.load(weight_ptr + column, mask=column < FEATURES, other=0.0).to(tl.float32)
@@ -153,13 +139,13 @@ def _backward_kernel(
     weight_ptr,
     rstd_ptr,
     dy_ptr,
-    dtotal_ptr,
+    d_residual_ptr,
     dx_ptr,
     shares_ptr,
     tokens,
     x_stride,
     dy_stride,
-    dtotal_stride,
+    d_residual_stride,
     PROGRAM_ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -181,8 +167,8 @@ def _backward_kernel(
         share += tl.sum(dy * normed, axis=0)
         d = dy * weight[None, :]
         dx = (d - normed * (tl.sum(d * normed, axis=1) / FEATURES)[:, None]) * rstd
-        if dtotal_ptr is not None:
-            dx += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], mask=mask, other=0.0).to(
+        if d_residual_ptr is not None:
+            dx += tl.load(d_residual_ptr + row[:, None] * d_residual_stride + column[None, :], mask=mask, other=0.0).to(
                 tl.float32
             )
         tl.store(dx_ptr + row[:, None] * FEATURES + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ import torch
 from gpu_checks import T, check_determinism, check_errors, check_isolation, check_no_sync, check_replay, step
 
 from megatron_packed.ops.activation.api import KINDS, activation
-from megatron_packed.ops.rms_norm.api import add_rms_norm, rms_norm
+from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 
 pytestmark = pytest.mark.gpu
 
@@ -38,18 +38,19 @@ def test_rms_norm(backend, features):
 
 @pytest.mark.parametrize("features", [1000, 4096])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_add_rms_norm(backend, features):
-    def kernel(x, residual, weight, backend=backend):
-        return add_rms_norm(x, residual, weight, 1e-5, backend=backend)
+def test_rms_norm_with_residual(backend, features):
+    def kernel(x, weight, backend=backend):
+        return rms_norm_with_residual(x, weight, 1e-5, backend=backend)
 
-    def plain(x, residual, weight):
-        total = x + residual
-        return plain_norm(total, weight), total
+    def plain(x, weight):
+        return plain_norm(x, weight), x * 1
 
-    values = [rows(features), rows(features, 2), rows(features, 1)[0]]
-    check_errors(kernel, lambda x, r, w: kernel(x, r, w, "reference"), plain, values, torch.bfloat16)
+    values = [rows(features), rows(features, 1)[0]]
+    check_errors(kernel, lambda x, w: kernel(x, w, "reference"), plain, values, torch.bfloat16)
     check_determinism(kernel, values, torch.bfloat16)
+    check_no_sync(kernel, values, torch.bfloat16)
     check_replay(kernel, values, torch.bfloat16, [lambda: None])
+    check_isolation(lambda x: kernel(x, values[1]), values[:1], slice(300, 301), torch.bfloat16)
 
 
 def test_rms_norm_adds_its_weight_gradient_into_main_grad():

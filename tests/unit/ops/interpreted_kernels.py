@@ -5,7 +5,7 @@ import torch
 
 from megatron_packed.ops.activation import api as activation_api
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
-from megatron_packed.ops.rms_norm.api import add_rms_norm, rms_norm
+from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 
 BACKENDS = ("reference", "triton")
@@ -61,12 +61,27 @@ def test_rms_norm(tokens, features):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_add_rms_norm_of_strided_rows():
-    wide = torch.randn(2, 6, 3, 40, requires_grad=True)
-    x, residual, weight = wide[:, :, 0], wide[:, :, 1], torch.rand(40, requires_grad=True)
-    for want, got in both(lambda backend: add_rms_norm(x, residual, weight, 1e-5, backend=backend), [wide, weight]):
+@pytest.mark.parametrize("shape", [(2, 6, 3, 40), (7, 3, 33)])
+def test_rms_norm_with_residual_of_strided_rows(shape):
+    wide, weight = torch.randn(shape, requires_grad=True), torch.rand(shape[-1], requires_grad=True)
+    x = wide.select(-2, 1)
+    for want, got in both(lambda backend: rms_norm_with_residual(x, weight, 1e-5, backend=backend), [wide, weight]):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_residuals_gradient_is_added_inside_the_kernel():
+    """One node makes both outputs, so autograd has one gradient of x to pass on, not two to add."""
+    x, weight = torch.randn(6, 40).bfloat16().requires_grad_(), torch.rand(40).bfloat16()
+    upstream = [torch.randn(6, 40).bfloat16() for _ in range(2)]
+    normed, residual = rms_norm_with_residual(x, weight, 1e-5, backend="triton")
+    assert normed.grad_fn is residual.grad_fn
+    assert residual.data_ptr() == x.data_ptr()
+    (got,) = torch.autograd.grad((normed, residual), x, upstream)
+    wide = x.detach().float().requires_grad_()
+    outputs = rms_norm_with_residual(wide, weight.float(), 1e-5, backend="reference")
+    (want,) = torch.autograd.grad(outputs, wide, [u.float() for u in upstream])
+    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)  # the interpreter cuts bits off
 
 
 def test_rms_norm_adds_into_main_grad():

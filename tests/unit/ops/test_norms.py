@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packed.ops.rms_norm.api import add_rms_norm, layer_norm, rms_norm
+from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
 
 
 def formula(x, weight, eps):
@@ -26,14 +26,14 @@ def test_rms_norm_is_its_formula(dtype):
         torch.testing.assert_close(grad, want_grad, rtol=2 * tolerance, atol=5 * tolerance)
 
 
-def test_add_rms_norm_is_a_sum_and_a_norm():
+def test_the_residual_is_x_and_its_gradient_counts():
     torch.manual_seed(0)
-    leaves = [torch.randn(5, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
-    weight = torch.rand(16, dtype=torch.bfloat16, requires_grad=True)
-    normed, total = add_rms_norm(*leaves, weight, 1e-5)
-    assert torch.equal(total, leaves[0] + leaves[1]) and torch.equal(normed, rms_norm(total, weight, 1e-5))
-    got = torch.autograd.grad((normed.float() * 2 + total.float()).sum(), [*leaves, weight])
-    assert torch.equal(got[0], got[1]) and got[0].abs().sum() > 0
+    x, weight = torch.randn(5, 16, requires_grad=True), torch.rand(16, requires_grad=True)
+    normed, residual = rms_norm_with_residual(x, weight, 1e-5)
+    assert torch.equal(residual, x) and torch.equal(normed, rms_norm(x, weight, 1e-5))
+    got = torch.autograd.grad((residual + normed.sin()).square().sum(), (x, weight))
+    want = torch.autograd.grad((x + rms_norm(x, weight, 1e-5).sin()).square().sum(), (x, weight))
+    torch.testing.assert_close(got, want)
 
 
 def test_rows_do_not_see_each_other():
@@ -56,5 +56,5 @@ def test_layer_norm_takes_fp32_weights_for_bf16_rows():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="last dimension"):
         rms_norm(torch.randn(4, 8), torch.rand(7), 1e-5)
-    with pytest.raises(ValueError, match="differ"):
-        add_rms_norm(torch.randn(4, 8), torch.randn(3, 8), torch.rand(8), 1e-5)
+    with pytest.raises(ValueError, match="last dimension"):
+        rms_norm_with_residual(torch.randn(4, 8), torch.rand(7), 1e-5)
