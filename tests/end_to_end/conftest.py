@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from runs import Data, in_folder, run, tiny_options
-
-LAST = 22
-"""Iterations of the runs below."""
+from runs import LAST, Data, in_folder, run, tiny_options
 
 
 @pytest.fixture(scope="session")

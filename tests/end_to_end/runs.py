@@ -83,6 +83,9 @@ TINY_RUN: dict[str, Any] = {
     "lr_warmup_iters": 2, "device": "cpu", "no_isolation_self_test": True,
 }  # fmt: skip
 
+LAST = 22
+"""Iterations of the run that is compared with interrupted ones."""
+
 
 def tiny_options(data: Data, **changes: Any) -> dict[str, Any]:
     """Options of a run by their Python names; None leaves one out."""

@@ -39,17 +39,33 @@ def copy(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "copy")
 
 
+def wrong(data: Data, folder: Path) -> dict[str, Any]:
+    return tiny_options(
+        data, hidden_size=33, lr="abc", train_data_path=folder / "absent.jsonl", sequence_lenght=8, save=folder / "new"
+    )
+
+
+def assert_reported_once(console: str) -> None:
+    assert console.count("problems in the configuration; nothing was started.") == 1, console
+    for words in ("--hidden-size 33", "--lr 'abc'", "absent.jsonl", "--sequence-lenght 8", "--train-iters\n"):
+        assert console.count(words) == 1, (words, console)
+    assert 'pretrain_hybrid.py", line' not in console and "megatron_packed/" not in console
+
+
+def test_a_wrong_command_line(data: Data, tmp_path: Path) -> None:
+    """All problems at once, from rank 0 alone; nothing is made."""
+    finished = run(wrong(data, tmp_path), tmp_path, 2)
+    assert finished.exit_code == USAGE
+    assert_reported_once(finished.console)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_wrong_command_line_under_torchrun(data: Data, tmp_path: Path) -> None:
-    """All problems at once, from rank 0 alone; the launcher reports the script's own code and nothing of ours."""
-    options = tiny_options(data, hidden_size=33, lr="abc", train_data_path=tmp_path / "absent.jsonl", sequence_lenght=8)
-    console = torchrun(options, tmp_path, 2)
+    """The launcher, which kills the rest when one has ended, finds the code and the words of rank 0."""
+    console = torchrun(wrong(data, tmp_path), tmp_path, 2)
     root_cause = console.partition("Root Cause")[2]
     assert re.search(r"rank +: 0 ", root_cause) and re.search(r"exitcode +: 2 ", root_cause), console
-    for words in ("--hidden-size 33", "--lr 'abc'", "absent.jsonl", "--sequence-lenght 8", "--train-iters"):
-        assert words in console, (words, console)
-    assert console.count("problems in the configuration; nothing was started.") == 1
-    assert console.count("absent.jsonl") == 1
-    assert 'pretrain_hybrid.py", line' not in console and "megatron_packed/" not in console
+    assert_reported_once(console)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LAST
 from faults import hide_package
 
-from runs import Data, in_folder, run, steps, tiny_options
+from runs import LAST, Data, in_folder, run, steps, tiny_options
 
 USAGE = 2
 SLOTS = 4 * 128

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LAST
 
-from runs import Data, final_state, in_folder, losses, run, steps, tiny_options
+from runs import LAST, Data, final_state, in_folder, losses, run, steps, tiny_options
 
 GOLDEN = [
     5.573924, 5.559096, 5.42179, 5.297947, 5.179139, 5.047776, 4.95333, 4.843734, 4.730845, 4.623879, 4.517558,

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LAST
 from faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
 
-from runs import Run, assert_same_state, final_state, in_folder, run, start, steps
+from runs import LAST, Run, assert_same_state, final_state, in_folder, run, start, steps
 
 KILLED = -9
 SEED = 20
