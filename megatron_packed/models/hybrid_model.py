@@ -74,7 +74,7 @@ class HybridModel(nn.Module):
         seed: of the initial values.
         backends: which implementation of each op, by op name; the fastest that fits where not named.
     Raises:
-        ValueError: a layout that is not built, or biases together with E layers.
+        ValueError: a layout that is not built.
     """
 
     def __init__(

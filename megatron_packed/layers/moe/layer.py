@@ -49,16 +49,12 @@ class MoE(nn.Module):
 
     Args:
         config: sizes and routing options; experts have no biases.
-    Raises:
-        ValueError: linear biases are on.
     """
 
     def __init__(
         self, config: ModelConfig, *, backends: Backends, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        if config.add_bias_linear:
-            raise ValueError("E layers have no biases, but add_bias_linear is on; pass --disable-bias-linear.")
         options = {"kind": config.activation, "backends": backends, "device": device, "dtype": dtype}
         self.router = Router(config, device=device)
         self.dispatcher = LocalDispatcher(self.router.num_experts, backends)

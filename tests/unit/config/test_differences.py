@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from megatron_packed.config.environment import DETERMINISTIC, FASTEST
 from megatron_packed.config.differences import differences, differences_table
+from megatron_packed.config.environment import DETERMINISTIC, FASTEST
 from megatron_packed.config.registry import known_flags, spellings
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()

@@ -41,7 +41,7 @@ INVALID = [
     ("--norm-epsilon nan", {"--norm-epsilon": "finite"}),
     ("--hidden-dropout 1", {"--hidden-dropout": "< 1"}),
     ("--attention-dropout 0.1", {"--attention-dropout": "--hidden-dropout"}),
-    ("--hybrid-layer-pattern ME", {"--num-experts": "expert layers", "--hybrid-layer-pattern": "--disable-bias-linear"}),
+    ("--hybrid-layer-pattern ME", {"--num-experts": "expert layers", "--hybrid-layer-pattern": "disable-bias-linear"}),
     ("--num-experts 4", {"--num-experts": "no expert layer"}),
     (f"{MOE} --moe-router-topk 5", {"--moe-router-topk": "1 to 4"}),
     (f"{MOE} --moe-router-topk 1", {"--moe-router-topk": "--moe-router-pre-softmax"}),

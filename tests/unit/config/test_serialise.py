@@ -13,7 +13,8 @@ from megatron_packed.config.print_config import config_yaml
 from megatron_packed.config.serialise import from_dict, model_differences, model_hash, section_to_dict, to_dict
 
 MODEL = {
-    "hybrid_layer_pattern": "M*-E", "hidden_size": 256, "num_attention_heads": 4, "num_experts": 4, "add_bias_linear": False,
+    "hybrid_layer_pattern": "M*-E", "hidden_size": 256, "num_attention_heads": 4, "num_experts": 4,
+    "add_bias_linear": False,
 }  # fmt: skip
 EXTRA = ["--hybrid-layer-pattern", "*-ME", "--num-experts", "8", "--lr-warmup-fraction", "0.1", "--adam-eps", "1e-15",
          "--bf16", "--disable-bias-linear", "--log-jsonl", "a: b #c.jsonl", "--train-iters", "30"]  # fmt: skip

@@ -194,10 +194,7 @@ def test_a_forced_backend_reaches_its_op():
             model(batch)
 
 
-def test_refusals():
-    config = cases.tiny_config("E", add_bias_linear=True)
-    with pytest.raises(ValueError, match="--disable-bias-linear"):
-        HybridModel(config, vocab_size=10, max_positions=8)
+def test_layouts_that_are_not_built_are_refused():
     groups = ParallelGroups(device=torch.device("cpu"), tp_size=2)
     with pytest.raises(ValueError, match="tp_size is 2"):
         HybridModel(cases.tiny_config("M"), vocab_size=10, max_positions=8, groups=groups)
