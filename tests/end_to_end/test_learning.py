@@ -1,7 +1,7 @@
 """A small model learns: dialogues by their answers, documents of very unequal lengths by all their tokens.
 
-The bound of the validation loss lies a little above what was reached (the comment beside it) and far below the entropy
-of the target tokens, which is what a model without any context can reach.
+The bounds of the validation loss lie around what was reached (the comment beside them): above, too little was learned;
+below is no success either, since names, numbers and invented words cannot be guessed unless targets leak.
 """
 
 import math
@@ -33,16 +33,16 @@ WINDOW = 15
 class Case(NamedTuple):
     make: Callable[[Path], Sample]
     options: dict[str, Any]
-    bound: float
+    bounds: tuple[float, float]
     """Of the validation loss at the end, in nats per target token."""
 
 
 SFT, TEXT = {"sft": True}, {"overlong_policy": "split"}
 CASES = {
-    "dialogues": Case(dialogues, SFT, 0.65),  # 0.52
-    "documents": Case(documents, TEXT, 2.82),  # 2.71
-    "real dialogues": Case(real_dialogues, SFT, 3.75),  # 3.59
-    "real documents": Case(real_documents, TEXT, 4.45),  # 4.33
+    "dialogues": Case(dialogues, SFT, (0.40, 0.65)),  # 0.52
+    "documents": Case(documents, TEXT, (2.55, 2.82)),  # 2.71
+    "real dialogues": Case(real_dialogues, SFT, (3.40, 3.75)),  # 3.59
+    "real documents": Case(real_documents, TEXT, (4.15, 4.45)),  # 4.33
 }
 
 
@@ -77,5 +77,5 @@ def test_a_small_model_learns(name: str, tmp_path: Path) -> None:
     print(f"{name}: losses {losses[0]:.3f} -> {losses[-1]:.3f}, validations {validations}")
     assert len(losses) == TRAINING["train_iters"] and spikes(losses) == []
     assert losses[0] > 0.95 * math.log(TRAINING["tokenizer_vocab_size"])  # it knows nothing at first
-    assert validations[-1] < case.bound
+    assert case.bounds[0] < validations[-1] < case.bounds[1]
     assert validations[-1] < validations[0]

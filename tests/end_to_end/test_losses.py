@@ -14,8 +14,9 @@ GOLDEN = [
 """Loss of every step. A refactoring leaves them as they are. When a deliberate change moves them, the failing test
 prints the new ones: paste them here, and say in CHANGELOG.md what moved them."""
 GOLDEN_VALIDATION = [4.435312, 4.062108]
-TOLERANCE = 2e-5
-"""Relative: between processors and versions of torch float32 sums differ; what a real change moves is larger."""
+TOLERANCE = 3e-6
+"""Relative: float32 sums differ by 1e-7 between numbers of processes and between torch 2.11 and 2.13; a rotary base of
+20,000 in place of 10,000 moves a loss by 4.5e-6."""
 
 
 @pytest.fixture(scope="module")
