@@ -1,6 +1,6 @@
 """Puts real documents and a tokenizer trained on them into one file, for `train_real.py` on a machine without either.
 
-    python benchmarks/prepare_real.py runs/real.tar --set NAME TRAIN [VALID] [--set ...]
+    python benchmarks/prepare_real.py runs/real.zip --set NAME TRAIN [VALID] [--set ...]
 
 TRAIN and VALID are JSONL(.gz) as `pretrain_hybrid.py` reads them. Without VALID every 20th line of TRAIN is held out.
 Each set becomes ``NAME/train.jsonl.gz``, ``NAME/valid.jsonl.gz`` and ``NAME/tokenizer/``.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,9 +39,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, *files in arguments.sets:
             prepare(Path(folder) / name, [Path(file) for file in files], arguments.vocab_size)
-        with tarfile.open(arguments.output, "w") as archive:
-            for name, *_ in arguments.sets:
-                archive.add(Path(folder) / name, arcname=name)
+        with zipfile.ZipFile(arguments.output, "w") as archive:
+            for path in sorted(Path(folder).rglob("*")):
+                archive.write(path, path.relative_to(folder))
     megabytes = arguments.output.stat().st_size / 1e6
     print(f"{arguments.output}: {megabytes:.1f} MB")
     if megabytes > LIMIT_MB:

@@ -1,6 +1,6 @@
 """Trains a 100 M-class hybrid model on real documents with `pretrain_hybrid.py`, and checks the curve.
 
-    python benchmarks/train_real.py runs/real.tar [SET ...]
+    python benchmarks/train_real.py runs/real.zip [SET ...]
 
 The archive comes from `prepare_real.py`. Each set is trained for 200 steps in a process of its own, by the command that
 a user would type; its log is what is judged. Checked: the last validation loss lies below the set's bound and below the
@@ -15,9 +15,9 @@ import re
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,8 @@ def main() -> None:
     judged = on_gpu and not arguments.quick
     results, problems = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(arguments.archive) as archive:
-            archive.extractall(folder, filter="data")
+        with zipfile.ZipFile(arguments.archive) as archive:
+            archive.extractall(folder)
         for name in arguments.sets or sorted(path.name for path in Path(folder).iterdir()):
             results[name] = train(name, Path(folder) / name, options)
             problems += problems_of(name, results[name], VALID_BOUNDS.get(name) if judged else None)
