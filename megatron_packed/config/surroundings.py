@@ -162,9 +162,8 @@ def _output_file(path: str) -> tuple[str, str] | None:
 
 
 def _parent_problem(place: Path) -> tuple[str, str] | None:
-    parent = place.absolute().parent
-    if not parent.exists():
-        return f"cannot be made: {parent} does not exist", f"mkdir -p {parent}"
+    """Directories that are missing are made when something is written; the first that exists must allow it."""
+    parent = next(parent for parent in place.absolute().parents if parent.exists())
     if not parent.is_dir():
         return f"cannot be made: {parent} is a file", "choose another path"
     if not os.access(parent, os.W_OK | os.X_OK):

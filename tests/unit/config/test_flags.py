@@ -230,3 +230,8 @@ def test_every_accepted_flag_has_the_type_of_its_field(right) -> None:
     assert spellings()["--num-experts"].field.kind.optional
     assert spellings()["--disable-bias-linear"].sets is False
     assert spellings()["--hybrid-override-pattern"].deprecated
+
+
+def test_directories_that_are_missing_will_be_made(right) -> None:
+    argv = [*(part for pair in right.items() for part in pair), "--save", "a/b/c", "--log-jsonl", "d/e/log.jsonl"]
+    assert parse(argv).checkpoint.save == "a/b/c"
