@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Tests and benchmarks on a GPU machine, in steps with a time limit each; whatever they wrote is collected at the end.
+#
+#     bash benchmarks/gpu.sh tests model rope ...        (steps: see below; LIMIT_<step>=seconds changes a limit)
+#
+# Logs and result files go to $OUT (default runs/gpu). Compiled kernels are kept in runs/gpu_cache; they are packed into
+# $OUT/gpu_cache.tar.xz, and runs/gpu_cache.tar.xz is unpacked at the start, so that a fresh machine need not compile again.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${OUT:-runs/gpu}
+mkdir -p "$out" runs/gpu_cache
+[ -e runs/gpu_cache.tar.xz ] && [ -z "$(ls runs/gpu_cache)" ] && tar xJf runs/gpu_cache.tar.xz -C runs/gpu_cache
+export TRITON_CACHE_DIR=$PWD/runs/gpu_cache/triton TORCHINDUCTOR_CACHE_DIR=$PWD/runs/gpu_cache/inductor
+export TRITON_CACHE_AUTOTUNING=1 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$PWD/runs/gpu_cache/flash_attn_4
+export PYTHONPATH=$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+step() {  # name, seconds, command: the log in full, its end on the console
+  local name=$1 limit=LIMIT_$1 begin=$SECONDS
+  limit=${!limit:-$2}
+  shift 2
+  timeout "$limit" "$@" > "$out/$name.log" 2>&1
+  local code=$?
+  echo "=== $name: exit code $code after $((SECONDS - begin)) s"
+  grep -v -i warn "$out/$name.log" | tail -n 14 | cut -c1-260
+}
+
+for name in "${@:?which steps?}"; do
+  case $name in
+    tests) step tests 400 python3 -m pytest tests/gpu -v -p no:cacheprovider --durations=5 ;;
+    interpreter) step interpreter 200 python3 -m pytest tests/unit/ops/test_triton_interpreter.py -p no:cacheprovider ;;
+    cpu) step cpu 500 python3 -m pytest tests -p no:cacheprovider -x ;;
+    ops) step ops 250 python3 benchmarks/op_backends.py ;;
+    shard8b) step shard8b 300 python3 benchmarks/model_step.py shard8b ;;
+    model) step model 400 python3 benchmarks/model_step.py ;;
+    metadata) step metadata 150 python3 benchmarks/metadata_sync.py ;;
+    rope) step rope 100 python3 benchmarks/rope_bench.py ;;
+    padded) step padded 150 python3 benchmarks/packed_vs_padded.py ;;
+    cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;
+    real) step real 300 python3 benchmarks/train_real.py runs/real.zip ;;
+    quickstart)
+      [ -e runs/quickstart/data/valid.jsonl ] || python3 examples/quickstart/stdlib_qa.py runs/quickstart/data > "$out/data.log"
+      step quickstart 200 torchrun --nproc_per_node 1 pretrain_hybrid.py @examples/quickstart/sft.args --bf16
+      cp runs/quickstart/log.jsonl "$out/quickstart.jsonl" ;;
+    *) echo "no step $name" >&2; exit 2 ;;
+  esac
+done
+cp benchmarks/results/*.json "$out"
+tar cJf "$out/gpu_cache.tar.xz" -C runs/gpu_cache . && du -h "$out/gpu_cache.tar.xz"
