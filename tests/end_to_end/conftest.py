@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from runs import LAST, Data, in_folder, run, tiny_options
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from faults import full_disk, out_of_memory, poison_forward, unreadable_data
+from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
 
 from megatron_packed.checkpoint.load import find_checkpoints
-from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
 
 DONE, USAGE, DATA, CHECKPOINT, OUT_OF_MEMORY = 0, 2, 3, 4, 22
 

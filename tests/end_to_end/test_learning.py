@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from samples import REAL_DATA, Sample, dialogues, documents, real_dialogues, real_documents
-
 from runs import run, steps
+from samples import REAL_DATA, Sample, dialogues, documents, real_dialogues, real_documents
 
 MODEL: dict[str, Any] = {
     "hybrid_layer_pattern": "M*-E", "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,

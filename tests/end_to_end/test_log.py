@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from faults import hide_package
-
 from runs import LAST, Data, in_folder, run, steps, tiny_options
 
 USAGE = 2

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from runs import LAST, Data, final_state, in_folder, losses, run, steps, tiny_options
 
 GOLDEN = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from faults import forget_step, poison_forward
-
 from runs import assert_same_tensors, final_state, in_folder, run, steps
 
 DONE, NONFINITE = 0, 20

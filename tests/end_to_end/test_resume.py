@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
-
 from runs import LAST, Run, assert_same_state, final_state, in_folder, run, start, steps
 
 KILLED = -9

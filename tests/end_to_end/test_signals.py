@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from faults import as_if_begun_earlier, impatience, signal_all, signal_at, signal_in_save
+from runs import LAST, Data, assert_same_state, in_folder, losses, run, start_torchrun, steps, tiny_options
 
 from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.data.loader import Loader
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.trainer import Trainer
-from runs import LAST, Data, assert_same_state, in_folder, losses, run, start_torchrun, steps, tiny_options
 
 PREEMPTED = 75
 STOPPED = "Stopped on request. Run the same command again to go on."
