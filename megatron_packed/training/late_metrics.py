@@ -11,6 +11,7 @@ written again only after it was read.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +22,8 @@ Facts = TypeVar("Facts")
 _POLL_SECONDS = 20e-6
 
 
-class Arrived(NamedTuple, Generic[Facts]):
+@dataclass(frozen=True)
+class Arrived(Generic[Facts]):  # Python 3.10 has no generic NamedTuple
     """A step whose values have reached the host."""
 
     facts: Facts
