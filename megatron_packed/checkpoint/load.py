@@ -3,8 +3,8 @@
 [Note: load protocol]
  1. rank 0 scans; its list of candidates, newest first, is everybody's. Directories without a valid manifest, and a hint
     that does not fit, are reported
- 2. all ranks read the manifest and compare its hash, then what they want with what it holds. A difference in names,
-    shapes or dtypes is an error at once: an older checkpoint would differ, too
+ 2. all ranks read the manifest and compare its hash, then what they want with what it holds. Metadata that the caller
+    refuses and a difference in names, shapes or dtypes are errors at once: an older checkpoint would differ, too
  3. the files are shared out; each rank reads and checks its share: size, header, every block, finite values
  4. only if all ranks are content, each copies the ranges it wants into its tensors, checking the blocks again
 A candidate that fails in 2 (a bad manifest), 3 or 4 is rejected by all with a loud line, and the next is tried. Step 4
@@ -103,6 +103,7 @@ def load_checkpoint(
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     check_finite: bool = True,
+    accept: Callable[[dict[str, Json]], str | None] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> LoadedCheckpoint:
     """Fill ``wanted`` from the newest good checkpoint; a collective of all ranks, any number of them.
@@ -114,10 +115,12 @@ def load_checkpoint(
         allow_missing: prefixes of names that may be absent (``("",)`` allows all).
         allow_extra: prefixes of names that may be in the checkpoint though no rank wants them.
         check_finite: refuse checkpoints with NaN or infinities.
+        accept: asked on every rank with the metadata, before tensors are compared; a sentence refuses the checkpoint.
         warn: receives a line per rejected checkpoint, on rank 0; standard error if ``None``.
     Raises:
         NoCheckpointError: there is no checkpoint at all.
-        CheckpointMismatchError: a sound checkpoint does not hold what is wanted; nothing was written.
+        CheckpointMismatchError: a sound checkpoint does not hold what is wanted, or was not accepted; nothing was
+            written.
         CheckpointError: there are checkpoints, but none is sound. All errors are raised on all ranks.
     """
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
@@ -133,7 +136,7 @@ def load_checkpoint(
         raise NoCheckpointError(f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none")
     for name in listed["names"]:
         load = _Load(ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite)
-        reason = load.run(allow_missing, allow_extra)
+        reason = load.run(allow_missing, allow_extra, accept)
         if reason is None:
             return load.loaded(tuple(problems))
         problems.append(reason)
@@ -197,11 +200,19 @@ class _Load:
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
-    def run(self, allow_missing: Sequence[str], allow_extra: Sequence[str]) -> str | None:
+    def run(
+        self,
+        allow_missing: Sequence[str],
+        allow_extra: Sequence[str],
+        accept: Callable[[dict[str, Json]], str | None] | None = None,
+    ) -> str | None:
         """Fill the wanted tensors, or say what is wrong with this checkpoint; raises where the wish is wrong."""
         problem = _first_problem(self.ranks.try_all(self._read_manifest), same=True)
         if problem is not None:
             return problem
+        refusal = accept(self._manifest.metadata) if accept is not None else None
+        if refusal is not None:  # of the same manifest on all ranks, so all are here
+            raise CheckpointMismatchError(refusal, path=self.directory)
         self._match(allow_missing, allow_extra)
         outcomes = self.ranks.try_all(self._verify)
         problem = _first_problem(outcomes)

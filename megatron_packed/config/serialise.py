@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.options import Section, section_fields, unchecked
+from megatron_packed.config.options import Field, Section, section_fields, unchecked
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
 from megatron_packed.config.suggest import did_you_mean, nearest
 
@@ -73,9 +73,15 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
         before, now = getattr(kept, name), getattr(model, name)
         before = derived.get(name) if before is None else before
         if before != now and not about.option.training_only:
-            found.append(Problem(about.flag, str(now), f"the checkpoint was made with {before}",
+            found.append(Problem(about.flag, _as_given(about, now),
+                                 f"the checkpoint was made with {_as_given(about, before)}",
                                  "give the checkpoint's value, or load another checkpoint"))
     return found
+
+
+def _as_given(about: Field, value: object) -> str:
+    """A value as its flag means it: a switch is on or off, ``--disable-bias-linear`` the other way round."""
+    return ("on" if value != about.option.negated else "off") if isinstance(value, bool) else str(value)
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:

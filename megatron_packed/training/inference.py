@@ -9,7 +9,7 @@ from megatron_packed.checkpoint.state import whole_tensors
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build import build_model
-from megatron_packed.training.state import model_tensors
+from megatron_packed.training.state import model_refusal, model_tensors
 
 
 def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = "cpu") -> HybridModel:
@@ -27,5 +27,6 @@ def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = 
         whole_tensors(model_tensors(model)),
         step=config.checkpoint.ckpt_step,
         allow_extra=("optimizer/", "rng/"),
+        accept=lambda metadata: model_refusal(metadata, config.model),
     )
     return model.eval()

@@ -34,7 +34,7 @@ from megatron_packed.training.console import Console
 from megatron_packed.training.data import RunData, build_data
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
-from megatron_packed.training.state import RunState
+from megatron_packed.training.state import RunState, model_refusal
 from megatron_packed.training.trainer import EXIT_DONE, EXIT_NONFINITE, Trainer
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
 
@@ -154,6 +154,9 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         return
     what = "weights of" if options.finetune else "resuming from"
     console.say(f"{what} {loaded.path} (iteration {loaded.step})")
+    refusal = model_refusal(loaded.metadata, config.model)
+    if refusal is not None:  # only --finetune comes this far
+        console.warn(f"{loaded.path} {refusal}; --finetune takes its weights as they are.")
 
 
 def _describe(

@@ -8,6 +8,7 @@ JSON: the position in the data, the plan it is a position in, random states that
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from megatron_packed.checkpoint.ranks import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.state import split_replicated, whole_tensors
 from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.serialise import model_differences
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.models.hybrid_model import HybridModel
@@ -56,6 +59,15 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
         for name, view in optimizer.state_shards().items()
         if name not in own_master
     }
+
+
+def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
+    """Why weights with this metadata do not belong to ``model``; shapes alone would not tell an activation."""
+    found = model_differences(metadata["config"]["model"], model)
+    if not found:
+        return None
+    differences = "; ".join(f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found)
+    return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint"
 
 
 class RunState:
@@ -126,8 +138,9 @@ class RunState:
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
         """Restores the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
 
-        With ``finetune`` only the model's tensors are taken and the run starts at iteration 0. A checkpoint written by
-        another number of ranks restores all but the random states, which start from the seed.
+        With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run starts at iteration 0:
+        what the weights mean is the caller's word (a larger ``rotary_base`` for longer documents). A checkpoint
+        written by another number of ranks restores all but the random states, which start from the seed.
 
         Raises:
             NoCheckpointError: there is none.
@@ -148,6 +161,7 @@ class RunState:
             step=options.ckpt_step,
             allow_missing=("rng/",),
             allow_extra=("",) if options.finetune else ("rng/",),
+            accept=None if options.finetune else lambda metadata: model_refusal(metadata, self.model.config),
         )
         if options.finetune:
             self.optimizer.reset_masters()

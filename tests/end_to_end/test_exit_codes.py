@@ -178,6 +178,21 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     assert (copy / "log.jsonl").read_bytes() == lines
 
 
+def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
+    """Also one whose tensors have the same shapes: told by option, on one rank, and nothing is changed."""
+    options = tiny_options(data, train_iters=6, **in_folder(copy)) | {"squared_relu": None, "rotary_base": 5e4}
+    lines = (copy / "log.jsonl").read_bytes()
+    finished = run(options, copy, 2)
+    assert_ends(finished, CHECKPOINT, "belongs to another model: --squared-relu is off, and the checkpoint was", copy)
+    assert "--rotary-base is 50000.0, and the checkpoint was made with 10000.0" in finished.console
+    assert (copy / "log.jsonl").read_bytes() == lines
+    wider = run({**options, "hidden_size": 64}, copy)
+    assert_ends(wider, CHECKPOINT, "--hidden-size is 64, and the checkpoint was made with 32", copy)
+    anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
+    assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
+    assert "--squared-relu is off" in anew.console and "takes its weights as they are" in anew.console
+
+
 def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path: Path) -> None:
     """Its first step is 1, on other data; before it, weights and expert biases are the checkpoint's, the rest is new.
 

@@ -9,6 +9,7 @@ import pytest
 from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.flags import parse
+from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.tokenizer import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.generate import generate
@@ -45,7 +46,8 @@ def save_checkpoint(run_flags, seed):
     config = parse([*run_flags, "--seed", str(seed)])
     groups = ParallelGroups.single()
     job = build_job(config, groups, ByteTokenizer.vocab_size)
-    RunState(job.model, job.optimizer, groups, plan_hash="", config={}, model_hash="").save(config.checkpoint)
+    state = RunState(job.model, job.optimizer, groups, plan_hash="", config=to_dict(config), model_hash="")
+    state.save(config.checkpoint)
     return job.model
 
 
@@ -105,11 +107,19 @@ def test_generate_without_a_checkpoint(run_flags, capsys):
 
 
 def test_generate_refuses_what_the_rotary_tables_do_not_reach(run_flags, capsys):
-    save_checkpoint(run_flags, seed=7)
-    rope = [*run_flags, "--position-embedding-type", "rope", "--prompt", "the"]
-    assert exit_code(["generate", *rope, "--max-new-tokens", 61]) == 0
-    assert exit_code(["generate", *rope, "--max-new-tokens", 62]) == 2
+    rope = [*run_flags, "--position-embedding-type", "rope"]
+    save_checkpoint(rope, seed=7)
+    assert exit_code(["generate", *rope, "--prompt", "the", "--max-new-tokens", 61]) == 0
+    assert exit_code(["generate", *rope, "--prompt", "the", "--max-new-tokens", 62]) == 2
     assert "64 positions" in capsys.readouterr().err
+
+
+def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys):
+    save_checkpoint(run_flags, seed=7)
+    assert exit_code(["generate", *run_flags, "--squared-relu", "--norm-epsilon", 1e-6, "--prompt", "a"]) == 4
+    problem = capsys.readouterr().err
+    assert "--squared-relu is on, and the checkpoint was made with off" in problem
+    assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
 
 
 def test_report(tmp_path, capsys):

@@ -87,5 +87,9 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
     (problem,) = model_differences(stored, wider)
     assert (problem.option, problem.value) == ("--ffn-hidden-size", "512")
     assert "1024" in problem.rule
+    assert not model.add_bias_linear
+    (problem,) = model_differences({**stored, "add_bias_linear": True}, model)
+    assert (problem.option, problem.value) == ("--disable-bias-linear", "on")  # told as the flag means it
+    assert problem.rule == "the checkpoint was made with off"
     older = {name: value for name, value in stored.items() if name not in ("kv_channels", "rotary_base")}
     assert model_differences(older, model) == []
