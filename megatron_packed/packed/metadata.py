@@ -50,8 +50,8 @@ def check_pack(lengths: NDArray[np.int64], total_tokens: int, capacity: int | No
             f"total_tokens ({total_tokens}) must lie between 1 and {MAX_TOTAL_TOKENS}, since offsets are int32; "
             "choose a smaller seq_length or micro_batch_size."
         )
-    if lengths.size and lengths.min() < 1:
-        at = int(lengths.argmin())
+    if lengths.size and np.min(lengths) < 1:
+        at = int(np.argmin(lengths))
         raise ValueError(f"document {at} has length {lengths[at]}; every document needs 1 token or more, leave it out.")
     num_tokens = int(lengths.sum())
     if num_tokens > total_tokens:
