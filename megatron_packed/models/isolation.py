@@ -23,12 +23,15 @@ from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, 
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB = 64
 HIDDEN = 64
 BLOCK = 128
 """Packs are a multiple of this, as kernels with block tables want them."""
+CHUNKS_TO_TUNE = 64
+"""Enough, with the heads of the whole model, to fill a GPU, as a pack in training does."""
 CHANGED = 1
 """The document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
@@ -96,15 +99,35 @@ def check_isolation(
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
-    Under 2 seconds once kernels are compiled; waits for the device, so call it before training and not in it.
+    Under 2 seconds once kernels are compiled and tuned; waits for the device, so call it before training and not in it.
 
     Returns:
         Three results for each kind of layer; refuse to train unless all ``passed``, and print those that did not.
     """
+    device, backends = torch.device(device), Backends.of(backends)
+    if MAMBA in model_config.layer_types:
+        _tune_the_scan(model_config, device, dtype, backends.ssd)
     results = []
     for symbol in dict.fromkeys(model_config.layer_types):
-        results += _check_layer(symbol, model_config, torch.device(device), dtype, Backends.of(backends))
+        results += _check_layer(symbol, model_config, device, dtype, backends)
     return results
+
+
+def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    """Tiles are chosen once for packs of any size: by sizes as in training, not by the small packs of this check."""
+    heads, groups = config.mamba_num_heads, config.mamba_num_groups
+    inputs = ssd.Inputs(
+        tokens=CHUNKS_TO_TUNE * config.mamba_chunk_size,
+        heads=heads,
+        head_dim=config.mamba_head_dim,
+        groups=groups,
+        state_dim=config.mamba_state_dim,
+        chunk_size=config.mamba_chunk_size,
+        row_stride=max(heads * config.mamba_head_dim, groups * config.mamba_state_dim),
+        dtype=dtype,
+        device_type=device.type,
+    )
+    ssd.tune(inputs, device, backend=backend)
 
 
 def small_config(symbol: str, config: ModelConfig) -> ModelConfig:

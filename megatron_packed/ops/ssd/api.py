@@ -84,6 +84,19 @@ def ssd(
     return y_TNP
 
 
+def tune(inputs: Inputs, device: torch.device, *, backend: str = "auto") -> None:
+    """Let the backend choose its kernels' tiles at these sizes; nothing for a backend without a choice.
+
+    Triton tunes a kernel for the first call it sees and keeps the result for every number of tokens and heads.
+
+    Raises:
+        NoBackendError: the backend asked for cannot serve these inputs.
+    """
+    module = OP.select(inputs, backend).load()
+    if hasattr(module, "tune"):
+        module.tune(inputs, device)
+
+
 def _checked(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int) -> Inputs:
     if x.dim() != 3 or dt.shape != x.shape[:2]:
         raise ValueError(

@@ -13,6 +13,7 @@ Letters besides the op's: X partial sums; a leading 1 is the batch dimension tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -243,17 +244,30 @@ _tuned: dict[tuple[object, ...], Any] = {}
 def _launch(kernel: Any, grid: Callable[[Any], tuple[int, ...]], scan: Scan, **arguments: Any) -> dict[str, int]:
     """Run a kernel, by the names of its arguments; returns the block sizes it ran with.
 
-    The first call for a size tunes the kernel. Later ones leave the tuner out: its hook would clear the workspace.
+    The first call for a size tunes the kernel; later ones leave the tuner out, which saves the host its bookkeeping.
     """
     key = (kernel, *scan.sizes.values(), scan.x.dtype, scan.x.device)
     config = _tuned.get(key)
     if config is None:
-        kernel[grid](**arguments)
-        config = _tuned[key] = kernel.best_config
+        tuner = _without_hooks(kernel)
+        tuner[grid](**arguments)
+        config = _tuned[key] = tuner.best_config
     else:
         kernel.fn[grid](**arguments, **config.all_kwargs())
     blocks: dict[str, int] = config.kwargs
     return blocks
+
+
+def _without_hooks(kernel: Any) -> Any:
+    """The kernel's tuner over configurations that clear nothing before a launch.
+
+    The storing variants need no cleared workspace, and Triton keeps a tuning result on disk, as
+    ``TRITON_CACHE_AUTOTUNING`` asks, only of configurations without a hook.
+    """
+    configs = [copy(config) for config in kernel.configs]
+    for config in configs:
+        config.pre_hook = None
+    return triton.autotune(configs=configs, key=kernel.keys)(kernel.fn)
 
 
 def _strides(name: str, tensor: Tensor, *dims: str) -> dict[str, int]:

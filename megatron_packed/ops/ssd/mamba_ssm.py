@@ -7,12 +7,14 @@ restarts. Gradients of x, B, C and dt are written straight into the buffers of `
 those of A_log, D and dt_bias are added to their ``main_grad`` where they have one.
 
 Bitwise reproducible (see ``gradients``) as long as the tuned tiles are the same. Triton tunes each kernel the first
-time it meets a (chunk, head, state) size: run once, forward and backward, before capturing.
+time it meets a (chunk, head, state) size, whatever the number of tokens and heads: run once, forward and backward,
+before capturing, and let ``tune`` come before a small pack that would choose for all that follow.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import mamba_ssm
@@ -22,6 +24,7 @@ from mamba_ssm.ops.triton.ssd_chunk_scan import _chunk_scan_bwd_dstates, _chunk_
 from mamba_ssm.ops.triton.ssd_chunk_state import _chunk_state_fwd
 from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_fwd
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.ssd import gradients
@@ -52,6 +55,22 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
             f"{inputs.tokens} tokens overflow the kernels' 32-bit offsets even one head at a time; use shorter packs"
         )
     return reasons
+
+
+def tune(inputs: Inputs, device: torch.device) -> None:
+    """Choose the kernels' tiles on zeros of these sizes. Waits for the device; some minutes if nothing is compiled."""
+    zeros = partial(torch.zeros, dtype=inputs.dtype, device=device)
+    x_TNP = zeros(inputs.tokens, inputs.heads, inputs.head_dim, requires_grad=True)
+    dt_TN = zeros(inputs.tokens, inputs.heads)
+    B_TGS = zeros(inputs.tokens, inputs.groups, inputs.state_dim)
+    per_head_N = torch.zeros(inputs.heads, device=device)
+    seq_idx_1T = torch.zeros(1, inputs.tokens, dtype=torch.int32, device=device)
+    with torch.enable_grad():
+        y_TNP = run(
+            x_TNP, dt_TN, per_head_N, B_TGS, B_TGS, per_head_N, per_head_N, seq_idx_1T, seq_idx_1T[0],
+            chunk_size=inputs.chunk_size,
+        )  # fmt: skip
+    torch.autograd.grad(y_TNP, x_TNP, torch.zeros_like(y_TNP))
 
 
 def run(
@@ -99,7 +118,10 @@ class _Scan(torch.autograd.Function):
     ) -> Tensor:
         x_TNP, B_TGS, C_TGS = (t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS))
         # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
-        ctx.main_grads = tuple(getattr(parameter, "main_grad", None) for parameter in (A_log_N, D_N, dt_bias_N))
+        ctx.main_grads = tuple(
+            getattr(parameter, "main_grad", None) if parameter.requires_grad else None
+            for parameter in (A_log_N, D_N, dt_bias_N)
+        )
         A_log_N, D_N, dt_bias_N = A_log_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
         step_NQL, sum_NQL = chunk_sum_forward(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, chunk_size)
         x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]
@@ -112,6 +134,7 @@ class _Scan(torch.autograd.Function):
         return y_TNP
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
         x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx, step_NQL, sum_NQL = ctx.saved_tensors
         dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)

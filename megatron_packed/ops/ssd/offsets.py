@@ -18,8 +18,9 @@ OFFSET_LIMIT = 2**31 - 1
 """The largest element offset that a kernel may form."""
 
 _SMALLEST_TILE = 32
-_MULTIPROCESSORS = 160
-"""At least as many as a GPU has; the backward kernels keep at most this many chunks' worth of partial sums extra."""
+_MULTIPROCESSORS = 256
+"""More than a GPU has (H200 132, RTX PRO 6000 188); the backward kernels keep at most this many chunks' worth of partial
+sums extra."""
 
 
 def largest_offset(inputs: Inputs) -> int:

@@ -38,6 +38,24 @@ def test_a_large_model_passes_bit_for_bit_in_under_two_seconds(dtype):
     assert all(result.leak > 1e-2 for result in results if result.symbol in "M*")
 
 
+def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypatch):
+    """A tuner keeps what it chose for the first call."""
+    calls = []
+    run = ssd_reference.run
+
+    def recorded(*inputs, **options):
+        calls.append(None)
+        return run(*inputs, **options)
+
+    monkeypatch.setattr(ssd_reference, "tune", lambda inputs, device: calls.append(inputs), raising=False)
+    monkeypatch.setattr(ssd_reference, "run", recorded)
+    check_isolation(CONFIG, "cpu", torch.bfloat16)
+    first, *others = calls
+    assert others.count(None) == len(others) > 0
+    assert (first.tokens, first.heads, first.head_dim, first.groups, first.state_dim) == (64 * 64, 64, 64, 8, 128)
+    assert (first.chunk_size, first.dtype, first.device_type) == (64, torch.bfloat16, "cpu")
+
+
 def test_the_small_model_keeps_what_chooses_kernels():
     for symbol in "M*-E":
         small = small_config(symbol, CONFIG)

@@ -10,6 +10,7 @@ from op_packs import PACKS, boundaries, leaks, relative_error
 
 from megatron_packed.ops.columns import GradientBuffer, split_columns
 from megatron_packed.ops.ssd import reference
+from megatron_packed.ops.ssd.api import inputs_of
 
 pytest.importorskip("mamba_ssm")
 
@@ -74,6 +75,53 @@ def test_the_scan_is_its_reference(backend, name):
     for key in want:
         assert relative_error(got[key], want[key]) < 3e-6, key
         assert torch.equal(got[key], tuning[key]), key  # with the tuner and without it
+
+
+def test_tiles_are_chosen_at_the_sizes_asked_for(backend, monkeypatch):
+    tokens, launch = set(), backend.gradients._launch
+
+    def recorded(kernel, grid, scan, **arguments):
+        tokens.add(scan.x.shape[1])
+        return launch(kernel, grid, scan, **arguments)
+
+    monkeypatch.setattr(backend.gradients, "_launch", recorded)
+    x, B, _ = split_columns(make(40)["xBC"], (N, P), (G, S), (G, S))
+    backend.tune(inputs_of(x, B, B, CHUNK), x.device)
+    chosen = dict(backend.gradients._tuned)
+    assert tokens == {40} and len(chosen) == 6
+    results(backend, make(20), [20])
+    assert backend.gradients._tuned == chosen
+
+
+def test_kernels_run_without_hooks_and_theirs_stay(backend):
+    kernel = backend.gradients._chunk_state_bwd_db_kernel
+    tuner = backend.gradients._without_hooks(kernel)
+    assert all(config.pre_hook is None for config in tuner.configs)
+    assert [config.kwargs for config in tuner.configs] == [config.kwargs for config in kernel.configs]
+    assert all(config.pre_hook is not None for config in kernel.configs)
+
+
+def test_a_second_derivative_is_refused(backend):
+    values = {name: value.requires_grad_() for name, value in make(20).items()}
+    x, B, C = values["xBC"][:, : N * P].view(-1, N, P), values["xBC"][:, None, -S:], values["xBC"][:, None, -S:]
+    y = backend.run(
+        x, values["dt"], values["A_log"], B, C, values["D"], values["dt_bias"], *boundaries([20]), chunk_size=CHUNK
+    )
+    (d_dt,) = torch.autograd.grad(y, values["dt"], y, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_dt.sum().backward()
+
+
+def test_frozen_parameters_get_nothing(backend):
+    values = make(20)
+    for name in ("A_log", "D", "dt_bias"):
+        values[name].main_grad = torch.zeros(N)
+    x, B, C = split_columns(values["xBC"].requires_grad_(), (N, P), (G, S), (G, S))
+    y = backend.run(
+        x, values["dt"], values["A_log"], B, C, values["D"], values["dt_bias"], *boundaries([20]), chunk_size=CHUNK
+    )
+    y.sum().backward()
+    assert not any(values[name].main_grad.any() for name in ("A_log", "D", "dt_bias"))
 
 
 def test_parameter_gradients_add_up_in_main_grad(backend):
