@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from causal_conv1d.cpp_functions import _causal_conv1d_bwd_cpp, causal_conv1d_fwd_function
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
 
@@ -88,12 +89,16 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
         ctx.silu, ctx.slot = silu, slot
         # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
-        ctx.main_grads = tuple(getattr(parameter, "main_grad", None) for parameter in (weight_CW, bias_C))
+        ctx.main_grads = tuple(
+            getattr(parameter, "main_grad", None) if parameter is not None and parameter.requires_grad else None
+            for parameter in (weight_CW, bias_C)
+        )
         y = causal_conv1d_fwd_function(_channels_last(x_TC), weight_CW, bias_C, seq_idx_1T, None, None, silu)
         y_TC: Tensor = y[0].t()
         return y_TC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_CW, bias_C, seq_idx_1T = ctx.saved_tensors
         if not _is_aligned(dy_TC):

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.shares import sum_shares
@@ -85,6 +86,7 @@ class _GatedNorm(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, z_TD, weight_D, rstd_TG = ctx.saved_tensors
         dy_TD = dy_TD if dy_TD.stride(1) == 1 else dy_TD.contiguous()

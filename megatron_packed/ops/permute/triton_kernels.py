@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.triton_mode import device_reasons
 
@@ -55,6 +56,7 @@ class _Gather(torch.autograd.Function):
         return x_RD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
         row_TK, valid_T = ctx.saved_tensors
         return _sum_rows(dx_RD, None, row_TK, valid_T), None, None, None
@@ -72,6 +74,7 @@ class _Combine(torch.autograd.Function):
         return _sum_rows(y_RD, weights_TK, row_TK, valid_T)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         y_RD, weights_TK, token_R, route_R, _, valid_T = ctx.saved_tensors
         dy_RD, dweights_TK = torch.empty_like(y_RD), torch.empty_like(weights_TK)
