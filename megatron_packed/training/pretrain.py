@@ -1,28 +1,24 @@
 """From a valid configuration to a trained model, and out with the exit code that says how it went.
 
-Exit codes: 0 done; 1 anything unforeseen, with a traceback; 2 usage; 3 data; 4 no checkpoint can be loaded or written;
-20 non-finite step under ``--on-nonfinite stop``, after saving the clean weights; 22 out of GPU memory; 75 stopped by a
-signal or a time limit after saving (run again to go on).
+The codes are those of ``exit_codes.py``. What goes wrong on one rank ends all of them, see
+``distributed/failure_watch.py``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
-from megatron_packed.checkpoint.errors import CheckpointError, NoCheckpointError
+from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
-from megatron_packed.data.errors import DataError
-from megatron_packed.distributed.collectives import all_gather_json
+from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
@@ -32,19 +28,13 @@ from megatron_packed.optim.schedule import Schedule
 from megatron_packed.training.build import Job, build_job, device_of
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import RunData, build_data
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.failures import IsolationLeak, clear_status, failure_of, speak, write_status
 from megatron_packed.training.report import write_report
-from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
+from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
-from megatron_packed.training.trainer import EXIT_DONE, EXIT_NONFINITE, Trainer
+from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
-
-EXIT_DATA = 3
-EXIT_CHECKPOINT = 4
-EXIT_OUT_OF_MEMORY = 22
-
-
-class _DataProblems(DataError):
-    """What is wrong with the data on any rank, raised on all of them."""
 
 
 def pretrain(config: RunConfig) -> NoReturn:
@@ -60,30 +50,33 @@ def pretrain(config: RunConfig) -> NoReturn:
 def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     if config.training.deterministic_mode:
         configure_determinism()
-    groups = ParallelGroups.create(config.parallel, device_of(config))
+    status_folder = config.checkpoint.save
+    if os.environ.get("RANK", "0") == "0":
+        clear_status(status_folder)  # before the ranks meet: from then on any of them may write a new one
+    try:
+        groups = ParallelGroups.create(config.parallel, device_of(config))
+    except ValueError as error:  # of the launch: an environment or devices that do not fit
+        print(error, file=sys.stderr, flush=True)
+        return ExitCode.USAGE
+    watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
     try:
-        exit_code = _train(config, groups, console, signal_flag)
-    except DataError as error:
-        speaks = groups.rank == 0 or not isinstance(error, _DataProblems)
-        exit_code = _fail(speaks, f"data error: {error}", EXIT_DATA)
-    except CheckpointError as error:
-        exit_code = _fail(groups.rank == 0, f"checkpoint error: {error}", EXIT_CHECKPOINT)
-    except torch.OutOfMemoryError as error:
-        cure = "lower --seq-length or --micro-batch-size, or train a smaller model"
-        exit_code = _fail(True, f"rank {groups.rank} is out of GPU memory: {error}; {cure}.", EXIT_OUT_OF_MEMORY)
-    except Exception:
-        traceback.print_exc()
-        exit_code = 1
-    _write_status(config, groups, exit_code)
-    if exit_code in (EXIT_DONE, EXIT_NONFINITE, EXIT_PREEMPTED):
-        # All ranks are here. After an error the others learn of it soonest when this process is gone.
-        groups.shutdown()
+        exit_code = _train(config, groups, console, signal_flag, watch)
+        barrier(groups)  # a rank that still fails ends those that have come this far, too
+    except Exception as error:
+        failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
+        return watch.report(failure, partial(speak, error, failure, status_folder))
+    watch.close()
+    if groups.rank == 0:
+        write_status(status_folder, {"exit_code": exit_code})
+    groups.shutdown()
     return exit_code
 
 
-def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag) -> int:
-    data = _build_data(config, groups, console)
+def _train(
+    config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag, watch: FailureWatch
+) -> ExitCode:
+    data = build_data(config, groups, console.say)
     seed_all(config.training.seed, groups.dp_rank)
     job = build_job(config, groups, data.vocab_size)
     state = RunState(
@@ -112,31 +105,19 @@ def _train(config: RunConfig, groups: ParallelGroups, console: Console, signal_f
         console=console,
         writers=writers,
         signal=signal_flag,
+        watch=watch,
     )
     try:
         exit_code = trainer.run()
     finally:
-        data.close()
         for writer in writers:
             writer.close()
-    if exit_code == EXIT_DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
+    data.close()
+    if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
         packing = "\n".join(data.packing.sentences())
         page = write_report(config.logging.log_jsonl, config.logging.report, notes=[("Packing", packing)])
         console.say(f"report: {page}")
     return exit_code
-
-
-def _build_data(config: RunConfig, groups: ParallelGroups, console: Console) -> RunData:
-    """The data of this rank; what is wrong on any rank is raised on all, so that none waits in vain."""
-    data, problem = None, ""
-    try:
-        data = build_data(config, groups, console.say)
-    except DataError as error:
-        problem = str(error)
-    problems = dict.fromkeys(text for text in all_gather_json(problem, groups) if text)
-    if data is None or problems:
-        raise _DataProblems("; ".join(problems))
-    return data
 
 
 def _restore(config: RunConfig, state: RunState, console: Console) -> None:
@@ -178,9 +159,10 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
     results = check_isolation(config.model, groups.device, model.dtype, model.backends)
     leaks = [str(result) for result in results if not result.passed]
     if leaks:
-        raise RuntimeError(
-            "documents of a pack can see each other: " + "; ".join(leaks) + ". Choose another backend for this op "
-            "(docs/isolation.md), or pass --no-isolation-self-test to train on a leak."
+        raise IsolationLeak(
+            "the self-test refuses to train, because documents of a pack are not kept apart:\n  "
+            + "\n  ".join(leaks)
+            + "\ndocs/isolation.md lists the kernels that keep them apart; --no-isolation-self-test trains on a leak"
         )
     console.say(f"isolation self-test: {len(results)} checks passed")
 
@@ -192,24 +174,3 @@ def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[
     if groups.rank == 0 and config.logging.tensorboard_dir:
         writers.append(TensorBoardWriter(config.logging.tensorboard_dir))
     return writers
-
-
-def _fail(speaks: bool, text: str, exit_code: int) -> int:
-    """What all ranks know rank 0 alone says."""
-    if speaks:
-        print(text, file=sys.stderr, flush=True)
-    return exit_code
-
-
-def _write_status(config: RunConfig, groups: ParallelGroups, exit_code: int) -> None:
-    """``STATUS.json`` beside the checkpoints: torchrun turns every exit code into 1."""
-    if groups.rank != 0 or config.checkpoint.save is None:
-        return
-    path = Path(config.checkpoint.save) / "STATUS.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"exit_code": exit_code}) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)

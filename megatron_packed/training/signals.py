@@ -13,7 +13,6 @@ import time
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 SAME_REQUEST_SECONDS = 1.0
 
 

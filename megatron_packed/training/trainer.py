@@ -10,20 +10,19 @@ import torch
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.schedule import Schedule
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import Stream
+from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import StepFacts, memory_gib, peak_flops, step_record
-from megatron_packed.training.signals import EXIT_PREEMPTED, SignalFlag
+from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues, TrainStep
 from megatron_packed.training.writers import Writer
-
-EXIT_DONE = 0
-EXIT_NONFINITE = 20
 
 
 @dataclass(kw_only=True)
@@ -46,6 +45,7 @@ class Trainer:
     console: Console
     writers: list[Writer]
     signal: SignalFlag
+    watch: FailureWatch
 
     def __post_init__(self) -> None:
         self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
@@ -54,8 +54,8 @@ class Trainer:
         # A run that resumes at its last iteration has nothing new to save.
         self._saved_at = self.state.progress.iteration or None
 
-    def run(self) -> int:
-        """Trains until the last iteration or a reason to stop. Returns the process's exit code."""
+    def run(self) -> ExitCode:
+        """Trains until the last iteration or a reason to stop, saves, and says which it was."""
         training, progress = self.config.training, self.state.progress
         self._last = time.perf_counter()
         exit_code = None
@@ -70,17 +70,17 @@ class Trainer:
                 exit_code = self._pause(self.save)
             if exit_code is None and self._due(training.exit_interval):
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
-                exit_code = EXIT_DONE
+                exit_code = ExitCode.DONE
         late = self._handle(self._late.flush())
-        exit_code = late if exit_code in (None, EXIT_DONE) and late is not None else exit_code
+        exit_code = late if exit_code in (None, ExitCode.DONE) and late is not None else exit_code
         if exit_code is None and training.eval_interval and progress.validated_at != progress.iteration:
             self.validate()
         # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.
         if self._saved_at != progress.iteration:
             self.save()
-        if exit_code == EXIT_PREEMPTED:
+        if exit_code == ExitCode.PREEMPTED:
             self.console.say("Stopped on request. Run the same command again to go on.")
-        return EXIT_DONE if exit_code is None else exit_code
+        return ExitCode.DONE if exit_code is None else exit_code
 
     def validate(self) -> float | None:
         """Loss in nats per target token over the validation plan, on all ranks; None without validation data."""
@@ -125,6 +125,7 @@ class Trainer:
     def _one_step(self) -> Arrived[StepFacts] | None:
         """Queues one step and takes the one before it."""
         progress = self.state.progress
+        self.watch.step = progress.iteration + 1
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
         micro_batches = self.train.loader.micro_batches(progress.iteration)
@@ -152,7 +153,7 @@ class Trainer:
             plan_hash=self.train.plan.hash,
         )
 
-    def _handle(self, arrived: Arrived[StepFacts] | None) -> int | None:
+    def _handle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
         """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
         if arrived is None:
             return None
@@ -175,8 +176,8 @@ class Trainer:
             self._report_nonfinite(record.iteration, values)
             if self.config.training.on_nonfinite == "stop":
                 self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
-                return EXIT_NONFINITE
-        return EXIT_PREEMPTED if values.stop_requested else None
+                return ExitCode.NONFINITE
+        return ExitCode.PREEMPTED if values.stop_requested else None
 
     def _report_nonfinite(self, iteration: int, values: StepValues) -> None:
         self.state.progress.skipped_steps += 1
@@ -195,7 +196,7 @@ class Trainer:
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.state.progress.iteration % interval == 0
 
-    def _pause(self, action: Callable[[], object]) -> int | None:
+    def _pause(self, action: Callable[[], object]) -> ExitCode | None:
         """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""
         exit_code = self._handle(self._late.flush())
         if exit_code is None:

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.loader import Loader
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training import data as run_data
+from megatron_packed.training import pretrain
 from megatron_packed.training import state as run_state
 from megatron_packed.training.train_step import TrainStep
 from megatron_packed.training.trainer import Trainer
@@ -155,13 +158,85 @@ def unreadable_data(rank: int) -> None:
         run_data.open_dataset = fail
 
 
-def out_of_memory(call: int) -> None:
-    """The ``call``-th forward pass finds no memory."""
+def on_rank(rank: int, site: str, call: int, action: Callable[[Any], None]) -> None:
+    """``action`` in the process of ``rank`` at the ``call``-th passing of one of `SITES`."""
+    if int(os.environ["RANK"]) == rank:
+        on_call(*SITES[site], call, action)
+
+
+def out_of_memory(call: int, rank: int) -> None:
+    """The ``call``-th forward pass of ``rank`` finds no memory."""
 
     def fail(_: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    on_call(HybridModel, "forward", call, fail)
+    on_rank(rank, "before a forward pass", call, fail)
+
+
+def defect(site: str, call: int, rank: int) -> None:
+    """An assertion of ours is wrong in the process of ``rank``."""
+
+    def fail(_: Any) -> None:
+        raise AssertionError("the sum is 3")
+
+    on_rank(rank, site, call, fail)
+
+
+def full_log_disk(line: int) -> None:
+    """The disk of the log is full."""
+
+    def fail(_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    on_rank(0, LOG_SITE, line, fail)
+
+
+def damaged_block(micro_batch: int, rank: int) -> None:
+    """To ``rank`` the disk gives other bytes than were written, when its ``micro_batch``-th is made ready."""
+
+    def damage(loader: Loader) -> None:
+        tokens = loader.dataset._tokens
+        tokens._checked[:] = False
+        tokens._checksums = tokens._checksums ^ 1
+
+    if int(os.environ["RANK"]) == rank:
+        on_call(Loader, "_prepare", micro_batch, damage)
+
+
+def while_waiting(fault: Callable[[], None], rank: int) -> None:
+    """Something goes wrong elsewhere while ``rank`` waits without end, as for a GPU that waits for another one."""
+    on_rank(rank, "between backward and all-reduce", 5, lambda _: time.sleep(3600))
+    fault()
+
+
+def without_agent(fault: Callable[[], None], port: int) -> None:
+    """The ranks are started by no torchrun: rank 0 is the host of the store they meet in."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+    fault()
+
+
+def fail_at_the_end() -> None:
+    """Rank 0, which alone has something left to do, cannot do it."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no curves today")
+
+    pretrain.write_report = fail
+
+
+def leaking_attention(rank: int) -> None:
+    """Attention of ``rank`` sees the whole pack as one document."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    original = attention.varlen_attention
+
+    def leak(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *args: Any, **names: Any):
+        joined = torch.full_like(cu_seqlens, len(q))
+        joined[0] = 0
+        return original(q, k, v, joined, len(q), **{**names, "seq_idx_1T": torch.zeros_like(names["seq_idx_1T"])})
+
+    attention.varlen_attention = leak
 
 
 def hide_package(name: str) -> None:

@@ -1,0 +1,100 @@
+"""What a run says when it fails: one sentence on standard error, a traceback if nobody foresaw it, and STATUS.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.data.errors import DataError
+from megatron_packed.distributed.failure_watch import Failure
+from megatron_packed.training.exit_codes import ExitCode
+
+STATUS = "STATUS.json"
+_LOST = "another process was lost"
+_NO_MEMORY = ("out of memory", "can't allocate memory")
+
+
+class IsolationLeak(RuntimeError):
+    """Documents of a pack can see each other through the kernels in use."""
+
+
+def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failure:
+    """Exit code and sentence for what ended this rank.
+
+    Args:
+        rank: of this process; None where there is only one.
+        step: the step under way, from 1; None before the first.
+    """
+    code, kind, cure = _kind(error)
+    if isinstance(error, CheckpointError):
+        rank = None  # saving and loading end alike on all ranks, and the error names those that failed
+    text = str(error) or "no message"
+    if kind == _LOST:
+        text = text.split(". ")[0]  # what libraries guess about the cause is worth less than what is known here
+    where = ("" if rank is None else f" on rank {rank}") + ("" if step is None else f" in step {step}")
+    return Failure(exit_code=code, rank=rank, step=step, reason=f"{kind}{where}: {text.rstrip('.')}{cure}.")
+
+
+def _kind(error: Exception) -> tuple[ExitCode, str, str]:
+    """Exit code, name and cure of an error."""
+    if isinstance(error, DataError):
+        return ExitCode.DATA, "data error", ""
+    if isinstance(error, CheckpointError):
+        return ExitCode.CHECKPOINT, "checkpoint error", ""
+    if isinstance(error, IsolationLeak):
+        return ExitCode.LEAK, "isolation error", ""
+    if _is_out_of_memory(error):
+        cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
+        return ExitCode.OUT_OF_MEMORY, "out of memory", cure
+    if _is_lost_connection(error):
+        cure = "; that process was killed or hangs, and had no time to say why"
+        return ExitCode.UNFORESEEN, _LOST, cure
+    return ExitCode.UNFORESEEN, f"unforeseen {type(error).__name__}", ""
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch has a class for its allocator alone: neither a library's failed cudaMalloc nor the host's malloc has it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Gloo's errors have no class of their own, but name its source file."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def speak(error: Exception, failure: Failure, status_folder: str | None) -> None:
+    """Says on standard error, and in ``STATUS.json``, why the run ends here."""
+    if failure.exit_code == ExitCode.UNFORESEEN and not _is_lost_connection(error):
+        traceback.print_exception(error)
+    print(failure.reason, file=sys.stderr, flush=True)
+    write_status(status_folder, asdict(failure))
+
+
+def write_status(folder: str | None, status: dict[str, object]) -> None:
+    """``STATUS.json`` beside the checkpoints (``folder`` None: nowhere); what is in its way is said, not raised."""
+    if folder is None:
+        return
+    path = Path(folder) / STATUS
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(status) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def clear_status(folder: str | None) -> None:
+    """Removes what the run before wrote: a run that is killed must not seem to have ended as that one did."""
+    if folder is not None:
+        Path(folder, STATUS).unlink(missing_ok=True)

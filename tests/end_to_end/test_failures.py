@@ -1,0 +1,178 @@
+"""One rank of two fails: both end soon and with the same exit code, one voice says why, and so does STATUS.json."""
+
+import json
+import re
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import (
+    damaged_block,
+    defect,
+    fail_at_the_end,
+    full_log_disk,
+    kill_at,
+    leaking_attention,
+    out_of_memory,
+    while_waiting,
+    without_agent,
+)
+from runs import Data, Finished, in_folder, run, steps, tiny_options, torchrun
+
+UNFORESEEN, DATA, LEAK, OUT_OF_MEMORY = 1, 3, 21, 22
+SOON = 30.0
+"""Seconds that a run of a few steps and its end may take; a rank that waits for another one waits for minutes."""
+LAST = 8
+UPDATE = "between all-reduce and update"
+
+
+@pytest.fixture
+def options(data: Data, tmp_path: Path) -> dict[str, Any]:
+    """Two micro-batches per step and rank."""
+    return tiny_options(data, train_iters=LAST, lr_warmup_iters=0, **in_folder(tmp_path))
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "checkpoints" / "STATUS.json").read_text())
+
+
+def assert_says(finished: Finished, folder: Path, code: int, rank: int | None, step: int | None, reason: str) -> None:
+    """The rank that failed says it once, with a traceback if nobody foresaw it; the other one says nothing."""
+    assert finished.exit_code == code, finished.console
+    written = status(folder)
+    assert reason in written.pop("reason")
+    assert written == {"exit_code": code, "rank": rank, "step": step}
+    voices = [(folder / f"output_{number}.txt").read_text() for number in range(2)]
+    assert sum(voice.count(reason) for voice in voices) == 1, finished.console
+    speaker = 0 if reason in voices[0] else 1
+    assert rank in (speaker, None)
+    assert not re.search(r"(?i)error|lost|c10d|trace", voices[1 - speaker]), finished.console
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "rank", "step", "reason"),
+    [
+        pytest.param(
+            partial(out_of_memory, 9, 1), OUT_OF_MEMORY, 1, 5,
+            "out of memory on rank 1 in step 5: Tried to allocate 2.00 GiB; lower --seq-length or --micro-batch-size",
+            id="out-of-memory",
+        ),
+        pytest.param(
+            partial(damaged_block, 9, 1), DATA, 1, 5, "data error on rank 1 in step 5: ", id="damaged-block"
+        ),
+        pytest.param(
+            partial(defect, UPDATE, 5, 0), UNFORESEEN, 0, 5,
+            "unforeseen AssertionError on rank 0 in step 5: the sum is 3.", id="defect",
+        ),
+        pytest.param(
+            partial(full_log_disk, 4), UNFORESEEN, 0, 5, "unforeseen OSError on rank 0 in step 5: ", id="full-log-disk"
+        ),
+        pytest.param(
+            fail_at_the_end, UNFORESEEN, 0, LAST, f"RuntimeError on rank 0 in step {LAST}: no curves today.",
+            id="when-the-other-is-done",
+        ),
+        pytest.param(
+            partial(while_waiting, partial(defect, UPDATE, 4, 1), 0), UNFORESEEN, 1, 4,
+            "unforeseen AssertionError on rank 1 in step 4: ", id="other-waits-without-end",
+        ),
+    ],
+)  # fmt: skip
+def test_the_rank_that_fails_speaks_for_all(
+    fault: Callable[[], None], code: int, rank: int, step: int, reason: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    begun = time.monotonic()
+    finished = run({**options, "report": tmp_path / "report.html"}, tmp_path, 2, fault)
+    assert time.monotonic() - begun < SOON
+    assert_says(finished, tmp_path, code, rank, step, reason)
+    assert finished.console.count("Traceback (most recent call last)") == (code == UNFORESEEN)
+    trained = [line["iteration"] for line in steps(tmp_path / "log.jsonl")]
+    assert trained in (list(range(1, step - 1)), list(range(1, step)), list(range(1, step + 1)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_torchrun(rank: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 0 keeps what the ranks tell each other: it must not take the reason away with it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fault = partial(without_agent, partial(out_of_memory, 5, rank), port)
+    finished = run(options, tmp_path, 2, fault)
+    assert_says(finished, tmp_path, OUT_OF_MEMORY, rank, 3, f"out of memory on rank {rank} in step 3")
+    good = run({**options, "train_iters": 2}, tmp_path / "good", 2, partial(without_agent, int, port))
+    assert good.exit_code == 0 and "c10d" not in good.console, good.console
+
+
+def test_what_both_find_is_said_once(options: dict[str, Any], tmp_path: Path) -> None:
+    finished = run(options, tmp_path, 2, both_out_of_memory)
+    speaker = status(tmp_path)["rank"]
+    assert_says(finished, tmp_path, OUT_OF_MEMORY, speaker, 3, "out of memory on rank")
+
+
+def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
+    finished = run(options, tmp_path, 1, partial(out_of_memory, 9, 0))
+    assert finished.exit_code == OUT_OF_MEMORY
+    assert "\nout of memory in step 3: Tried to allocate 2.00 GiB; lower " in finished.console
+    assert status(tmp_path).items() >= {"exit_code": OUT_OF_MEMORY, "rank": None, "step": 3}.items()
+
+
+def both_out_of_memory() -> None:
+    for rank in range(2):
+        out_of_memory(5, rank)
+
+
+def test_a_rank_that_is_killed(options: dict[str, Any], tmp_path: Path) -> None:
+    """It can say nothing. The other one names what it saw; what the run before wrote does not stand there any more."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "STATUS.json").write_text('{"exit_code": 0}')
+    finished = run(options, tmp_path, 2, partial(kill_at, "between backward and all-reduce", 3, 1))
+    assert finished.exit_codes == (UNFORESEEN, -9), finished.console
+    assert status(tmp_path)["step"] == 3 and status(tmp_path)["exit_code"] == UNFORESEEN
+    assert finished.console.count("another process was lost on rank 0 in step 3: ") == 1
+    assert "Traceback" not in finished.console
+
+
+def test_a_run_that_is_killed_leaves_no_status(options: dict[str, Any], tmp_path: Path) -> None:
+    assert run({**options, "train_iters": 1}, tmp_path).exit_code == 0
+    assert status(tmp_path) == {"exit_code": 0}
+    assert run(options, tmp_path, 1, partial(kill_at, UPDATE, 1, 0)).exit_code == -9
+    assert not (tmp_path / "checkpoints" / "STATUS.json").exists()
+
+
+def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
+    """The launcher, which kills the rest when one has ended, comes too late: it, too, names the rank and the code.
+
+    The tokens were changed on disk after they were written, so that both ranks find it in their first packs.
+    """
+    options |= {"data_cache_path": tmp_path / "cache"}
+    assert run({**options, "train_iters": 1, "save": None, "load": None}, tmp_path).exit_code == 0
+    [tokens] = (tmp_path / "cache").glob("*/tokens.bin")
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 1
+    tokens.write_bytes(content)
+    console = torchrun(options, tmp_path, 2)
+    written = status(tmp_path)
+    assert written["exit_code"] == DATA and written["step"] == 1 and written["rank"] in (0, 1), console
+    assert console.count("data error on rank") == 1 and written["reason"] in console
+    root_cause = console.partition("Root Cause")[2]
+    assert re.search(rf"rank +: {written['rank']} ", root_cause) and re.search(r"exitcode +: 3 ", root_cause), console
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_leak_is_refused_before_training(rank: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """In numbers, without a traceback, also when the kernels of one rank alone leak."""
+    tested = {**options, "no_isolation_self_test": None}
+    finished = run(tested, tmp_path, 2, partial(leaking_attention, rank))
+    reason = f"isolation error on rank {rank}: the self-test refuses to train, because documents of a pack are not kept"
+    assert_says(finished, tmp_path, LEAK, rank, None, reason)
+    assert "Traceback" not in finished.console
+    assert re.search(r"layers \(\*\), outputs: a changed document moved other documents by \d\.\de[-+]\d\d \(allowed 0",
+                     finished.console), finished.console
+    assert "layers (M)" not in finished.console and "--no-isolation-self-test" in finished.console
+    assert not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_bytes() == b""
+    if rank == 0:
+        trained = run({**options, "train_iters": 1}, tmp_path, 2, partial(leaking_attention, rank))
+        assert trained.exit_code == 0, trained.console
