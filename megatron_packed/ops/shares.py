@@ -25,7 +25,7 @@ def sum_shares(shares_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None) 
     _sum_kernel[(triton.cdiv(features, 32),)](
         shares_XD,
         out_D,
-        PROGRAMS=programs,
+        programs,
         FEATURES=features,
         ADD=main_grad_D is not None,
         BLOCK_P=128,
@@ -35,11 +35,11 @@ def sum_shares(shares_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None) 
     return out_D if main_grad_D is None else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
     shares_ptr,
     out_ptr,
-    PROGRAMS: tl.constexpr,
+    programs,
     FEATURES: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -49,9 +49,9 @@ def _sum_kernel(
     column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = column < FEATURES
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, PROGRAMS, BLOCK_P):
+    for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
-        mask = (program < PROGRAMS)[:, None] & real[None, :]
+        mask = (program < programs)[:, None] & real[None, :]
         total += tl.load(shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0)
     result = tl.sum(total, axis=0)
     if ADD:

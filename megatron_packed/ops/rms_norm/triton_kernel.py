@@ -84,7 +84,7 @@ class _RMSNorm(torch.autograd.Function):
         _backward_kernel[(programs,)](
             x, weight, rstd, dy, d_residual, dx, shares, tokens,
             x.stride(0), dy.stride(0), 0 if d_residual is None else d_residual.stride(0),
-            PROGRAM_ROWS=triton.cdiv(tokens, programs * rows) * rows, FEATURES=features, ROWS=rows, BLOCK_D=block_d,
+            triton.cdiv(tokens, programs * rows) * rows, FEATURES=features, ROWS=rows, BLOCK_D=block_d,
             num_warps=min(32, 2 * warps),
         )  # fmt: skip
         dweight = sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
@@ -133,7 +133,7 @@ def _forward_kernel(
     tl.store(y_ptr + row[:, None] * FEATURES + column[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["program_rows"])
 def _backward_kernel(
     x_ptr,
     weight_ptr,
@@ -146,7 +146,7 @@ def _backward_kernel(
     x_stride,
     dy_stride,
     d_residual_stride,
-    PROGRAM_ROWS: tl.constexpr,
+    program_rows,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -156,8 +156,8 @@ def _backward_kernel(
     real = column < FEATURES
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
     share = tl.zeros((BLOCK_D,), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * PROGRAM_ROWS
-    for start in range(0, PROGRAM_ROWS, ROWS):
+    first = tl.program_id(0).to(tl.int64) * program_rows
+    for start in range(0, program_rows, ROWS):
         row = first + start + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & real[None, :]
         x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)

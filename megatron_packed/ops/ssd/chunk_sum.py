@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS_PER_PROGRAM = 8
-_CHUNKS_PER_STEP = 32
+_CHUNKS_PER_STEP = 128
 
 
 class StepGradients(NamedTuple):
@@ -150,7 +150,7 @@ def chunk_sum_backward(
         A_log_N,
         *outs,
         heads,
-        CHUNKS=chunks,
+        chunks,
         ADD_A=main_grads[0] is not None,
         ADD_D=main_grads[1] is not None,
         ADD_BIAS=main_grads[2] is not None,
@@ -303,7 +303,7 @@ def _partial_sums(pointer, at, stride, mask, COUNT: tl.constexpr):  # type: igno
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]
 def _parameters_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,
     A_log_ptr,
@@ -311,7 +311,7 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
     d_D_ptr,
     d_bias_ptr,
     heads,
-    CHUNKS: tl.constexpr,
+    chunks,
     ADD_A: tl.constexpr,
     ADD_D: tl.constexpr,
     ADD_BIAS: tl.constexpr,
@@ -322,21 +322,21 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_head = n < heads
     A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
-    _store_or_add(d_A_log_ptr + n, is_head, A * _chunk_total(parts_ptr, n, heads, CHUNKS, BLOCK_Q, BLOCK_N), ADD_A)
-    parts_ptr += CHUNKS * heads
-    _store_or_add(d_D_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, CHUNKS, BLOCK_Q, BLOCK_N), ADD_D)
-    parts_ptr += CHUNKS * heads
-    _store_or_add(d_bias_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, CHUNKS, BLOCK_Q, BLOCK_N), ADD_BIAS)
+    _store_or_add(d_A_log_ptr + n, is_head, A * _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_A)
+    parts_ptr += chunks * heads
+    _store_or_add(d_D_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_D)
+    parts_ptr += chunks * heads
+    _store_or_add(d_bias_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_BIAS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _chunk_total(  # type: ignore[no-untyped-def]
-    parts_ptr, n, heads, CHUNKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr
+    parts_ptr, n, heads, chunks, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     total = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
-    for start in range(0, CHUNKS, BLOCK_Q):
+    for start in range(0, chunks, BLOCK_Q):
         chunk = start + tl.arange(0, BLOCK_Q)
-        mask = (chunk < CHUNKS)[:, None] & (n < heads)[None, :]
+        mask = (chunk < chunks)[:, None] & (n < heads)[None, :]
         total += tl.load(parts_ptr + chunk[:, None] * heads + n[None, :], mask=mask, other=0.0)
     return tl.sum(total, axis=0)
 

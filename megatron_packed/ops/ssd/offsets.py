@@ -19,7 +19,7 @@ OFFSET_LIMIT = 2**31 - 1
 
 _SMALLEST_TILE = 32
 _MULTIPROCESSORS = 256
-"""More than a GPU has (H200 132, RTX PRO 6000 188); the backward kernels keep at most this many chunks' worth of partial
+"""More than a GPU has (H200 132, RTX PRO 6000 188); the backward kernels keep at most as many chunks' worth of partial
 sums extra."""
 
 
