@@ -7,7 +7,8 @@ only when it is asked for (so an optional package is imported in exactly one fil
 * ``run(...)``: the implementation, with the signature of the op's public function.
 
 ``inputs`` is a frozen, hashable dataclass of the op: shapes, dtypes, device type and options, never tensor values.
-The choice for equal ``inputs`` is made once and remembered.
+The choice for equal ``inputs`` is made once and remembered, for a bounded number of them: a size that a kernel cannot
+reach may be part of ``inputs`` and differ from pack to pack.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+
+_REMEMBERED = 1024
 
 
 class NoBackendError(ValueError):
@@ -69,6 +73,8 @@ class Op:
         key = (backend, inputs)
         chosen = self._chosen.get(key)
         if chosen is None:
+            if len(self._chosen) >= _REMEMBERED:
+                self._chosen.clear()
             chosen = self._chosen[key] = self._select(inputs, backend)
         return chosen
 
