@@ -15,12 +15,13 @@ import torch
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
+from megatron_packed.distributed import failure_watch
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training import data as run_data
-from megatron_packed.training import pretrain
+from megatron_packed.training import failures, pretrain
 from megatron_packed.training import state as run_state
 from megatron_packed.training.train_step import TrainStep
 from megatron_packed.training.trainer import Trainer
@@ -217,12 +218,26 @@ def without_agent(fault: Callable[[], None], port: int) -> None:
 
 
 def fail_at_the_end() -> None:
-    """Rank 0, which alone has something left to do, cannot do it."""
+    """Rank 0, which alone has something left to do, takes its time and cannot do it."""
 
     def fail(*_: Any, **__: Any) -> None:
+        time.sleep(2)
         raise RuntimeError("no curves today")
 
+    failure_watch.PATIENCE_SECONDS = 1.0
     pretrain.write_report = fail
+
+
+def all_out_of_memory(call: int) -> None:
+    """On all ranks at the same time, and on a slow disk."""
+    original = failures.write_status
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        original(*args)
+
+    failures.write_status = slowly
+    out_of_memory(call, int(os.environ["RANK"]))
 
 
 def leaking_attention(rank: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from faults import (
+    all_out_of_memory,
     damaged_block,
     defect,
     fail_at_the_end,
@@ -22,6 +23,8 @@ from faults import (
     without_agent,
 )
 from runs import Data, Finished, in_folder, run, steps, tiny_options, torchrun
+
+from megatron_packed.distributed.failure_watch import PATIENCE_SECONDS
 
 UNFORESEEN, DATA, LEAK, OUT_OF_MEMORY = 1, 3, 21, 22
 SOON = 30.0
@@ -102,12 +105,14 @@ def test_without_torchrun(rank: int, options: dict[str, Any], tmp_path: Path) ->
     fault = partial(without_agent, partial(out_of_memory, 5, rank), port)
     finished = run(options, tmp_path, 2, fault)
     assert_says(finished, tmp_path, OUT_OF_MEMORY, rank, 3, f"out of memory on rank {rank} in step 3")
+    begun = time.monotonic()
     good = run({**options, "train_iters": 2}, tmp_path / "good", 2, partial(without_agent, int, port))
     assert good.exit_code == 0 and "c10d" not in good.console, good.console
+    assert time.monotonic() - begun < PATIENCE_SECONDS
 
 
 def test_what_both_find_is_said_once(options: dict[str, Any], tmp_path: Path) -> None:
-    finished = run(options, tmp_path, 2, both_out_of_memory)
+    finished = run(options, tmp_path, 2, partial(all_out_of_memory, 5))
     speaker = status(tmp_path)["rank"]
     assert_says(finished, tmp_path, OUT_OF_MEMORY, speaker, 3, "out of memory on rank")
 
@@ -117,11 +122,6 @@ def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
     assert finished.exit_code == OUT_OF_MEMORY
     assert "\nout of memory in step 3: Tried to allocate 2.00 GiB; lower " in finished.console
     assert status(tmp_path).items() >= {"exit_code": OUT_OF_MEMORY, "rank": None, "step": 3}.items()
-
-
-def both_out_of_memory() -> None:
-    for rank in range(2):
-        out_of_memory(5, rank)
 
 
 def test_a_rank_that_is_killed(options: dict[str, Any], tmp_path: Path) -> None:
