@@ -19,7 +19,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-
 _REMEMBERED = 1024
 
 
