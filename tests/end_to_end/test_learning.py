@@ -46,9 +46,13 @@ CASES = {
 
 
 def spikes(losses: list[float]) -> list[int]:
-    """Steps whose loss is above 1.5 times the median of the losses before it."""
-    medians = [statistics.median(losses[max(0, at - WINDOW) : at]) for at in range(1, len(losses))]
-    return [at for at, (loss, median) in enumerate(zip(losses[1:], medians), 2) if not loss <= 1.5 * median]
+    """Steps whose loss is above 1.5 times the median of the finite losses before it, or no number."""
+    found = []
+    for at in range(1, len(losses)):
+        before = [loss for loss in losses[max(0, at - WINDOW) : at] if math.isfinite(loss)]
+        if not losses[at] <= 1.5 * statistics.median(before):
+            found.append(at + 1)
+    return found
 
 
 def test_spikes_are_seen() -> None:
