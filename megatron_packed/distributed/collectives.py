@@ -6,13 +6,16 @@ The JSON ones are for start-up and checkpoints (they wait for the host); they ca
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
+
+T = TypeVar("T")
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -34,6 +37,21 @@ def barrier(groups: ParallelGroups) -> None:
     if groups.world_size > 1:
         # Through a host tensor: torch's own barrier would wait for the device.
         dist.all_reduce(torch.zeros(1, device=groups.control_device))
+
+
+def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
+    """``action()`` on rank 0 first, then on the first rank of each other machine, then on all others.
+
+    For work that leaves its result on disk (compiled kernels and their tuned tiles): one rank does it and the others
+    find it, whether the machines share a disk or not. On a shared disk all ranks find the same.
+    """
+    turn = 0 if groups.rank == 0 else 1 if groups.local_rank == 0 else 2
+    for _ in range(turn):
+        barrier(groups)
+    result = action()
+    for _ in range(turn, 2):
+        barrier(groups)
+    return result
 
 
 def broadcast_json(value: Any, groups: ParallelGroups, *, source: int = 0) -> Any:

@@ -16,7 +16,7 @@ from typing import NoReturn
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
-from megatron_packed.distributed.collectives import barrier
+from megatron_packed.distributed.collectives import barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
@@ -156,7 +156,9 @@ def _describe(
 
 def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console) -> None:
     """Refuses to train when a document can see another through the kernels in use."""
-    results = check_isolation(config.model, groups.device, model.dtype, model.backends)
+    check = partial(check_isolation, config.model, groups.device, model.dtype, model.backends)
+    # The first use compiles and tunes kernels.
+    results = in_turns(groups, check) if groups.device.type == "cuda" else check()
     leaks = [str(result) for result in results if not result.passed]
     if leaks:
         raise IsolationLeak(

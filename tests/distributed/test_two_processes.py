@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_packed.distributed.collectives import (
     all_reduce_sum,
     barrier,
     broadcast_json,
+    in_turns,
 )
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
@@ -52,6 +54,24 @@ def test_groups_and_collectives() -> None:
         assert found["sum"].tolist() == [3.0] * 3 and found["max"].tolist() == [2.0] * 3
         assert found["decided"] == {"step": 7, "from": 0} and found["decided_by_1"] == "ü"
         assert found["gathered"] == [[], [0, 1, 2]]
+
+
+def take_turns(groups: ParallelGroups, first_of_its_machine: int) -> tuple[float, float, int]:
+    def action() -> tuple[float, float, int]:
+        start = time.monotonic()
+        time.sleep(0.1)
+        return start, time.monotonic(), groups.rank
+
+    return in_turns(replace(groups, local_rank=0 if groups.rank == first_of_its_machine else 1), action)
+
+
+def test_turns_are_rank_0_then_one_per_machine_then_the_rest() -> None:
+    def began_after(later: tuple[float, float, int], sooner: tuple[float, float, int]) -> bool:
+        return later[0] >= sooner[1]
+
+    zero, one, two, three = results = run_distributed(take_turns, 4, 2)
+    assert [rank for _, _, rank in results] == [0, 1, 2, 3]
+    assert began_after(two, zero) and began_after(one, two) and began_after(three, two)
 
 
 def gradients(groups: ParallelGroups) -> dict:
