@@ -133,7 +133,7 @@ class Run:
         self.model = build_model(self.shape, device, max_positions=self.shape.slots, backends=backends)
         groups = ParallelGroups.single(device)
         buffers = FlatBuffers(
-            self.model, extras=extra_slots(self.model, groups), counters=counter_slots(self.model)
+            self.model, extras=extra_slots(groups), counters=counter_slots(self.model)
         )
         self.step_once = TrainStep(self.model, buffers, Optimizer(buffers), groups)
         self.rebuild = PerLayerRebuild(self.model, case.attention)

@@ -56,6 +56,6 @@ class Job:
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Model, flat buffers, optimizer and step on this rank's device."""
     model = build_model(config, vocab_size, groups.device, groups).train()
-    buffers = FlatBuffers(model, extras=extra_slots(model, groups), counters=counter_slots(model))
+    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
     optimizer = Optimizer.from_config(buffers, config.optim)
     return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))

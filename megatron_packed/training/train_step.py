@@ -38,7 +38,7 @@ class StepValues(NamedTuple):
         return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad)
 
 
-def extra_slots(model: HybridModel, groups: ParallelGroups) -> dict[str, int]:
+def extra_slots(groups: ParallelGroups) -> dict[str, int]:
     """Float32 slots that ride on the gradient all-reduce: name -> number of elements."""
     return {
         "loss": 1,

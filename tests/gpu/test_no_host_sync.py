@@ -52,7 +52,7 @@ def job():
     )  # fmt: skip
     groups = ParallelGroups.single(torch.device("cuda", 0))
     model = HybridModel(config, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16).train()
-    buffers = FlatBuffers(model, extras=extra_slots(model, groups), counters=counter_slots(model))
+    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
     return TrainStep(model, buffers, Optimizer(buffers), groups)
 
 

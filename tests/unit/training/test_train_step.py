@@ -1,0 +1,70 @@
+"""A pack that is all tail is a micro-batch like any other: it changes no number of the step that it is part of."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import run_distributed
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.train_step import StepValues, TrainStep, counter_slots, extra_slots
+
+SLOTS, VOCAB = 48, 61
+CONFIG = ModelConfig(
+    hybrid_layer_pattern="M*-E", hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+    mamba_head_dim=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8, add_bias_linear=False,
+    normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=5, moe_ffn_hidden_size=16,
+    moe_aux_loss_coeff=1e-2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+)  # fmt: skip
+
+
+def one_step(groups: ParallelGroups, packs: list[list[list[int]]]) -> tuple[StepValues, dict[str, torch.Tensor]]:
+    """The metrics of a step, and the model after it; ``packs[rank]`` holds the document lengths of each micro-batch."""
+    rng = np.random.default_rng(3)
+    drawn = [[[(rng.integers(0, VOCAB, n), None) for n in pack] for pack in of_rank] for of_rank in packs]
+    targets = sum(n - 1 for of_rank in packs for pack in of_rank for n in pack)
+    scales = (1 / targets if targets else 0.0, 1 / max(1, sum(bool(pack) for of_rank in packs for pack in of_rank)))
+    model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
+    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
+    step = TrainStep(model, buffers, Optimizer(buffers), groups)
+    vector = step([MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2)
+    return StepValues.from_list(vector.tolist()), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[StepValues, dict[str, torch.Tensor]]:
+    """One process, two micro-batches, nothing empty."""
+    return one_step(ParallelGroups.single(), [[[20, 9, 3], [41]]])
+
+
+def assert_same_step(found: tuple[StepValues, dict[str, torch.Tensor]], expected) -> None:
+    values, state = found
+    assert not values.nonfinite and values.bad_micro_batches == {}
+    assert values.loss == pytest.approx(expected[0].loss, rel=1e-5) and values.loss > 1
+    assert values.aux_loss == pytest.approx(expected[0].aux_loss, rel=1e-5) and values.aux_loss > 0
+    assert values.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
+    # Adam's first step has the size of the learning rate whatever the gradient: rounding moves little of it.
+    torch.testing.assert_close(state, expected[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("packs", [[[], [20, 9, 3], [41]], [[20, 9, 3], [], [41], []]], ids=["first", "between"])
+def test_among_the_micro_batches_that_accumulate(packs: list[list[int]], expected) -> None:
+    assert_same_step(one_step(ParallelGroups.single(), [packs]), expected)
+
+
+def test_on_a_rank_that_has_nothing_else(expected) -> None:
+    """Both ranks end with the weights that one process would have, experts' biases included."""
+    ranks = run_distributed(one_step, 2, [[[20, 9, 3], [41]], [[], []]])
+    for found in ranks:
+        assert_same_step(found, expected)
+    assert all(value.equal(ranks[1][1][name]) for name, value in ranks[0][1].items())
+
+
+def test_nothing_but_empty_packs() -> None:
+    values, state = one_step(ParallelGroups.single(), [[[], []]])
+    assert values == StepValues(0.0, 0.0, 0.0, False, False, {})
+    assert all(value.isfinite().all() for value in state.values())
