@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from dataclasses import asdict, dataclass
 
 import torch
 
-# Dense bf16 peak in FLOP/s by the vendor's datasheets, without sparsity; the first name found in the device's counts.
 PEAK_BF16_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "GH200": 989.5e12,
+    "H200 NVL": 835.5e12,
     "H200": 989.5e12,
+    "H100 NVL": 835.5e12,
     "H100 PCIe": 756e12,
     "H100": 989.5e12,
+    "H800 PCIe": 756e12,
     "H800": 989.5e12,
-    "GH200": 989.5e12,
-    "B200": 2250e12,
+    "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
 }
+"""Dense bf16 peak in FLOP/s by the vendor's datasheets: half of what they print with sparsity. The first name counts
+that stands in the device's as whole words, so that an RTX A1000 is no A100."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None on a CPU or an unknown GPU (then no MFU is shown)."""
-    if device.type != "cuda":
+    """Dense bf16 peak of the device in FLOP/s; None on a CPU, an unknown GPU or a part of one: then no MFU is shown."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(device_name: str) -> float | None:
+    """Dense bf16 peak by the name that the driver gives, such as ``NVIDIA H100 80GB HBM3``."""
+    if " MIG " in device_name:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
+    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", device_name)), None)
 
 
 def memory_gib(device: torch.device) -> float:

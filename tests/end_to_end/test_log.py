@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 from faults import hide_package
-from runs import LAST, Data, in_folder, run, steps, tiny_options
+from runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
+
+from megatron_packed.config.flags import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.training.data import build_data
 
 USAGE = 2
 SLOTS = 4 * 128
@@ -48,6 +53,20 @@ def test_the_numbers_of_a_step_add_up(trained: list[dict[str, Any]]) -> None:
         assert line["tflops_per_gpu"] > 0 and line["mfu"] is None and line["skipped"] is False
         assert math.isfinite(line["lm_loss"]) and line["grad_norm"] > 0 and line["aux_loss"] > 0
     assert len({line["plan_hash"] for line in trained}) == 1 and len(trained[0]["plan_hash"]) == 64
+
+
+def test_operations_are_those_of_the_real_documents(
+    trained: list[dict[str, Any]], dropout_options: dict[str, Any]
+) -> None:
+    """Of all ranks, shared among them: a pack counted as one document would have some percent more."""
+    config = parse(command_line({**dropout_options, "save_interval": None}), 1)
+    data = build_data(config, ParallelGroups.single(), lambda line: None)
+    stream = data.train
+    counter = FlopCounter(config.model, data.vocab_size)
+    for number, line in enumerate(trained):
+        counted = line["tflops_per_gpu"] * 1e12 * line["step_time_ms"] / 1e3 * 2
+        assert counted == pytest.approx(counter.training(stream.lengths(stream.plan.step(number))).total)
+        assert counted < 0.99 * counter.training([SLOTS // 4] * 4).total
 
 
 def test_the_learning_rate_follows_the_schedule(trained: list[dict[str, Any]]) -> None:

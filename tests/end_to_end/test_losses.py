@@ -4,7 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import LAST, Data, final_state, in_folder, losses, run, steps, tiny_options
+from runs import LAST, Data, command_line, final_state, in_folder, losses, run, steps, tiny_options
+
+from megatron_packed.config.flags import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.data import build_data
 
 GOLDEN = [
     5.573924, 5.559096, 5.42179, 5.297947, 5.179139, 5.047776, 4.95333, 4.843734, 4.730845, 4.623879, 4.517558,
@@ -41,6 +45,15 @@ def test_the_golden_losses(folders: dict[int, Path]) -> None:
     shown = f"GOLDEN = {[round(loss, 6) for loss in found]}\nGOLDEN_VALIDATION = {[round(loss, 6) for loss in valid]}"
     assert found == pytest.approx(GOLDEN, rel=TOLERANCE), shown
     assert valid == pytest.approx(GOLDEN_VALIDATION, rel=TOLERANCE), shown
+
+
+def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) -> None:
+    """So the equal losses below include ranks that run packs which are all tail."""
+    options = tiny_options(data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11)
+    valid = build_data(parse(command_line(options), 1), ParallelGroups.single(), lambda line: None).valid
+    assert valid is not None
+    last = valid.plan.step(valid.plan.num_steps - 1)
+    assert 0 < last.global_packs < 4 == len(last.packs[0])
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_packed.training.console import Console
-from megatron_packed.training.metrics import StepFacts, step_record
+from megatron_packed.training.metrics import StepFacts, peak_of, step_record
 from megatron_packed.training.report import read_jsonl, write_report
 from megatron_packed.training.writers import JsonlWriter
 
@@ -28,6 +28,19 @@ def test_rates_follow_from_facts():
     assert made.pack_fill == 0.9
     assert made.docs_per_pack == 3.0
     assert made.step_time_ms == 500
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA GH200 480GB", 989.5), ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA RTX A1000", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090", None),
+    ],
+)  # fmt: skip
+def test_the_peak_is_that_of_the_very_device(name, tera):
+    assert peak_of(name) == (None if tera is None else tera * 1e12)
 
 
 def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path):
