@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -89,7 +88,7 @@ def _train(
         model_hash=model_hash(config.model),
     )
     _restore(config, state, console)
-    _describe(config, groups, job, data, console.say)
+    _describe(config, groups, job, data, console)
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
     writers = _writers(config, groups, state.progress.iteration)
@@ -140,15 +139,13 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         console.warn(f"{loaded.path} {refusal}; --finetune takes its weights as they are.")
 
 
-def _describe(
-    config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, say: Callable[[str], None]
-) -> None:
+def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console) -> None:
     precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
-    say(
+    console.say(
         f"model {config.model.hybrid_layer_pattern}: {job.model.num_parameters:,} parameters, {precision}, "
         f"optimizer kernel {job.optimizer.implementation}"
     )
-    say(
+    console.say(
         f"{groups.world_size} process(es) on {groups.device.type}; packs of {config.packing.tokens_per_pack:,} tokens, "
         f"{config.packs_per_step()} packs a step; plan {data.train.plan.hash[:12]}"
     )

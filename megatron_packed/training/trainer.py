@@ -72,7 +72,8 @@ class Trainer:
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
                 exit_code = ExitCode.DONE
         late = self._handle(self._late.flush())
-        exit_code = late if exit_code in (None, ExitCode.DONE) and late is not None else exit_code
+        if late is not None and exit_code in (None, ExitCode.DONE):
+            exit_code = late
         if exit_code is None and training.eval_interval and progress.validated_at != progress.iteration:
             self.validate()
         # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.

@@ -117,6 +117,18 @@ def test_what_both_find_is_said_once(options: dict[str, Any], tmp_path: Path) ->
     assert_says(finished, tmp_path, OUT_OF_MEMORY, speaker, 3, "out of memory on rank")
 
 
+@pytest.mark.multi_gpu
+def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Path) -> None:
+    """Its GPU is in an all-reduce that never ends, and its host asks for the numbers of the step again and again."""
+    model = {
+        "hybrid_layer_pattern": "*-", "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
+        "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_score_function": None,
+        "moe_router_enable_expert_bias": None, "moe_aux_loss_coeff": None, "bf16": True, "device": "cuda",
+    }  # fmt: skip
+    finished = run({**options, **model}, tmp_path, 2, partial(out_of_memory, 9, 1))
+    assert_says(finished, tmp_path, OUT_OF_MEMORY, 1, 5, "out of memory on rank 1 in step 5")
+
+
 def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
     finished = run(options, tmp_path, 1, partial(out_of_memory, 9, 0))
     assert finished.exit_code == OUT_OF_MEMORY
