@@ -34,7 +34,8 @@ class ModelConfig(Section, title="model"):
     )
     hidden_size: int = option(help="Width of the residual stream.", unit="channels", group=STACK, minimum=1)
     ffn_hidden_size: int = option(
-        None, "Inner width of an MLP layer.", unit="channels", group=STACK, minimum=1, derived="4 x hidden size"
+        None, "Inner width of an MLP layer.", unit="channels", group=STACK, minimum=1,
+        derived="4 x hidden size; with --swiglu 8/3 x, in steps of 64",
     )
     squared_relu: bool = option(False, "MLPs and experts apply max(x, 0)^2 instead of GELU.", group=STACK)
     swiglu: bool = option(False, "MLPs and experts apply SiLU(gate) x up instead of GELU.", group=STACK)
@@ -181,8 +182,10 @@ class ModelConfig(Section, title="model"):
 
     def derive(self, sound: Sound) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        if sound("hidden_size"):
-            values["ffn_hidden_size"] = 4 * self.hidden_size
+        if sound("hidden_size", "swiglu"):
+            # A gated MLP has three matrices: as in Megatron, two thirds of the width keep the parameters alike.
+            gated = max(8 * self.hidden_size // 3 // 64 * 64, 64)
+            values["ffn_hidden_size"] = gated if self.swiglu else 4 * self.hidden_size
         if sound("hidden_size", "mamba_head_dim") and 2 * self.hidden_size % self.mamba_head_dim == 0:
             values["mamba_num_heads"] = 2 * self.hidden_size // self.mamba_head_dim
         if sound("num_attention_heads") and self.num_attention_heads:

@@ -71,7 +71,7 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     assert sources["seed"] == "run.yaml:2"
     assert sources["clip_grad"] == sources["bf16"] == "@run.args"
     assert sources["adam_beta1"] == "flag"
-    assert sources["ffn_hidden_size"] == "derived: 4 x hidden size"
+    assert sources["ffn_hidden_size"] == "derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
 
 
 def test_a_switch_can_be_taken_back_and_a_negated_one_given(right, tmp_path) -> None:

@@ -98,3 +98,11 @@ def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
         "moe_router_enable_expert_bias": False, "untie_embeddings_and_output_weights": False, "vocab_size": None,
         "make_vocab_size_divisible_by": 128,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(4096, 10880), (768, 2048), (16, 64)])
+def test_a_gated_mlp_is_as_wide_as_megatrons(hidden_size: int, width: int) -> None:
+    """int(4 h 2 / 3 / 64) 64, so that three matrices have the parameters of two; at least 64, where Megatron has 0."""
+    model = ModelConfig(hybrid_layer_pattern="-", hidden_size=hidden_size, swiglu=True)
+    assert model.ffn_hidden_size == width
+    assert dataclasses.replace(model, ffn_hidden_size=None, swiglu=False).ffn_hidden_size == 4 * hidden_size

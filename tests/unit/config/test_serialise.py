@@ -45,7 +45,7 @@ def test_round_trip_through_the_printed_yaml(right, tmp_path) -> None:
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["adam_eps"].endswith("# flag --adam-eps")
     assert lines["adam_beta1"].endswith("# default")
-    assert lines["ffn_hidden_size"].endswith("# derived: 4 x hidden size")
+    assert lines["ffn_hidden_size"].endswith("# derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64")
 
 
 def test_a_stored_configuration_with_wrong_keys_is_refused(right) -> None:
