@@ -7,6 +7,7 @@ root/
   step_00000010.deleting-<id>/      being removed: never read
   latest                            a hint, sealed; what counts is the scan
   .lock                             held (flock) by rank 0 while it saves
+  .run.lock                         held by rank 0 as long as the run lives
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron_packed.checkpoint.seal import Json, read_small_file, seal, unseal
 
 LATEST = "latest"
 LOCK = ".lock"
+RUN_LOCK = ".run.lock"
 
 _ID = r"[0-9a-f]{12}"
 _CHECKPOINT = re.compile(rf"step_(\d{{8,18}})(?:\.replaced-{_ID})?")
@@ -190,14 +192,17 @@ def read_hint(root: Path) -> dict[str, Json] | None:
 
 
 class RootLock:
-    """Keeps a second process from saving under the same root; released by ``close`` or by the process's end."""
+    """Keeps a second process from the same root; released by ``close`` or by the process's end.
 
-    def __init__(self, root: Path) -> None:
+    There are two: ``LOCK`` is held while a process saves, ``RUN_LOCK`` as long as a run lives.
+    """
+
+    def __init__(self, root: Path, name: str = LOCK) -> None:
         """
         Raises:
-            CheckpointError: another process is saving here.
+            CheckpointError: another process holds it.
         """
-        path = root / LOCK
+        path = root / name
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.warning: str | None = None
         """Set where the file system cannot lock."""
@@ -207,7 +212,7 @@ class RootLock:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(self.descriptor)
                 raise CheckpointError(
-                    "another process is saving here",
+                    "another process is saving here" if name == LOCK else "another run writes its checkpoints here",
                     path=root,
                     expected="one job per checkpoint directory",
                     found=f"{path.name} is locked",

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
@@ -75,6 +76,11 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
 def _train(
     config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag, watch: FailureWatch
 ) -> ExitCode:
+    if config.checkpoint.save is not None:
+        # Held until this process is gone. That the folder cannot be written is found out here, not at the first save.
+        claim_directory(
+            config.checkpoint.save, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group
+        )
     data = build_data(config, groups, console.say)
     seed_all(config.training.seed, groups.dp_rank)
     job = build_job(config, groups, data.vocab_size)
@@ -134,6 +140,8 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         return
     what = "weights of" if options.finetune else "resuming from"
     console.say(f"{what} {loaded.path} (iteration {loaded.step})")
+    if state.progress.iteration >= config.training.train_iters:
+        console.say(f"--train-iters {config.training.train_iters} is reached: there is nothing left to train.")
     refusal = model_refusal(loaded.metadata, config.model)
     if refusal is not None:  # only --finetune comes this far
         console.warn(f"{loaded.path} {refusal}; --finetune takes its weights as they are.")

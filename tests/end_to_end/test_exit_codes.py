@@ -12,6 +12,7 @@ import pytest
 from faults import full_disk, poison_forward, unreadable_data
 from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
 
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.load import find_checkpoints
 
 DONE, USAGE, DATA, CHECKPOINT = 0, 2, 3, 4
@@ -114,6 +115,18 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) * 2 // 3] ^= 4
     path.write_bytes(content)
+
+
+def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
+    """It ends before it reads or writes anything of the first one's."""
+    options = tiny_options(data, train_iters=6, **in_folder(copy))
+    lines = (copy / "log.jsonl").read_bytes()
+    lock = RootLock(copy / "checkpoints", RUN_LOCK)
+    assert_ends(run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints here")
+    assert (copy / "log.jsonl").read_bytes() == lines
+    lock.close()
+    finished = run({**options, "train_iters": 4}, copy, 2)
+    assert finished.exit_code == DONE and "--train-iters 4 is reached" in finished.console
 
 
 def test_a_full_disk(data: Data, tmp_path: Path) -> None:
