@@ -119,10 +119,18 @@ def _train(
             writer.close()
     data.close()
     if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
-        packing = "\n".join(data.packing.sentences())
-        page = write_report(config.logging.log_jsonl, config.logging.report, notes=[("Packing", packing)])
-        console.say(f"report: {page}")
+        _report(config.logging.log_jsonl, config.logging.report, data, console)
     return exit_code
+
+
+def _report(log: str, page: str, data: RunData, console: Console) -> None:
+    """The page about the run, which is done and saved: what is wrong with the page is no failure of the run."""
+    try:
+        write_report(log, page, notes=[("Packing", "\n".join(data.packing.sentences()))])
+    except (OSError, ValueError) as error:  # ValueError: a log without a step
+        console.warn(f"there is no report: {error}")
+    else:
+        console.say(f"report: {page}")
 
 
 def _restore(config: RunConfig, state: RunState, console: Console) -> None:

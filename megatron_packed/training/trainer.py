@@ -50,6 +50,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
         self._peak = peak_flops(self.groups.device)
+        self._complained: list[Writer] = []
         self._started = self._last = time.perf_counter()
         # A run that resumes at its last iteration has nothing new to save.
         self._saved_at = self.state.progress.iteration or None
@@ -206,5 +207,11 @@ class Trainer:
         return exit_code
 
     def _write(self, record: dict[str, object]) -> None:
+        """Numbers that cannot be kept (a full disk) are worth a warning, not the run."""
         for writer in self.writers:
-            writer.write(record)
+            try:
+                writer.write(record)
+            except OSError as error:
+                if writer not in self._complained:
+                    self.console.warn(f"the numbers of this run cannot be written: {error}; it goes on without them.")
+                self._complained.append(writer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -53,8 +54,16 @@ class JsonlWriter:
         os.replace(part, self._path)
 
     def write(self, record: dict[str, object]) -> None:
-        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        """
+        Raises:
+            OSError: the line could not be written; the file holds whole lines still.
+        """
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False).encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        written = self._file.write(line)
+        if written != len(line):  # a disk that has just become full takes what fits
+            os.ftruncate(self._file.fileno(), size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self) -> None:
         self._file.close()

@@ -57,6 +57,16 @@ def kill_at(site: str, call: int, rank: int) -> None:
         on_call(*SITES[site], call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def full_log(line: int) -> None:
+    """The disk of the log is full from the ``line``-th line on, for two lines."""
+
+    def fail(_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "log.jsonl")
+
+    on_call(JsonlWriter, "write", line, fail)
+    on_call(JsonlWriter, "write", line + 1, fail)
+
+
 def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None:
     """``action()`` in the process of ``rank`` at a place of the commit protocol in its ``save``-th save."""
     if int(os.environ["RANK"]) != rank:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import full_disk, poison_forward, unreadable_data
+from faults import full_disk, full_log, poison_forward, unreadable_data
 from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
 
 from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
@@ -136,6 +136,16 @@ def test_a_full_disk(data: Data, tmp_path: Path) -> None:
     assert_ends(finished, CHECKPOINT, "checkpoint error in step 4: ", tmp_path)
     assert "No space left on device" in finished.console
     assert [found.manifest.step for found in find_checkpoints(tmp_path / "checkpoints") if found.manifest] == [2]
+
+
+def test_a_full_disk_under_the_log(data: Data, tmp_path: Path) -> None:
+    """Numbers are worth less than the run: one warning, and it goes on. A report that cannot be made is one, too."""
+    options = tiny_options(data, train_iters=5, **in_folder(tmp_path))
+    finished = run(options, tmp_path, 1, partial(full_log, 2))
+    assert_ends(finished, DONE, "No space left on device")
+    assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 4, 5]
+    again = {**options, "log_jsonl": tmp_path / "new.jsonl", "report": tmp_path / "page.html"}
+    assert_ends(run(again, tmp_path), DONE, "WARNING: there is no report: ")
 
 
 def one_more_line(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 
@@ -57,6 +58,21 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     assert lines[-1]["lm_loss"] == "nan"
+
+
+def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
+    path = tmp_path / "log.jsonl"
+    writer = JsonlWriter(path, first_iteration=1)
+    writer.write({"iteration": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            writer.write({"iteration": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write({"iteration": 3})
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n'
 
 
 def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
