@@ -79,25 +79,25 @@ class FailureWatch:
             self._thread = threading.Thread(target=self._watch, args=(sleeping,), name="failures", daemon=True)
             self._thread.start()
 
-    def report(self, failure: Failure, speak: Callable[[], None]) -> int:
+    def report(self, failure: Failure, speak: Callable[[], None], *, gone: int = 0) -> int:
         """This rank has failed; returns the exit code to end with, when it is time to end.
 
         Does not return if another rank failed first: this process then ends as the other ranks do.
 
         Args:
             speak: says why and writes it down; called if this rank is the one to do so.
+            gone: other processes that are known to be dead: nobody waits for them.
         """
         if self._world_size == 1:
             speak()
             return failure.exit_code
         if self._told.is_set() or not self._claimed():
-            self._thread.join(PATIENCE_SECONDS)
-        # Still here: the rank whose claim was accepted is gone without a word.
+            self._thread.join(PATIENCE_SECONDS)  # it ends this process, unless the rank that was to speak is dead
         self._speaks = True
         speak()
         with suppress(RuntimeError):
             self._store.set(_REPORT, json.dumps(asdict(failure)))
-            self._wait_for_readers()
+            self._wait_for_readers(self._world_size - gone)
         return failure.exit_code
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class FailureWatch:
         except RuntimeError:
             return  # the store's host was killed; the next collective will say so
         if self._rank == 0:
-            self._wait_for_readers()
+            self._wait_for_readers(self._world_size)
         if self._told.is_set():
             time.sleep(BEHIND_SECONDS)
             self._end(Failure(**report).exit_code)
@@ -139,11 +139,11 @@ class FailureWatch:
             return False
         return True
 
-    def _wait_for_readers(self) -> None:
-        """Until every rank has read the report, or some do not answer."""
+    def _wait_for_readers(self, count: int) -> None:
+        """Until so many ranks have read the report, or some do not answer."""
         deadline = time.monotonic() + READ_SECONDS
         with suppress(RuntimeError):
-            while self._store.add(_READERS, 0) < self._world_size and time.monotonic() < deadline:
+            while self._store.add(_READERS, 0) < count and time.monotonic() < deadline:
                 time.sleep(0.02)
 
 

@@ -54,7 +54,7 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     if _is_out_of_memory(error):
         cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
         return ExitCode.OUT_OF_MEMORY, "out of memory", cure
-    if _is_lost_connection(error):
+    if is_lost_connection(error):
         cure = "; that process was killed or hangs, and had no time to say why"
         return ExitCode.UNFORESEEN, _LOST, cure
     return ExitCode.UNFORESEEN, f"unforeseen {type(error).__name__}", ""
@@ -67,14 +67,14 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def _is_lost_connection(error: Exception) -> bool:
-    """Gloo's errors have no class of their own, but name its source file."""
+def is_lost_connection(error: Exception) -> bool:
+    """Whether another process is gone. Gloo's errors have no class of their own, but name its source file."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def speak(error: Exception, failure: Failure, status_folder: str | None) -> None:
     """Says on standard error, and in ``STATUS.json``, why the run ends here."""
-    if failure.exit_code == ExitCode.UNFORESEEN and not _is_lost_connection(error):
+    if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
     print(failure.reason, file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))

@@ -29,7 +29,14 @@ from megatron_packed.training.build import Job, build_job, device_of
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import RunData, build_data
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.failures import IsolationLeak, clear_status, failure_of, speak, write_status
+from megatron_packed.training.failures import (
+    IsolationLeak,
+    clear_status,
+    failure_of,
+    is_lost_connection,
+    speak,
+    write_status,
+)
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
@@ -65,7 +72,8 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
         failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
-        return watch.report(failure, partial(speak, error, failure, status_folder))
+        gone = int(is_lost_connection(error))
+        return watch.report(failure, partial(speak, error, failure, status_folder), gone=gone)
     watch.close()
     if groups.rank == 0:
         write_status(status_folder, {"exit_code": exit_code})
