@@ -66,7 +66,8 @@ class FlopCounter:
         hidden, inner = config.hidden_size, config.d_inner if MAMBA in symbols else 0
         self.projections_per_token = sum(2 * projection_weights(config, symbol) for symbol in symbols)
         self.output_per_token = 2 * hidden * config.padded_vocab_size(vocab_size)
-        self.attention_per_pair = count[ATTENTION] * 4 * config.num_attention_heads * config.head_dim
+        attention_width = config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
+        self.attention_per_pair = count[ATTENTION] * 4 * attention_width
         states = config.mamba_num_groups * config.mamba_state_dim
         self.scan_per_pair = count[MAMBA] * (2 * states + 2 * inner)
         per_token = 4 * inner * config.mamba_state_dim + 2 * inner + 2 * config.mamba_d_conv * (inner + 2 * states)

@@ -132,18 +132,11 @@ def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype
 
 def small_config(symbol: str, config: ModelConfig) -> ModelConfig:
     """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible."""
-    heads_per_group = max(1, config.num_attention_heads // config.num_query_groups)
-    groups = min(config.mamba_num_groups, 2)
-    mamba_heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2)
     is_moe = symbol == MOE
-    changes = {
+    changes: dict[str, object] = {
         "hybrid_layer_pattern": symbol,
         "hidden_size": HIDDEN,
         "ffn_hidden_size": 2 * HIDDEN,
-        "num_query_groups": 1,
-        "num_attention_heads": heads_per_group,
-        "mamba_num_groups": groups,
-        "mamba_num_heads": groups * mamba_heads_per_group,
         "hidden_dropout": 0.0,
         "init_method_std": HIDDEN**-0.5,
         "num_experts": min(config.num_experts or 1, max(8, config.moe_router_topk)) if is_moe else None,
@@ -156,7 +149,14 @@ def small_config(symbol: str, config: ModelConfig) -> ModelConfig:
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
     }
-    return dataclasses.replace(config, **changes)
+    # Sizes of layers that the pattern does not have are not numbers (no attention heads, a width without Mamba heads).
+    if symbol == ATTENTION:
+        changes |= {"num_query_groups": 1, "num_attention_heads": config.num_attention_heads // config.num_query_groups}
+    elif symbol == MAMBA:
+        groups = min(config.mamba_num_groups, 2)
+        heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2)
+        changes |= {"mamba_num_groups": groups, "mamba_num_heads": groups * heads_per_group}
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
 def _check_layer(

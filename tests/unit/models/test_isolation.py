@@ -10,6 +10,8 @@ import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import IsolationResult, check_isolation, small_config
 
 CONFIG = ModelConfig(
@@ -71,6 +73,20 @@ def test_the_small_model_keeps_what_chooses_kernels():
         assert small.num_attention_heads // small.num_query_groups == 4
         assert small.moe_router_topk == 3
     assert small_config("E", CONFIG).num_experts == 8
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
+def test_sizes_of_layers_that_a_model_has_not_need_not_be_given(pattern):
+    """No attention heads; a width that Mamba's heads would not divide: nothing asks for them."""
+    needed = {"M": {"mamba_num_heads": 2, "mamba_num_groups": 1}, "*": {"num_attention_heads": 3},
+              "-": {}, "E": {"num_experts": 2}}  # fmt: skip
+    config = ModelConfig(
+        hybrid_layer_pattern=pattern, hidden_size=48, add_bias_linear=False, position_embedding_type="rope",
+        **needed[pattern],
+    )  # fmt: skip
+    assert all(result.passed for result in check_isolation(config, "cpu", torch.float32))
+    assert FlopCounter(config, 64).training([5, 9]).total > 0
+    HybridModel(config, vocab_size=64, max_positions=16)
 
 
 def failures(results):
