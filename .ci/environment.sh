@@ -17,6 +17,9 @@ if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ]; then
   rm -rf .venv
   if "$python" -c "$has_torch" 2>/dev/null; then
     "$python" -m venv --system-site-packages .venv
+    # If that is itself in a virtual environment, the new one sees the packages of the base alone: put it on the path.
+    "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+      > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
     torch=()
   else
     "$python" -m venv .venv || {
