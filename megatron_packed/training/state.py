@@ -161,7 +161,7 @@ class RunState:
             step=options.ckpt_step,
             allow_missing=("rng/",),
             allow_extra=("",) if options.finetune else ("rng/",),
-            accept=None if options.finetune else lambda metadata: model_refusal(metadata, self.model.config),
+            accept=None if options.finetune else self._refusal,
         )
         if options.finetune:
             self.optimizer.reset_masters()
@@ -173,6 +173,14 @@ class RunState:
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
         return loaded
+
+    def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Why a run cannot go on from a checkpoint with this metadata."""
+        was_bf16 = metadata["config"]["training"]["bf16"]
+        if was_bf16 != (self.model.dtype == torch.bfloat16):
+            given = "with" if was_bf16 else "without"
+            return f"was trained {given} --bf16; a run goes on in the precision it began with"
+        return model_refusal(metadata, self.model.config)
 
     def _check_data(self, loaded: LoadedCheckpoint) -> None:
         found, expected = loaded.metadata, {"plan_hash": self.plan_hash, "data_hash": self.data_hash}
