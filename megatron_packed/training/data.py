@@ -87,7 +87,10 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         say(line)
     valid = None
     if options.valid_data_path and config.training.eval_interval:
-        valid_dataset = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
+        try:
+            valid_dataset = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
+        except DataError as error:
+            raise DataError(f"--valid-data-path: {error}") from None
         segments, targets = _pieces(config, valid_dataset)
         evaluation = EvaluationPlan(
             segments,

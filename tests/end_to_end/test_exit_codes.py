@@ -79,6 +79,13 @@ def test_data_without_a_usable_line(processes: int, data: Data, tmp_path: Path) 
     assert "10" in finished.console and "malformed_json" in finished.console
 
 
+def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
+    """Which of the two sets is meant is said."""
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    options = tiny_options(data, train_iters=3, valid_data_path=tmp_path / "blank.jsonl", eval_interval=1)
+    assert_ends(run(options, tmp_path), DATA, "--valid-data-path: the data holds no document: 2 lines, 2 blank")
+
+
 def test_data_that_one_rank_alone_cannot_use(data: Data, tmp_path: Path) -> None:
     """The others neither wait for it nor die of its death: all end with the code of the cause."""
     options = tiny_options(data, train_iters=3, **in_folder(tmp_path))
