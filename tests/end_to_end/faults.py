@@ -193,15 +193,6 @@ def defect(site: str, call: int, rank: int) -> None:
     on_rank(rank, site, call, fail)
 
 
-def full_log_disk(line: int) -> None:
-    """The disk of the log is full."""
-
-    def fail(_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    on_rank(0, LOG_SITE, line, fail)
-
-
 def damaged_block(micro_batch: int, rank: int) -> None:
     """To ``rank`` the disk gives other bytes than were written, when its ``micro_batch``-th is made ready."""
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from faults import (
+    LOG_SITE,
     all_out_of_memory,
     damaged_block,
     defect,
     fail_at_the_end,
-    full_log_disk,
     kill_at,
     leaking_attention,
     out_of_memory,
@@ -72,7 +72,8 @@ def assert_says(finished: Finished, folder: Path, code: int, rank: int | None, s
             "unforeseen AssertionError on rank 0 in step 5: the sum is 3.", id="defect",
         ),
         pytest.param(
-            partial(full_log_disk, 4), UNFORESEEN, 0, 5, "unforeseen OSError on rank 0 in step 5: ", id="full-log-disk"
+            partial(defect, LOG_SITE, 4, 0), UNFORESEEN, 0, 5, "AssertionError on rank 0 in step 5: ",
+            id="on-rank-0-alone",
         ),
         pytest.param(
             fail_at_the_end, UNFORESEEN, 0, LAST, f"RuntimeError on rank 0 in step {LAST}: no curves today.",
