@@ -10,7 +10,7 @@ REASONS: dict[str, str] = {
     "corrupt_gzip": "the gzip stream is damaged or cut off; nothing after this point of the file can be read",
     "read_error": "the operating system failed to read on; nothing after this point of the file can be read",
     # JSON
-    "malformed_json": "the line is not a JSON value (a cut-off line is the usual cause)",
+    "malformed_json": "the line is not a JSON value (each needs a line of its own; a cut-off line is the usual cause)",
     "too_deep": "objects or lists are nested more than 128 levels deep",
     "nan_literal": "NaN and Infinity are not JSON",
     "huge_number": "a number has more digits than any reader handles",

@@ -74,7 +74,9 @@ class PackingReport:
     def sentences(self) -> list[str]:
         """The report for a console, a few lines."""
         counts = self.counts
-        covered = ", ".join(f"{capacity}: {share:.1%}" for capacity, share in self.coverage.items())
+        full = min((capacity for capacity, share in self.coverage.items() if share == 1), default=max(self.coverage))
+        shown = {capacity: share for capacity, share in self.coverage.items() if capacity <= full}
+        covered = ", ".join(f"{capacity}: {share:.1%}" for capacity, share in shown.items())
         return [
             f"{self.packs} packs of {self.slots} slots, {self.fill:.2%} full (the emptiest {self.emptiest:.1%}), "
             f"packed by {self.method}.",
