@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
@@ -76,6 +76,18 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
             found.append(Problem(about.flag, _as_given(about, now),
                                  f"the checkpoint was made with {_as_given(about, before)}",
                                  "give the checkpoint's value, or load another checkpoint"))
+    return found
+
+
+def changed_options(stored: Mapping[str, Any], config: RunConfig, sections: Sequence[str]) -> list[str]:
+    """Options of some sections that are not what a checkpoint (``to_dict``) was trained with: ``--lr 0.1, was 0.2``."""
+    found = []
+    for section in sections:
+        then, now = stored.get(section, {}), section_to_dict(getattr(config, section))
+        for about in section_fields(SECTIONS[section]):
+            if about.name in then and then[about.name] != now[about.name]:
+                before, after = (_as_given(about, values[about.name]) for values in (then, now))
+                found.append(f"{about.flag} {after}, was {before}")
     return found
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.serialise import model_hash, to_dict
+from megatron_packed.config.serialise import changed_options, model_hash, to_dict
 from megatron_packed.distributed.collectives import barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -156,6 +156,9 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         return
     what = "weights of" if options.finetune else "resuming from"
     console.say(f"{what} {loaded.path} (iteration {loaded.step})")
+    changed = changed_options(loaded.metadata["config"], config, ("optim", "training"))
+    if changed and not options.finetune:
+        console.say(f"changed since the checkpoint: {'; '.join(changed)}")
     if state.progress.iteration >= config.training.train_iters:
         console.say(f"--train-iters {config.training.train_iters} is reached: there is nothing left to train.")
     refusal = model_refusal(loaded.metadata, config.model)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron_packed.checkpoint.ranks import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
@@ -166,7 +165,6 @@ class RunState:
         if options.finetune:
             self.optimizer.reset_masters()
             return loaded
-        self._check_data(loaded)
         self.progress = Progress(**loaded.metadata["progress"])
         self.run_id = loaded.run_id
         if loaded.metadata["dp_size"] == self.groups.dp_size and not loaded.missing:
@@ -180,14 +178,15 @@ class RunState:
         if was_bf16 != (self.model.dtype == torch.bfloat16):
             given = "with" if was_bf16 else "without"
             return f"was trained {given} --bf16; a run goes on in the precision it began with"
-        return model_refusal(metadata, self.model.config)
+        return model_refusal(metadata, self.model.config) or self._data_refusal(metadata)
 
-    def _check_data(self, loaded: LoadedCheckpoint) -> None:
-        found, expected = loaded.metadata, {"plan_hash": self.plan_hash, "data_hash": self.data_hash}
-        if any(found[name] != value for name, value in expected.items()):
-            raise CheckpointMismatchError(
-                f"{loaded.path} is at iteration {loaded.step} of other data, or of another order of it (plan "
-                f"{found['plan_hash'][:12]} over tokens {found['data_hash'][:12]}; this run has {self.plan_hash[:12]} "
-                f"over {self.data_hash[:12]}): the data, the tokenizer, a packing option, a batch size or the seed "
-                "changed; restore them to resume, or pass --finetune to start a new run from these weights"
-            )
+    def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
+        if (plan_hash, data_hash) == (self.plan_hash, self.data_hash):
+            return None
+        return (
+            f"is a position in other data, or in another order of it (plan {plan_hash[:12]} over tokens "
+            f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}): the data, the "
+            "tokenizer, a packing option, a batch size or the seed changed; restore them to resume, or pass "
+            "--finetune to start a new run from these weights"
+        )

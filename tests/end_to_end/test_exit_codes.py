@@ -134,6 +134,8 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     lock.close()
     finished = run({**options, "train_iters": 4}, copy, 2)
     assert finished.exit_code == DONE and "--train-iters 4 is reached" in finished.console
+    finished = run({**options, "train_iters": 5}, copy, 2)
+    assert finished.exit_code == DONE and "--train-iters 5, was 4" in finished.console
 
 
 def test_a_full_disk(data: Data, tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     lines = (copy / "log.jsonl").read_bytes()
     finished = run(options, copy)
     assert_ends(finished, CHECKPOINT, "checkpoint error: ", copy)
-    assert "is at iteration 4 of other data, or of another order of it (plan " in finished.console
+    assert "is a position in other data, or in another order of it (plan " in finished.console
     assert "pass --finetune to start a new run from these weights" in finished.console
     assert (copy / "log.jsonl").read_bytes() == lines
 

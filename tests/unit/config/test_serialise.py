@@ -10,7 +10,14 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse, parse_with_sources
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.print_config import config_yaml
-from megatron_packed.config.serialise import from_dict, model_differences, model_hash, section_to_dict, to_dict
+from megatron_packed.config.serialise import (
+    changed_options,
+    from_dict,
+    model_differences,
+    model_hash,
+    section_to_dict,
+    to_dict,
+)
 
 MODEL = {
     "hybrid_layer_pattern": "M*-E", "hidden_size": 256, "num_attention_heads": 4, "num_experts": 4,
@@ -93,3 +100,13 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
     assert problem.rule == "the checkpoint was made with off"
     older = {name: value for name, value in stored.items() if name not in ("kv_channels", "rotary_base")}
     assert model_differences(older, model) == []
+
+
+def test_options_changed_since_a_checkpoint_are_told(right) -> None:
+    config = parse(argv(right))
+    stored = json.loads(json.dumps(to_dict(config)))
+    assert changed_options(stored, config, ("optim", "training")) == []
+    stored["optim"]["lr"], stored["training"]["bf16"] = 0.5, False
+    del stored["optim"]["adam_beta2"]
+    assert changed_options(stored, config, ("optim", "training")) == ["--lr 0.001, was 0.5", "--bf16 on, was off"]
+    assert changed_options(stored, config, ("training",)) == ["--bf16 on, was off"]
