@@ -94,7 +94,6 @@ def write_status(folder: str | None, status: dict[str, object]) -> None:
         print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
-def clear_status(folder: str | None) -> None:
+def clear_status(folder: str) -> None:
     """Removes what the run before wrote: a run that is killed must not seem to have ended as that one did."""
-    if folder is not None:
-        Path(folder, STATUS).unlink(missing_ok=True)
+    Path(folder, STATUS).unlink(missing_ok=True)

@@ -57,9 +57,6 @@ def pretrain(config: RunConfig) -> NoReturn:
 def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     if config.training.deterministic_mode:
         configure_determinism()
-    status_folder = config.checkpoint.save
-    if os.environ.get("RANK", "0") == "0":
-        clear_status(status_folder)  # before the ranks meet: from then on any of them may write a new one
     try:
         groups = ParallelGroups.create(config.parallel, device_of(config))
     except ValueError as error:  # of the launch: an environment or devices that do not fit
@@ -67,7 +64,11 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         return ExitCode.USAGE
     watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
+    status_folder = None  # until the folder is ours: another run's status is not to be touched
     try:
+        if config.checkpoint.save is not None:
+            _claim(config.checkpoint.save, groups)
+            status_folder = config.checkpoint.save
         exit_code = _train(config, groups, console, signal_flag, watch)
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
@@ -81,14 +82,17 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     return exit_code
 
 
+def _claim(folder: str, groups: ParallelGroups) -> None:
+    """Keeps other runs out until this process is gone; that nothing can be written is found out here, not at a save."""
+    claim_directory(folder, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group)
+    if groups.rank == 0:
+        clear_status(folder)
+    barrier(groups)  # from here on any rank may write a new status
+
+
 def _train(
     config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag, watch: FailureWatch
 ) -> ExitCode:
-    if config.checkpoint.save is not None:
-        # Held until this process is gone. That the folder cannot be written is found out here, not at the first save.
-        claim_directory(
-            config.checkpoint.save, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group
-        )
     data = build_data(config, groups, console.say)
     seed_all(config.training.seed, groups.dp_rank)
     job = build_job(config, groups, data.vocab_size)

@@ -131,6 +131,7 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     lock = RootLock(copy / "checkpoints", RUN_LOCK)
     assert_ends(run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints here")
     assert (copy / "log.jsonl").read_bytes() == lines
+    assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {"exit_code": DONE}  # the first one's
     lock.close()
     finished = run({**options, "train_iters": 4}, copy, 2)
     assert finished.exit_code == DONE and "--train-iters 4 is reached" in finished.console
