@@ -1,8 +1,7 @@
 """The calling convention that apex's and TransformerEngine's capturable Adam kernels share.
 
 Both take beta1 and beta2 as float32 and subtract them from 1 in float32: for beta2 = 0.999 their second moments are off
-by 1.3e-5 of themselves, as are those of torch's CUDA kernel (not of its CPU kernel). Here the bias correction carries
-the same error, so parameters hardly differ.
+by 1.3e-5 of themselves against torch's. The bias correction carries the same error, so parameters hardly differ.
 """
 
 from __future__ import annotations
