@@ -86,3 +86,17 @@ def test_wrong_arguments_are_refused():
         apply_rope(q, q, torch.arange(4), tables[0].bfloat16(), tables[1])
     with pytest.raises(NoBackendError, match="CUDA"):
         apply_rope(q, q, torch.arange(4), *tables, backend="triton")
+
+
+def test_bf16_gradients_are_rounded_once():
+    """An element takes part in two products; their gradients are added before they are rounded."""
+    cos, sin = rope_tables(64, 32, 10000.0, "cpu")
+    values = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    upstream = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def gradient(dtype):
+        x = values.to(dtype).requires_grad_()
+        turned, _ = apply_rope(x, x[:, :1].detach(), torch.arange(64), cos, sin, backend="reference")
+        return torch.autograd.grad(turned, x, upstream.to(dtype))[0]
+
+    assert torch.equal(gradient(torch.bfloat16), gradient(torch.float32).bfloat16())
