@@ -3,7 +3,7 @@
     python benchmarks/cublas_workspace.py
 
 Given a workspace, cuBLAS on Hopper takes kernels that count tiles in it and clears the counter with a memset before
-many products. A memset between two kernels of a CUDA graph costs more than their own distance. Every setting of
+many products. Whether the products themselves are as fast without one is what this measures. Every setting of
 ``CUBLAS_WORKSPACE_CONFIG`` runs in a process of its own, since torch reads it once. Products are captured 20 times in a
 graph; the time is of a replay, per product.
 """

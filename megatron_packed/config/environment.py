@@ -11,7 +11,7 @@ from megatron_packed.config.training import TrainingConfig
 
 FASTEST: dict[str, str] = {
     # cuBLAS without a workspace takes kernels with a static schedule. Given one, it takes kernels that count tiles in
-    # it and clears it first: no faster, and a memset is costly in a graph (benchmarks/cublas_workspace.py).
+    # it and clears the counter first, and a memset is costly in a graph. benchmarks/cublas_workspace.py compares them.
     "CUBLAS_WORKSPACE_CONFIG": ":0:0",
     # Triton keeps tuning results beside its compiled kernels: the next run need not tune again (mamba-ssm has some 90
     # configurations). Kept for sizes of heads and states, not of packs: the isolation self-test tunes at full size.
