@@ -143,17 +143,66 @@ def gpu_busy(function: Callable[[], object], *, calls: int = 3) -> Busy:
         for _ in range(calls):
             function()
         torch.cuda.synchronize()
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy, end = 0.0, float("-inf")
-    for start, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
-        if stop > end:
-            busy += stop - max(start, end)
-            end = stop
+    events = _device_events(profiler)
     totals: dict[str, float] = {}
     for event in events:
         totals[event.name] = totals.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / calls
     ranked = sorted(totals.items(), key=lambda item: -item[1])
-    return Busy(busy / 1e3 / calls, len(events) / calls, ranked)
+    return Busy(union_ms(events) / calls, len(events) / calls, ranked)
+
+
+class WallAndBusy(NamedTuple):
+    """Of one call: wall-clock and GPU-busy milliseconds, and their ratio, round by round."""
+
+    wall: Spread
+    busy: Spread
+    ratio: Spread
+
+
+def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int = 5) -> WallAndBusy:
+    """Wall-clock of a graph's replay over its GPU-busy time, the GPU being at the same clocks for both.
+
+    Under load a GPU settles at lower clocks than after a rest, and a profiler gives it a rest before it starts. So in
+    every round the calls that are timed, and those that are profiled, come right after as many that do not count. The
+    device is drained after each call, as `wall` does.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    def drained(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            replay()
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    walls, busies = [], []
+    for _ in range(rounds):
+        drained(calls)
+        walls.append(drained(calls))
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            drained(2 * calls)
+        events = _device_events(profiler)
+        if len(events) % (2 * calls):
+            raise RuntimeError(f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some")
+        busies.append(union_ms(events[len(events) // 2 :]) / calls / 1e3)
+    return WallAndBusy(Spread.of(walls), Spread.of(busies), Spread.of_ratios(walls, busies))
+
+
+def _device_events(profiler: Any) -> list[Any]:
+    """Kernels, copies and memsets in the order of their starts."""
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(events, key=lambda event: event.time_range.start)
+
+
+def union_ms(events: Sequence[Any]) -> float:
+    """Milliseconds in which at least one of the events, given in the order of their starts, was running."""
+    busy, end = 0.0, float("-inf")
+    for event in events:
+        start, stop = event.time_range.start, event.time_range.end
+        if stop > end:
+            busy += stop - max(start, end)
+            end = stop
+    return busy / 1e3
 
 
 SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",

@@ -5,7 +5,7 @@
 ``shard8b`` is one rank's TP8 share of a Nemotron-H-8B-like model at 4,096 tokens, ``hybrid1b`` a whole 797 M model at
 8,192. Both models get the same weights, four packings of 12 documents and the environment variables of a run.
 Reported: loss and gradient norm of both, wall-clock and GPU-busy time, and ours captured by hand in one CUDA graph and
-replayed over the other packings.
+replayed over the other packings. The eager sides take turns; a ratio is of two measurements that followed each other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics import peak_flops
 
 DOCUMENTS = 12
+ROUNDS = 5
+"""Profiles of each side, taking turns."""
 CONFIGS = {
     "shard8b": {"T": 4096, "pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-", "hidden": 4096, "heads": 4, "groups": 1,
                 "ffn": 2688, "mamba_heads": 16, "mamba_groups": 1, "vocab": 16384},
@@ -206,14 +208,13 @@ def graph_replay(ours: Ours, c: dict, lengths: list[list[int]]) -> dict[str, obj
              "grad_norm_eager": eager[1], "grad_difference": difference, "eager_against_eager": spread,
              "finite": bool(torch.isfinite(gradients).all()), "second_loss": second[0]}
         )  # fmt: skip
-    busy = harness.gpu_busy(graph.replay)
-    wall = harness.wall(graph.replay)
+    times = harness.wall_and_busy(graph.replay)
     del graph
     return {
         "packings": comparisons,
-        "wall_ms": wall,
-        "busy_ms": round(busy.milliseconds, 3),
-        "wall_over_busy": round(wall.median / busy.milliseconds, 4),
+        "wall_ms": times.wall,
+        "busy_ms": times.busy,
+        "wall_over_busy": times.ratio,
     }
 
 
@@ -245,24 +246,29 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
     walls = harness.interleaved({label: cycling(side) for label, side in sides.items()})
     flops = sum(model_flops(model.config, c["vocab"], row) for row in lengths) / len(lengths)
     peak = peak_flops(torch.device("cuda"))
-    for label, side in sides.items():
-        torch.cuda.reset_peak_memory_stats()
-        busy = harness.gpu_busy(cycling(side), calls=4)
+    profiles: dict[str, list[harness.Busy]] = {label: [] for label in sides}
+    for _ in range(ROUNDS):
+        for label, side in sides.items():
+            torch.cuda.reset_peak_memory_stats()
+            profiles[label].append(harness.gpu_busy(cycling(side), calls=len(batches)))
+            result[label]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    busy_s = {label: [one.milliseconds / 1e3 for one in rounds] for label, rounds in profiles.items()}
+    for label in sides:
+        wall, busy = walls[label], harness.Spread.of(busy_s[label])
         result[label] |= {
-            "wall_ms": walls[label],
-            "busy_ms": round(busy.milliseconds, 3),
-            "wall_over_busy": round(walls[label].median / busy.milliseconds, 3),
-            "launches": busy.launches,
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "mfu_of_wall": round(flops / (walls[label].median / 1e3) / peak, 4) if peak else None,
-            "mfu_of_busy": round(flops / (busy.milliseconds / 1e3) / peak, 4) if peak else None,
+            "wall_ms": wall,
+            "busy_ms": busy,
+            "wall_over_busy": round(wall.median / busy.median, 3),
+            "launches": profiles[label][0].launches,
+            "mfu_of_wall": round(flops / (wall.median / 1e3) / peak, 4) if peak else None,
+            "mfu_of_busy": round(flops / (busy.median / 1e3) / peak, 4) if peak else None,
         }
         print(f"--- {name} {label}: {kernels} longest kernels (ms per call)")
-        for kernel, milliseconds in busy.kernels[:kernels]:
+        for kernel, milliseconds in profiles[label][-1].kernels[:kernels]:
             print(f"{milliseconds:9.3f}  {kernel[:120]}")
     if not skip_megatron:
         mine, other = result["megatron_packed"], result["megatron_core"]
-        result["busy_ratio"] = round(mine["busy_ms"] / other["busy_ms"], 4)
+        result["busy_ratio"] = harness.Spread.of_ratios(busy_s["megatron_packed"], busy_s["megatron_core"])
         result["loss_difference"] = abs(mine["loss"] - other["loss"]) / abs(other["loss"])
         result["grad_norm_difference"] = abs(mine["grad_norm"] - other["grad_norm"]) / other["grad_norm"]
         sides.pop("megatron_core")

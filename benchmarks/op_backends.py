@@ -3,7 +3,8 @@
     python benchmarks/op_backends.py [op ...]
 
 Errors are relative norms against the reference in float32 on the same inputs, outputs and every gradient; beside them
-the same of the reference in bf16, which a kernel may exceed by a factor of about two. Isolation perturbs one token of
+those of plain PyTorch in bf16, which a kernel may exceed by a factor of two: the reference under ``torch.autocast``,
+so that products take bf16 operands as they do in a kernel. Isolation perturbs one token of
 one document and counts other documents' rows, of outputs and input gradients, that changed by any bit. Replay captures
 forward and backward once and compares it with eager over other packings.
 """
@@ -49,6 +50,12 @@ PACKINGS = [
 ]
 VICTIM = 7
 """Document of the first packing of which one token is perturbed, in the middle of a chunk it shares with others."""
+
+
+READS_ON_THE_HOST = ("recurrence",)
+"""Oracles that no graph can hold."""
+ROUNDING = 2.0**-9
+"""Unit roundoff of bf16: below it plain PyTorch's error is luck."""
 
 
 @dataclass
@@ -187,14 +194,28 @@ def on_device(case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, device:
 
 
 def evaluate(
-    case: Case, backend: str, inputs: dict[str, Tensor], packed: PackedSeqParams, dtype: torch.dtype, device: str
+    case: Case,
+    backend: str,
+    inputs: dict[str, Tensor],
+    packed: PackedSeqParams,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    autocast: bool = False,
 ) -> dict[str, Tensor]:
     """The output and every gradient, under an upstream gradient that depends on the row alone."""
     leaves = on_device(case, inputs, dtype, device)
-    output = case.call(backend, leaves, packed)
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(device, output.dtype)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        output = case.call(backend, leaves, packed)
+    upstream = _upstream(output)
     gradients = torch.autograd.grad(output, list(leaves.values()), upstream)
     return {"output": output.detach(), **{f"d_{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def _upstream(output: Tensor) -> Tensor:
+    """bf16 values, so that both precisions see the same numbers here too."""
+    values = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+    return values.bfloat16().to(output.device, output.dtype)
 
 
 def relative_errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
@@ -256,7 +277,7 @@ def replay(case: Case, backend: str, dtype: torch.dtype) -> dict[str, object]:
     def step() -> dict[str, Tensor]:
         output = case.call(backend, leaves, static)
         if not upstream:
-            upstream.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output))
+            upstream.append(_upstream(output))
         gradients = torch.autograd.grad(output, list(leaves.values()), upstream[0])
         return {"output": output.detach(), **{f"d_{name}": g for name, g in zip(leaves, gradients)}}
 
@@ -297,16 +318,18 @@ def measure(case: Case, backend: str, device: str) -> dict[str, object]:
     exact = PackedSeqParams.from_lengths(PACKINGS[0], T, device=device)
     inputs = make_inputs(case)
     reference = evaluate(case, "reference", inputs, exact, torch.float32, device)
-    plain = relative_errors(evaluate(case, "reference", inputs, exact, dtype, device), reference)
+    plain = relative_errors(evaluate(case, "reference", inputs, exact, dtype, device, autocast=True), reference)
     found = relative_errors(evaluate(case, backend, inputs, exact, dtype, device), reference)
     row: dict[str, object] = {
         "errors": found,
         "plain_bf16_errors": plain,
-        "worst_ratio": max(found[name] / max(plain[name], 1e-4) for name in found),
+        "worst_ratio": max(found[name] / max(plain[name], ROUNDING) for name in found),
         "isolation": attempt(isolation, case, backend, dtype, device),
         "run_to_run_differ": attempt(determinism, case, backend, dtype, device),
     }
-    if device == "cuda":
+    if device == "cuda" and backend in READS_ON_THE_HOST:
+        row["replay"] = "refused: it reads cu_seqlens on the host"
+    elif device == "cuda":
         row["replay"] = attempt(replay, case, backend, dtype)
     return row
 

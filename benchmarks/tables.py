@@ -47,9 +47,9 @@ def model_step_rows(results: dict[str, Any]) -> Rows:
             rows.append({
                 "config": config,
                 "path": {"graph": "megatron_packed, one CUDA graph"}.get(path, f"{path}, eager"),
-                "wall ms": harness.shown(found["wall_ms"]), "GPU-busy ms": found["busy_ms"],
-                "wall / busy": found["wall_over_busy"],
-                "busy / megatron_core's": ratio_text(found["busy_ms"], result.get("megatron_core", {}).get("busy_ms")),
+                "wall ms": harness.shown(found["wall_ms"]), "GPU-busy ms": harness.shown(found["busy_ms"]),
+                "wall / busy": harness.shown(found["wall_over_busy"]) if path == "graph" else found["wall_over_busy"],
+                "busy / megatron_core's": harness.shown(result.get("busy_ratio")) if path == "megatron_packed" else "",
                 "MFU of wall, busy": percentages(found.get("mfu_of_wall"), found.get("mfu_of_busy")),
                 "launches": f"{found['launches']:.0f}" if "launches" in found else "",
                 "peak GiB": found.get("peak_gib", ""),
@@ -58,10 +58,6 @@ def model_step_rows(results: dict[str, Any]) -> Rows:
                 "plan": result["plan_hash"],
             })  # fmt: skip
     return rows
-
-
-def ratio_text(value: float, base: float | None) -> str:
-    return f"{value / base:.3f}" if base else ""
 
 
 def percentages(*shares: float | None) -> str:

@@ -7,6 +7,9 @@
 * divides gradients by ``grad_scale`` and writes the quotients back, when one is given;
 * only reads ``state_steps``, which must already count this step. torch.optim adds 1 before the call and subtracts
   ``found_inf`` after it; our ``step`` arrives with both done, and one tensor serves all slices.
+
+On CUDA (2.11, H200) its second moments with beta2 = 0.999 are up to 1.3e-5 off, relatively, and with a beta2 whose
+distance from 1 is exact in float32 they are not: the mark of ``1 - beta2`` taken in float32, as in ``multi_tensor``.
 """
 
 from __future__ import annotations

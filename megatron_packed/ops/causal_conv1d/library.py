@@ -51,7 +51,7 @@ def run(
     """See ``api.causal_conv1d``. A slice that is not laid out for 16-byte loads is copied first."""
     slot = gradient_slot(x_TC)
     if not _is_aligned(x_TC):
-        x_TC, slot = x_TC.contiguous(), None
+        x_TC, slot = _copy(x_TC), None
     y_TC: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
         x_TC, weight_CW, bias_C, seq_idx_1T, activation == "silu", slot
     )
@@ -66,6 +66,11 @@ def _is_aligned(x_TC: Tensor) -> bool:
         and row_bytes % _VECTOR_BYTES == 0
         and x_TC.data_ptr() % _VECTOR_BYTES == 0
     )
+
+
+def _copy(x_TC: Tensor) -> Tensor:
+    """Not ``contiguous()``: a single row is that wherever it begins."""
+    return x_TC.clone(memory_format=torch.contiguous_format)
 
 
 def _channels_last(x_TC: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_CW, bias_C, seq_idx_1T = ctx.saved_tensors
         if not _is_aligned(dy_TC):
-            dy_TC = dy_TC.contiguous()
+            dy_TC = _copy(dy_TC)
         dx_TC = gradient_like(x_TC, ctx.slot)
         dweight_CW, dbias_C = map(_accumulator, (weight_CW, bias_C), ctx.main_grads)
         _causal_conv1d_bwd_cpp(

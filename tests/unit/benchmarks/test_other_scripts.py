@@ -33,7 +33,7 @@ def test_op_backends_measures_an_op(monkeypatch):
     case = op_backends.cases()["rms_norm"]
     found = op_backends.measure(case, "reference", "cpu")
     assert op_backends.isolation_summary(found["isolation"]) == "bitwise" and found["run_to_run_differ"] == []
-    assert found["worst_ratio"] == 1.0
+    assert found["worst_ratio"] <= 1.0
 
     def leaking(backend, t, packed):
         return case.call(backend, t, packed) + t["x"].sum()

@@ -12,12 +12,13 @@ CIRCUMSTANCES = {"command": "python benchmarks/x.py", "date": "2026-01-01 00:00 
                  "versions": {"torch": "2.11"}}  # fmt: skip
 MODEL_STEP = {
     "one": {
-        "plan_hash": "abc",
-        "megatron_core": {"wall_ms": [9.0, 8.0, 10.0], "busy_ms": 4.0, "wall_over_busy": 2.25, "launches": 70.0,
-                          "mfu_of_wall": 0.1, "mfu_of_busy": 0.225, "loss": 1.0, "grad_norm": 2.0},
-        "megatron_packed": {"wall_ms": [6.0, 5.0, 7.0], "busy_ms": 3.0, "wall_over_busy": 2.0, "launches": 50.0,
-                            "mfu_of_wall": None, "mfu_of_busy": None, "loss": 1.0, "grad_norm": 2.0},
-        "graph": {"wall_ms": [3.1, 3.0, 3.2], "busy_ms": 3.0, "wall_over_busy": 1.03, "packings": []},
+        "plan_hash": "abc", "busy_ratio": [0.75, 0.74, 0.76],
+        "megatron_core": {"wall_ms": [9.0, 8.0, 10.0], "busy_ms": [4.0, 3.9, 4.1], "wall_over_busy": 2.25,
+                          "launches": 70.0, "mfu_of_wall": 0.1, "mfu_of_busy": 0.225, "loss": 1.0, "grad_norm": 2.0},
+        "megatron_packed": {"wall_ms": [6.0, 5.0, 7.0], "busy_ms": [3.0, 2.9, 3.1], "wall_over_busy": 2.0,
+                            "launches": 50.0, "mfu_of_wall": None, "mfu_of_busy": None, "loss": 1.0, "grad_norm": 2.0},
+        "graph": {"wall_ms": [3.1, 3.0, 3.2], "busy_ms": [3.0, 2.9, 3.1], "wall_over_busy": [1.03, 1.02, 1.04],
+                  "packings": []},
     }
 }  # fmt: skip
 CELL = {"perturbed": {"rows": 0, "max_abs": 0.0}, "same_input_again": {"rows": 0, "max_abs": 0.0}}
@@ -57,10 +58,10 @@ def test_pages_follow_the_results(tmp_path, monkeypatch):
     text = page.read_text()
     assert "old" not in text and text.startswith("above\n") and "\nbetween\n" in text
     assert "a GPU, 2026-01-01 00:00 UTC, `python benchmarks/x.py`; torch 2.11." in text
-    assert "| one | megatron_packed, eager | 6 [5, 7] | 3.0 | 2.0 | 0.750 |" in text
+    assert "| one | megatron_packed, eager | 6 [5, 7] | 3 [2.9, 3.1] | 2.0 | 0.75 [0.74, 0.76] |" in text
     assert "Not measured yet: `python benchmarks/rope_bench.py`" in text
     run(monkeypatch, tmp_path, "--check")
-    MODEL_STEP["one"]["graph"]["busy_ms"] = 2.9
+    MODEL_STEP["one"]["graph"]["busy_ms"] = [2.9, 2.9, 2.9]
     write(tmp_path, "model_step", MODEL_STEP)
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path, "--check")
