@@ -32,9 +32,9 @@ for name in "${@:?which steps?}"; do
     ops) step ops 250 python3 benchmarks/op_backends.py ;;
     shard8b) step shard8b 300 python3 benchmarks/model_step.py shard8b ;;
     model) step model 400 python3 benchmarks/model_step.py ;;
-    metadata) step metadata 150 python3 benchmarks/metadata_sync.py ;;
+    metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
-    padded) step padded 150 python3 benchmarks/packed_vs_padded.py ;;
+    padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
     cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;
     real) step real 300 python3 benchmarks/train_real.py runs/real.zip ;;
     quickstart)

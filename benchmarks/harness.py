@@ -295,7 +295,10 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def save(name: str, results: object, *, folder: Path | None = None) -> Path:
-    """Writes ``results/<name>.json`` with the command, versions, device and date."""
+    """Writes ``results/<name>.json`` with the command, versions, device and date.
+
+    Scripts save after each of their cases: a machine that is taken away leaves what was measured.
+    """
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {

@@ -286,7 +286,7 @@ def main() -> None:
             results[name]["equal_over_steps"] = equal_over_steps(CASES[name], device, steps)
             print(f"{name}: {results[name]['equal_over_steps']}")
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-    path = harness.save("metadata_sync", results, folder=arguments.results)
+        path = harness.save("metadata_sync", results, folder=arguments.results)
     print(harness.table(rows_of(harness.plain(results))))
     print(path)
 

@@ -293,8 +293,8 @@ def main() -> None:
     results = {}
     for name in arguments.configs or CONFIGS:
         results[name] = run(name, kernels=arguments.kernels, skip_megatron=arguments.skip_megatron)
+        path = harness.save(arguments.name, results)
         torch.cuda.empty_cache()
-    path = harness.save(arguments.name, results)
     rows = []
     for name, result in results.items():
         for label in ("megatron_core", "megatron_packed", "graph"):

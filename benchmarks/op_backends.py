@@ -380,8 +380,9 @@ def main() -> None:
                 "graph ms": again["forward_backward_ms"].median if isinstance(again, dict) else "",
             })  # fmt: skip
             print({k: rows[-1][k] for k in rows[-1]}, flush=True)
+        path = harness.save(arguments.name, results)
     print(harness.table([{k: row.get(k, "") for k in max(rows, key=len)} for row in rows]))
-    print(harness.save(arguments.name, results))
+    print(path)
 
 
 if __name__ == "__main__":

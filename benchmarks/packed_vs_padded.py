@@ -235,7 +235,7 @@ def main() -> None:
         results[name] = measure(CASES[name], device, padded_slots=padded_slots, passes=passes)
         problems += problems_of(name, results[name], device)
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-    path = harness.save("packed_vs_padded", results, folder=arguments.results)
+        path = harness.save("packed_vs_padded", results, folder=arguments.results)
     print(harness.table(rows_of(harness.plain(results))))
     print(path)
     if problems:

@@ -160,8 +160,8 @@ def main() -> None:
         for name in arguments.sets or sorted(path.name for path in Path(folder).iterdir()):
             results[name] = train(name, Path(folder) / name, options)
             problems += problems_of(name, results[name], VALID_BOUNDS.get(name) if judged else None)
+            path = harness.save("train_real", results, folder=arguments.results)
             print(f"{name}: {results[name]['seconds_in_all']} s in all", flush=True)
-    path = harness.save("train_real", results, folder=arguments.results)
     print(harness.table(rows_of(harness.plain(results))))
     print(path)
     if problems:

@@ -36,6 +36,9 @@ CHANGED = 1
 """The document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
 """A grouped product may split its sums by how many rows an expert has, so other documents' rows may round anew."""
+ULPS_OF_UNORDERED_SUMS = 2
+"""Attention kernels that are not asked to be deterministic add gradients in a changing order, which rounds some values
+to their neighbours: a pair of equal runs may show no such value and the next pair some."""
 NOISE_FACTOR = 4
 """How far beyond one observed run-to-run difference another may lie."""
 LEAK_FACTOR = 10
@@ -176,9 +179,6 @@ def _check_layer(
     joined = None
     if symbol in (MAMBA, ATTENTION):
         joined = [_observe(model, _without_boundaries(pack)) for pack in packs]
-    tolerance = 0.0
-    if symbol == MOE and backends.grouped_mlp != "reference" and device.type != "cpu":
-        tolerance = ULPS_OF_GROUPED_PRODUCTS * torch.finfo(dtype).eps
     results = []
     for quantity, value in before.items():
         noise = _moved(value, again[quantity], others_T)
@@ -188,12 +188,25 @@ def _check_layer(
                 symbol=symbol,
                 quantity=quantity,
                 difference=_moved(value, after[quantity], others_T),
-                allowed=max(tolerance, NOISE_FACTOR * noise),
+                allowed=max(
+                    _ulps_allowed(symbol, quantity, device, backends) * torch.finfo(dtype).eps, NOISE_FACTOR * noise
+                ),
                 noise=noise,
                 leak=leak,
             )
         )
     return results
+
+
+def _ulps_allowed(symbol: str, quantity: str, device: torch.device, backends: Backends) -> int:
+    """Of the largest value: what kernels on a GPU may move in other documents without having seen each other's."""
+    if device.type == "cpu":
+        return 0
+    if symbol == MOE and backends.grouped_mlp != "reference":
+        return ULPS_OF_GROUPED_PRODUCTS
+    if symbol == ATTENTION and quantity == "input gradients" and not backends.deterministic:
+        return ULPS_OF_UNORDERED_SUMS
+    return 0
 
 
 def _make_pack(lengths: list[int], total: int, change: bool) -> MicroBatch:

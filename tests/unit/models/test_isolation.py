@@ -8,8 +8,10 @@ import torch
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
+import megatron_packed.models.isolation as isolation
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.backends import Backends
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import IsolationResult, check_isolation, small_config
@@ -154,6 +156,15 @@ def test_a_kernel_that_is_not_deterministic_may_differ_by_its_own_noise(monkeypa
     assert all(result.passed and result.noise > 0 for result in results), [str(r) for r in results]
     monkeypatch.setattr(attention, "varlen_attention", noisy(0.5))
     assert failures(check("*"))
+
+
+def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
+    gpu, fast, exact = torch.device("cuda"), Backends(), Backends(deterministic=True)
+    assert isolation._ulps_allowed("*", "input gradients", gpu, fast) == 2
+    assert isolation._ulps_allowed("E", "outputs", gpu, exact) == 4
+    bitwise = [("*", "outputs", gpu, fast), ("*", "input gradients", gpu, exact), ("M", "input gradients", gpu, fast),
+               ("*", "input gradients", torch.device("cpu"), fast), ("E", "outputs", torch.device("cpu"), fast)]  # fmt: skip
+    assert [isolation._ulps_allowed(*case) for case in bitwise] == [0] * len(bitwise)
 
 
 def test_sentences():
