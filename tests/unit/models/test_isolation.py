@@ -163,7 +163,8 @@ def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
     assert isolation._ulps_allowed("*", "input gradients", gpu, fast) == 2
     assert isolation._ulps_allowed("E", "outputs", gpu, exact) == 4
     bitwise = [("*", "outputs", gpu, fast), ("*", "input gradients", gpu, exact), ("M", "input gradients", gpu, fast),
-               ("*", "input gradients", torch.device("cpu"), fast), ("E", "outputs", torch.device("cpu"), fast)]  # fmt: skip
+               ("*", "input gradients", torch.device("cpu"), fast),
+               ("E", "outputs", torch.device("cpu"), fast)]  # fmt: skip
     assert [isolation._ulps_allowed(*case) for case in bitwise] == [0] * len(bitwise)
 
 
