@@ -21,12 +21,16 @@ from megatron_packed.packed.buffer import BufferLayout
 
 
 def packed_fields(total_tokens: int, capacity: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order."""
+    """Name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order.
+
+    ``cu_seqlens`` comes last: it alone depends on the capacity, so every other tensor has the same offset for all
+    capacities, and one buffer at a fixed address serves the graphs of all of them.
+    """
     return [
-        ("cu_seqlens", torch.int32, (capacity + 2,)),
         ("seq_idx", torch.int32, (1, total_tokens)),
         ("position_ids", torch.int32, (total_tokens,)),
         ("valid", torch.bool, (total_tokens,)),
+        ("cu_seqlens", torch.int32, (capacity + 2,)),
     ]
 
 

@@ -88,6 +88,20 @@ def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
     assert first.packed.cu_seqlens_cpu.tolist() == [0, 3, 8, 20, 20, 20, 20, 20]  # the host twin is not in the buffer
 
 
+def test_offsets_do_not_depend_on_the_capacity():
+    """So that one buffer with room for the largest capacity serves all of them at fixed addresses."""
+    small, large = (MicroBatchLayout(37, capacity).buffer for capacity in (2, 502))
+    starts = [{section.name: section.start for section in layout.sections} for layout in (small, large)]
+    assert starts[0] == starts[1]
+    assert set(starts[0]) == {*TENSORS, *PACKED_TENSORS}
+    assert large.num_bytes - small.num_bytes == 4 * 500  # cu_seqlens alone
+    rng = np.random.default_rng(3)
+    documents = random_documents(rng, [3, 5])
+    buffers = [MicroBatch.build(documents, 37, capacity).buffer for capacity in (2, 40)]
+    end = starts[0]["cu_seqlens"]
+    assert torch.equal(buffers[0][:end], buffers[1][:end])
+
+
 def test_equal_packs_have_equal_bytes():
     """Gaps between sections included, so that buffers can be compared across processes."""
     builds = [MicroBatch.build([(np.arange(5), None)], 9, capacity=3) for _ in range(2)]
