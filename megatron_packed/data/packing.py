@@ -28,12 +28,9 @@ from numpy.typing import NDArray
 from megatron_packed.config.packing import PackingConfig
 from megatron_packed.data.balanced import LEFT_OVER, balance, best_fit, long_first_order
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.capacity import DOCUMENT_COST
 
 METHODS = ("balanced", "best_fit_decreasing", "sequential")
-
-DOCUMENT_COST = 1e-3
-"""Cost of room for one more document, in packs. On an H200, with 8,192 tokens and attention a fifth of the step, 116
-more rows cost 2e-4 of a step each with flash-attention 4 and cuDNN, and 2e-3 with flash-attention 2."""
 
 GOOD_WASTE = 0.01
 """Share of empty slots above which a window tries best fit as well."""

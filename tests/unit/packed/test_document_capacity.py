@@ -1,9 +1,12 @@
-"""Percentiles of document counts and the share of packs that a capacity covers."""
+"""Percentiles of document counts, the share of packs that a capacity covers, and the choice of capacities."""
+
+import time
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from megatron_packed.packed.capacity import coverage, percentile
+from megatron_packed.packed.capacity import Cell, Ladder, choose_capacities, coverage, percentile
 
 
 def published_counts(packs: int = 10_000) -> np.ndarray:
@@ -49,3 +52,94 @@ def test_nothing_to_measure_is_refused():
     for share in (0, -0.1, 1.1):
         with pytest.raises(ValueError, match="share is"):
             percentile(np.ones(3, int), share)
+
+
+# -------------------------------------------------------------------------------------------------------------- ladder
+
+
+def test_a_pack_takes_the_smallest_cell_that_holds_it():
+    ladder = Ladder.of([64, 16, 64], 8192)
+    assert ladder.cells == (Cell(16, 8192), Cell(64, 8192))
+    assert (ladder.capacities, ladder.largest) == ((16, 64), 64)
+    found = [ladder.cell_for(num_seqs, 8192) for num_seqs in (0, 1, 16, 17, 64)]
+    assert [cell.capacity for cell in found] == [16, 16, 16, 64, 64]
+    assert ladder.cell_for(65, 1) is None
+    assert ladder.cell_for(1, 8193) is None
+
+
+def test_cells_also_step_in_the_longest_row():
+    cells = (Cell(8, 100), Cell(8, 50), Cell(32, 50), Cell(32, 100))
+    ladder = Ladder(cells)
+    for num_seqs in range(34):
+        for longest in range(1, 103):
+            holding = [cell for cell in cells if num_seqs <= cell.capacity and longest <= cell.max_seqlen]
+            assert ladder.cell_for(num_seqs, longest) == min(holding, default=None)
+    assert ladder.capacities == (8, 32)
+
+
+def test_a_ladder_that_holds_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one cell"):
+        Ladder(())
+    for capacity, max_seqlen in ((0, 8), (8, 0)):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            Cell(capacity, max_seqlen)
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+def expected_cost(counts, capacities, document_cost, rung_cost):
+    rooms = [min(capacity for capacity in capacities if capacity >= count) for count in counts]
+    return sum(1 + document_cost * room for room in rooms) / len(counts) + rung_cost * len(capacities)
+
+
+def by_trying_all(counts, document_cost, rung_cost, most_rungs):
+    """Least cost of any set of capacities that covers every pack, counts that do not occur included."""
+    largest = max(1, *counts)
+    sets = [(*under, largest) for rungs in range(most_rungs) for under in combinations(range(1, largest), rungs)]
+    return min(expected_cost(counts, capacities, document_cost, rung_cost) for capacities in sets)
+
+
+def test_choice_against_trying_all():
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(300):
+        counts = np.minimum(rng.geometric(rng.uniform(0.1, 0.9), rng.integers(1, 40)), 16) - rng.integers(0, 2)
+        costs = {"document_cost": rng.choice([0.0, 0.001, 0.02, 0.3]), "rung_cost": rng.choice([0.0, 0.01, 0.1])}
+        most_rungs = int(rng.integers(1, 5))
+        chosen = choose_capacities(counts, **costs, most_rungs=most_rungs)
+        assert list(chosen) == sorted(set(chosen)) and 1 <= len(chosen) <= most_rungs
+        assert chosen[-1] == max(1, counts.max())  # every pack is covered, by no more than it takes
+        least = by_trying_all(counts.tolist(), **costs, most_rungs=most_rungs)
+        assert expected_cost(counts, chosen, **costs) == pytest.approx(least, rel=1e-12)
+        seen.add(len(chosen))
+    assert seen == {1, 2, 3, 4}
+
+
+def test_choice_prefers_few_capacities():
+    assert choose_capacities([5] * 10) == (5,)
+    assert choose_capacities([3, 3, 3, 3, 100]) == (3, 100)
+    assert choose_capacities([11, 12, 13, 14]) == (14,)  # what the balanced packer makes: one capacity
+    assert choose_capacities(np.arange(1, 200), document_cost=0.0, rung_cost=0.0) == (199,)
+    assert choose_capacities([0, 0]) == (1,)
+    counts = published_counts()
+    chosen = choose_capacities(counts)
+    assert chosen[-1] == 358 and 2 <= len(chosen) <= 4
+    assert coverage(counts, chosen)[358] == 1.0
+
+
+def test_choice_is_fast_for_thousands_of_counts():
+    counts = np.random.default_rng(1).integers(1, 4000, 100_000)
+    start = time.process_time()
+    assert len(choose_capacities(counts)) == 4
+    assert time.process_time() - start < 1.0
+
+
+def test_nothing_to_choose_from_is_refused():
+    with pytest.raises(ValueError, match="no packs"):
+        choose_capacities([])
+    for wrong in ({"document_cost": -1.0}, {"rung_cost": -1.0}, {"most_rungs": 0}):
+        with pytest.raises(ValueError, match="must not be negative"):
+            choose_capacities([3], **wrong)
+    with pytest.raises(ValueError, match="least is -1"):
+        choose_capacities([3, -1])
