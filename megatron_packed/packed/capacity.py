@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 DOCUMENT_COST = 1e-3
 """Cost of room for one more document, as a share of a pack's time. On an H200, with 8,192 tokens and attention a fifth
-of the step, 116 more rows cost 2e-4 of a step each with flash-attention 4 and cuDNN, and 2e-3 with flash-attention 2."""
+of the step, 116 more rows cost 2e-4 of a step each with flash-attention 4 and cuDNN, 2e-3 with flash-attention 2."""
 
 RUNG_COST = 0.01
 """Cost of one more capacity: the share of a pack's mean time that it must save to be worth its capture. A choice, not a
