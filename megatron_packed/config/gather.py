@@ -100,7 +100,7 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
 def _apply_option(spelling: Spelling, occurrence: Occurrence, level: int, given: Given) -> None:
     described, flag = spelling.field, occurrence.flag
     if spelling.deprecated:
-        given.warnings.append(f"{flag} is deprecated; write {described.flag}.")
+        given.warnings.append(f"{flag} is deprecated; write {spelling.preferred}.")
     if not given.claim(described.key, level, flag):
         return
     given.sources[described.key] = occurrence.source
@@ -117,14 +117,20 @@ def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
     shown = " ".join(texts)
     if spelling.sets is not None:
         if texts:
-            opposite = next(name for name, sets in described.switches.items() if sets is not spelling.sets)
-            cure = f"write {flag} alone; {opposite} is its opposite"
+            cure = f"write {flag} alone"
+            if described.kind.base is bool:
+                opposite = next(name for name, sets in described.switches.items() if sets is not spelling.sets)
+                cure += f"; {opposite} is its opposite"
             raise WrongValueError(Problem(flag, shown, "takes no value", cure))
         return spelling.sets
     example = f"{flag} {placeholder(described)}"
+    if not texts and described.option.bare is not None:
+        return described.option.bare
     if not texts:
         raise WrongValueError(Problem(flag, "", "needs a value", f"write {example}"))
     if described.kind.many:
+        if shown == described.option.empty_word:
+            return ()
         return tuple(from_text(described, text) for text in texts)
     if len(texts) > 1:
         raise WrongValueError(Problem(flag, shown, "takes one value", f"write {example}; put spaces into quotes"))
@@ -180,12 +186,22 @@ def _apply_entry(entry: Entry, path: str, given: Given) -> None:
         return
     given.sources[described.key] = where
     try:
-        value = from_yaml(described, entry.value)
-        given.values[described.key] = value is spelling.sets if spelling.sets is not None else value
+        given.values[described.key] = _entry_value(spelling, entry.value)
     except WrongValueError as error:
         wrong = error.problem
         given.problems.append(Problem(f"{where} {name}", wrong.value, wrong.rule, wrong.cure))
         given.unsound.add(described.key)
+
+
+def _entry_value(spelling: Spelling, value: Any) -> Any:
+    described, sets = spelling.field, spelling.sets
+    if sets is None:
+        return from_yaml(described, value)
+    if not isinstance(value, bool):
+        raise WrongValueError(Problem(described.flag, repr(value), "must be true or false", "write true or false"))
+    if described.kind.base is bool:
+        return value is sets
+    return sets if value else described.default
 
 
 def _entry_spelling(entry: Entry) -> Spelling | None:

@@ -17,6 +17,7 @@ _TITLES = {
     "data": "Data",
     "optim": "Optimizer and learning rate",
     "training": "Training",
+    "cuda_graph": "CUDA graphs",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
 }
@@ -70,14 +71,14 @@ def _entry(head: str, text: str, columns: int) -> str:
 def _explanation(described: Field) -> str:
     option = described.option
     known = [default_text(described)]
-    if option.unit and not described.required and not option.derived and described.default is not None:
+    if option.unit and not described.required and not option.derived and described.default not in (None, ()):
         known[0] += f" {option.unit[:-1] if described.default == 1 else option.unit}"
     elif option.unit:
         known.append(option.unit)
     if option.negated:
         known.append(f"taken back by {next(name for name, sets in described.switches.items() if sets)}")
     known += [f"also --{name}" for name in option.aliases]
-    known += [f"deprecated: --{name}" for name in option.deprecated]
+    known += [f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))]
     choices = f" One of {', '.join(option.choices)}." if placeholder(described) == "NAME" else ""
     return f"{option.help}{choices} [{'; '.join(known)}]"
 
@@ -93,7 +94,7 @@ def default_text(described: Field) -> str:
         given = default is not described.option.negated  # whether the run behaves as if the flag had been given
         return "on" if given else "off"
     if default is None or default == ():
-        return "not set"
+        return described.option.empty_word or "not set"
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

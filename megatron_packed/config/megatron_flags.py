@@ -2,7 +2,7 @@
 
 ``ALWAYS`` holds flags that are accepted because what they ask for is what happens. ``REFUSED`` holds groups of flags
 that are not built: one sentence why, and the nearest thing that is. A flag may be in both: some of its values are true
-anyway (``--cuda-graph-impl none``), the others are refused. Every other flag of Megatron is an option of a section.
+anyway (``--moe-router-dtype fp32``), the others are refused. Every other flag of Megatron is an option of a section.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ ALWAYS: dict[str, Always] = {
     "--min-dynamic-context-parallel-size": Always("packs are not split over ranks", ("1",)),
     "--calculate-per-token-loss": Always("the loss is the mean over the target tokens of the global batch"),
     "--ddp-num-buckets": Always("gradients are reduced as one buffer", ("1",)),
-    "--cuda-graph-impl": Always("no CUDA graphs are captured", ("none",)),
+    "--cuda-graph-granularity": Always("graphs are captured layer by layer", ("layer",)),
+    "--cuda-graph-dynamic-microbatches": Always("a graph is of one micro-batch, however many a step has"),
+    "--te-rng-tracker": Always("no random number is drawn inside a captured module"),
     "--reset-position-ids": Always("positions restart in every document"),
     "--reset-attention-mask": Always("attention never leaves a document"),
     "--dataloader-inter-document-masking": Always("attention never leaves a document"),
@@ -186,11 +188,12 @@ REFUSED: tuple[Refused, ...] = (
         ("--nccl-communicator-config-path", "--use-sharp", "--local-rank", "--high-priority-stream-groups"),
     ),
     Refused(
-        "CUDA graphs are not built yet", "leave it out, or give --cuda-graph-impl none",
-        ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-scope", "--cuda-graph-warmup-steps",
-         "--enable-cuda-graph", "--external-cuda-graph", "--inference-cuda-graph-scope", "--te-rng-tracker",
-         "--inference-rng-tracker", "--optimizer-cuda-graph", "--delay-offload-until-cuda-graph",
-         "--cuda-graph-dynamic-microbatches", "--cuda-graph-max-packed-seqs", "--cuda-graph-granularity"),
+        "CUDA graphs are captured layer by layer, by this package itself", "give --cuda-graph-impl local",
+        ("--external-cuda-graph", "--cuda-graph-granularity", "--optimizer-cuda-graph"),
+    ),
+    Refused(
+        "there is no engine for inference", "give --cuda-graph-impl local for training, or leave it out",
+        ("--inference-cuda-graph-scope", "--inference-rng-tracker"),
     ),
     Refused(
         "non-finite values are always caught, on the device and without a wait", "choose by --on-nonfinite stop|skip",
@@ -228,9 +231,8 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "packing has options of its own", "use --packing-method, --packing-window and --max-documents-per-pack",
-        ("--sequence-packing-scheduler", "--thd-max-packed-sequences", "--pad-packed-seq-alignment",
-         "--thd-tail-padding-policy", "--rl-use-sequence-packing", "--rl-sequence-packing-max-sequences-per-bin",
-         "--rl-sequence-packing-algo"),
+        ("--sequence-packing-scheduler", "--pad-packed-seq-alignment", "--thd-tail-padding-policy",
+         "--rl-use-sequence-packing", "--rl-sequence-packing-max-sequences-per-bin", "--rl-sequence-packing-algo"),
     ),
     Refused(
         "evaluation runs a fixed number of iterations while training", "use --eval-interval and --eval-iters",
@@ -328,7 +330,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "offloading activations is not built yet", "leave it out, or use a smaller --seq-length or --micro-batch-size",
         ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--offload-modules",
-         "--min-offloaded-tensor-size", "--activation-offload-fraction", "--delta-offload-bytes-across-pp-ranks"),
+         "--min-offloaded-tensor-size", "--activation-offload-fraction", "--delta-offload-bytes-across-pp-ranks",
+         "--delay-offload-until-cuda-graph"),
     ),
     Refused(
         "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",

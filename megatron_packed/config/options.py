@@ -31,6 +31,9 @@ class Option:
     negated: bool = False
     aliases: tuple[str, ...] = ()
     deprecated: tuple[str, ...] = ()
+    shorthands: Mapping[str, Any] | None = None
+    empty_word: str = ""
+    bare: Any = None
     choices: tuple[Any, ...] = ()
     value_aliases: Mapping[str, str] | None = None
     not_built: Mapping[str, str] | None = None
@@ -55,6 +58,9 @@ def option(default: Any = MISSING, help: str = "", **metadata: Any) -> Any:
         flag: spelling without the dashes when it is not the field name with ``-`` for ``_``.
         negated: the flag turns the field off (Megatron's ``--disable-bias-linear``).
         aliases, deprecated: other spellings; a deprecated one gives a warning line.
+        shorthands: deprecated flags without a value, each with the value that it stands for.
+        empty_word: of an option with several values: the word for none of them (``auto``).
+        bare: the value when the flag is given without one.
         choices: the only values; ``value_aliases``: other words for some of them; ``not_built``: values of Megatron
             that are refused by name, each with what to use instead.
         minimum, above, maximum, below: bounds, inclusive and exclusive.
@@ -114,7 +120,8 @@ class Field:
     def spellings(self) -> tuple[str, ...]:
         if self.kind.base is bool:
             return tuple(self.switches)
-        return (self.flag, *("--" + other for other in (*self.option.aliases, *self.option.deprecated)))
+        short = ("--" + other for other in self.option.shorthands or ())
+        return (self.flag, *short, *("--" + other for other in (*self.option.aliases, *self.option.deprecated)))
 
 
 def _kind(annotation: Any) -> Kind:
@@ -292,4 +299,7 @@ def placeholder(described: Field) -> str:
         word = "PATH"
     else:
         word = {int: "N", float: "X", str: "TEXT"}[described.kind.base]
-    return f"{word} [{word} ...]" if described.kind.many else word
+    if not described.kind.many:
+        return word
+    several = f"{word} [{word} ...]"
+    return f"{several} | {described.option.empty_word}" if described.option.empty_word else several

@@ -21,7 +21,10 @@ def _lines(config: RunConfig, sources: Mapping[str, str]) -> Iterator[str]:
         yield f"{name}:"
         for described in section_fields(section):
             value = getattr(getattr(config, name), described.name)
-            yield f"  {described.name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {_origin(described, sources)}"
+            origin = _origin(described, sources)
+            if value == () and described.option.empty_word:
+                origin += f" ({described.option.empty_word})"
+            yield f"  {described.name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {origin}"
 
 
 def _origin(described: Field, sources: Mapping[str, str]) -> str:

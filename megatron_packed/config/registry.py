@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
 from megatron_packed.config.options import Field, section_fields
@@ -24,13 +25,19 @@ class Spelling:
 
     Args:
         field: the option.
-        sets: for a switch, the value it sets.
+        sets: for a flag that takes no value, the value it sets.
         deprecated: to be replaced by the option's own flag.
     """
 
     field: Field
-    sets: bool | None = None
+    sets: Any = None
     deprecated: bool = False
+
+    @property
+    def preferred(self) -> str:
+        """What to write instead of a deprecated one."""
+        shorthand = self.sets is not None and self.field.kind.base is not bool
+        return f"{self.field.flag} {self.sets}" if shorthand else self.field.flag
 
 
 @cache
@@ -38,10 +45,11 @@ def spellings() -> Mapping[str, Spelling]:
     """Every flag that sets an option."""
     found: dict[str, Spelling] = {}
     for described in every_field():
-        old = {"--" + name for name in described.option.deprecated}
+        short = {"--" + name: value for name, value in (described.option.shorthands or {}).items()}
+        old = {*short, *("--" + name for name in described.option.deprecated)}
         for spelling in described.spellings:
             assert spelling not in found, f"{spelling} names two options"
-            sets = described.switches[spelling] if described.kind.base is bool else None
+            sets = described.switches[spelling] if described.kind.base is bool else short.get(spelling)
             found[spelling] = Spelling(described, sets, spelling in old)
     return found
 

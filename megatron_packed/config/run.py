@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.logging import LoggingConfig
@@ -23,6 +24,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": DataConfig,
     "optim": OptimizerConfig,
     "training": TrainingConfig,
+    "cuda_graph": CudaGraphConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
@@ -42,6 +44,7 @@ class RunConfig:
     optim: OptimizerConfig
     training: TrainingConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -123,6 +126,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     if on_gpus and sound("training.device") and training.device == "cpu":
         yield Problem("--distributed-backend", "nccl", "cannot run on --device cpu", "give gloo, or leave it out")
     yield from _schedule_rules(run, optim, sound)
+    yield from graph_rules(run.cuda_graph, model, packing, sound)
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:

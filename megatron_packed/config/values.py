@@ -53,6 +53,8 @@ def from_yaml(described: Field, value: Any) -> Any:
         cure = "remove the key, or give a value"
         raise WrongValueError(Problem(described.flag, "null", f"must be {kind.word}", cure))
     if kind.many:
+        if value == described.option.empty_word != "":
+            return ()
         items = value if isinstance(value, list) else [value]
         return tuple(_one_from_yaml(described, item) for item in items)
     return _one_from_yaml(described, value)

@@ -75,13 +75,14 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     assert config.micro_batches_per_step(8) == 8
     assert set(parsed.always) == {
         "--spec", "--group-query-attention", "--moe-grouped-gemm", "--moe-token-dispatcher-type", "--sequence-parallel",
-        "--no-create-attention-mask-in-dataloader", "--cuda-graph-impl", "--accumulate-allreduce-grads-in-fp32",
+        "--no-create-attention-mask-in-dataloader", "--accumulate-allreduce-grads-in-fp32",
         "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model",
     }  # fmt: skip
 
 
 TRUE_ANYWAY = [
     "--num-layers 3", "--moe-router-dtype fp32", "--vocab-extra-ids 0", "--optimizer adam", "--main-grads-dtype fp32",
+    "--te-rng-tracker", "--cuda-graph-dynamic-microbatches", "--cuda-graph-granularity layer",
     "--cpu-offloading-num-layers 0", "--rerun-mode disabled", "--override-opt_param-scheduler", "--exit-signal-handler",
 ]  # fmt: skip
 

@@ -1,0 +1,101 @@
+"""Flags of CUDA graphs: Megatron's spellings, capacities, modules, and what is said on a machine without a GPU."""
+
+import json
+
+import pytest
+import yaml
+
+from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
+from megatron_packed.config.flags import parse, parse_with_sources
+from megatron_packed.config.help_text import help_text
+from megatron_packed.config.layer_pattern import LAYER_NAMES
+from megatron_packed.config.print_config import config_yaml
+from megatron_packed.config.serialise import from_dict, to_dict
+
+LOCAL = "--cuda-graph-impl local"
+
+
+def graphs(right, text: str) -> CudaGraphConfig:
+    argv = [part for pair in right.items() for part in pair]
+    return parse([*argv, *text.split()]).cuda_graph
+
+
+def test_no_graphs_by_default(right) -> None:
+    assert not graphs(right, "").enabled
+    assert graphs(right, "--cuda-graph-impl none") == graphs(right, "") == CudaGraphConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "capacities"),
+    [
+        ("", None),
+        ("--cuda-graph-max-packed-seqs auto", None),
+        ("--cuda-graph-max-packed-seqs=auto", None),
+        ("--cuda-graph-max-packed-seqs", (50,)),
+        ("--cuda-graph-max-packed-seqs --bf16", (50,)),
+        ("--cuda-graph-max-packed-seqs 64", (64,)),
+        ("--cuda-graph-max-packed-seqs 64 16 64", (16, 64)),
+        ("--thd-max-packed-sequences 33", (33,)),
+    ],
+)
+def test_capacities(right, text: str, capacities: tuple[int, ...] | None) -> None:
+    assert graphs(right, f"{LOCAL} {text}").capacities == capacities
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("", ()),
+        ("--cuda-graph-modules full", ()),
+        ("--cuda-graph-modules mlp attn mlp", ("attn", "mlp")),
+        ("--cuda-graph-scope mamba", ("mamba",)),
+    ],
+)
+def test_modules(right, text: str, modules: tuple[str, ...]) -> None:
+    assert graphs(right, f"{LOCAL} {text}").modules == modules
+
+
+def test_the_part_in_front_of_experts_has_two_names(right) -> None:
+    right["--hybrid-layer-pattern"] = "ME"
+    experts = f"{LOCAL} --num-experts 4 --disable-bias-linear --cuda-graph-modules"
+    assert graphs(right, f"{experts} moe_router moe_preprocess").modules == ("moe_router",)
+    assert graphs(right, f"{experts} moe mamba").modules == ("mamba", "moe")
+    assert set(MODULE_LAYERS.values()) == set(LAYER_NAMES)
+
+
+def test_megatrons_older_switch_is_the_local_engine(right, tmp_path) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    parsed = parse_with_sources([*argv, "--enable-cuda-graph"])
+    assert parsed.config.cuda_graph.cuda_graph_impl == "local"
+    assert parsed.warnings == ("--enable-cuda-graph is deprecated; write --cuda-graph-impl local.",)
+    for value, impl in (("true", "local"), ("false", "none")):
+        (tmp_path / "run.yaml").write_text(f"enable-cuda-graph: {value}\n")
+        assert parse([*argv, "--config", "run.yaml"]).cuda_graph.cuda_graph_impl == impl
+
+
+def test_words_in_a_file_and_back_from_what_is_printed_and_stored(right, tmp_path) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    for written, capacities in (("auto", None), ("[32, 8]", (8, 32)), ("7", (7,))):
+        (tmp_path / "run.yaml").write_text(
+            f"cuda_graph:\n  cuda_graph_impl: local\n  cuda_graph_max_packed_seqs: {written}\n"
+            "  cuda_graph_modules: full\n"
+        )
+        parsed = parse_with_sources([*argv, "--config", "run.yaml"])
+        assert parsed.config.cuda_graph.capacities == capacities
+        text = config_yaml(parsed.config, parsed.sources, parsed.always)
+        assert yaml.safe_load(text) == to_dict(parsed.config)
+        assert from_dict(json.loads(json.dumps(to_dict(parsed.config)))) == parsed.config
+        assert ("run.yaml:3 (auto)" in text) == (capacities is None)
+
+
+def test_help_shows_words_and_what_a_bare_flag_means() -> None:
+    text = " ".join(help_text(100).split())
+    assert "--cuda-graph-max-packed-seqs N [N ...] | auto" in text
+    assert "50 when given alone. [auto; documents; also --thd-max-packed-sequences]" in text
+    assert "deprecated: --enable-cuda-graph" in text
+
+
+def test_without_a_gpu_it_says_why_it_runs_eagerly(right) -> None:
+    local = graphs(right, f"{LOCAL} --device cpu")
+    assert "CUDA graphs need a GPU, and this run is on cpu" in local.eager_reason("cpu")
+    assert local.eager_reason("cuda") == graphs(right, "").eager_reason("cpu") == ""
