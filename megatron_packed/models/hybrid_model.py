@@ -148,6 +148,25 @@ class HybridModel(nn.Module):
         """
         if "prepared" in packed.tables:
             return packed
+        self.check(packed)
+        return packed.with_tables(**self.tables(packed))
+
+    def check(self, packed: PackedSeqParams) -> None:
+        """What `tables` cannot ask, because the answer differs from pack to pack.
+
+        Raises:
+            ValueError: a document is longer than the rotary tables.
+        """
+        if self.rotary is not None:
+            longest = int(packed.document_lengths.max(initial=0))
+            if longest > self.max_positions:
+                raise ValueError(
+                    f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
+                    f"{self.max_positions}; raise --max-position-embeddings or truncate the document."
+                )
+
+    def tables(self, packed: PackedSeqParams) -> dict[str, object]:
+        """What all layers share, by name; computed on the device from ``packed``'s tensors alone, so in a graph too."""
         config = self.config
         tables: dict[str, object] = {"prepared": True}
         if ATTENTION in config.layer_types:
@@ -162,17 +181,11 @@ class HybridModel(nn.Module):
                 deterministic=self.backends.deterministic,
             )
         if self.rotary is not None:
-            longest = int(packed.document_lengths.max(initial=0))
-            if longest > self.max_positions:
-                raise ValueError(
-                    f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
-                    f"{self.max_positions}; raise --max-position-embeddings or truncate the document."
-                )
             # The tail may be longer than any document; where it rotates to matters to nobody.
             tables["rope_position_ids"] = packed.position_ids * packed.valid
         if self.moe_layers:
             tables["num_valid"] = count_valid(packed)
-        return packed.with_tables(**tables)
+        return tables
 
     def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEOutput]]:
         """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included)."""
@@ -209,8 +222,9 @@ class HybridModel(nn.Module):
         )
         loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
         if reports:
-            aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             counts = torch.stack([report.tokens_per_expert_E for report in reports])
+        if reports and self.training:
+            aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             loss = loss + aux_loss * aux_scale
         return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts)
 

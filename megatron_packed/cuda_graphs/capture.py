@@ -1,0 +1,174 @@
+"""One module captured for one cell: a forward graph, a backward graph, and the static tensors between them.
+
+Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between them. Where a caller
+brings other memory (the first module, or one behind a module that runs eagerly), it is copied to its static place.
+
+Parameters take no part in autograd during a replay: the backward graph adds their gradients to ``main_grad``, as the
+layers' own backward does or, where autograd forms a gradient, in its stead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError
+
+
+class Outputs(NamedTuple):
+    """What a module returned, taken apart: tensors, and how to put them together again."""
+
+    tensors: list[Tensor]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, result: object) -> Outputs:
+        """
+        Raises:
+            TypeError: something in it is no tensor; a graph could not refresh it.
+        """
+        leaves, spec = tree_flatten(result)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"a captured module returns tensors only, and this one returns a {type(leaf).__name__}")
+        return cls(leaves, spec)
+
+
+class CapturedModule:
+    """Forward and backward of ``function`` in two graphs.
+
+    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release`. Until then
+    everything is owned; afterwards memory is only borrowed, so that another cell's graphs may use the same. Static
+    tensors that lie outside the graphs' pool must be kept by who made them.
+
+    Args:
+        function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot. The first tensor of
+            its result is the new hidden states.
+        parameters: those that get gradients, each with ``main_grad``.
+        slot: where the metadata lies.
+        engine: captures.
+    """
+
+    def __init__(
+        self, function: Callable[[Tensor], object], parameters: Sequence[nn.Parameter], slot: Slot, engine: Engine
+    ) -> None:
+        self._function, self._parameters, self.slot, self._engine = function, parameters, slot, engine
+        self._live: Outputs | None = None
+        self._pending = False
+
+    def capture_forward(self, hidden: Tensor) -> Tensor:
+        """Capture on ``hidden``, which becomes the static input; returns the static output."""
+        self.input = hidden.detach()
+        self._leaf = self.input.detach().requires_grad_()
+
+        def forward() -> list[Tensor]:
+            with torch.enable_grad():
+                self._live = Outputs.of(self._function(self._leaf))
+            return [tensor.detach() for tensor in self._live.tensors]
+
+        self._forward, self.outputs = self._engine.capture(forward)
+        assert self._live is not None
+        self.spec = self._live.spec
+        self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
+        if not self.differentiable[0]:
+            raise TypeError("the first tensor that a captured module returns must depend on its input")
+        return self.outputs[0]
+
+    def capture_backward(self, grad_outputs: Sequence[Tensor]) -> Tensor:
+        """Capture with ``grad_outputs`` as static gradients of the differentiable outputs; returns the input's."""
+        self.grad_outputs = static = list(grad_outputs)
+
+        def backward() -> Tensor:
+            assert self._live is not None
+            outputs = [t for t, differs in zip(self._live.tensors, self.differentiable) if differs]
+            grads = torch.autograd.grad(outputs, [self._leaf, *self._parameters], static, allow_unused=True)
+            with torch.no_grad():
+                for parameter, grad in zip(self._parameters, grads[1:]):
+                    if grad is not None:
+                        parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
+            assert grads[0] is not None
+            return grads[0]
+
+        self._backward, self.grad_input = self._engine.capture(backward)
+        return self.grad_input
+
+    def release(self) -> None:
+        """Keep addresses instead of memory."""
+        self._live = None
+        self.input = self._engine.borrowed(self.input)
+        self._leaf = self.input.detach().requires_grad_()
+        self.outputs = [self._engine.borrowed(tensor) for tensor in self.outputs]
+        self.grad_outputs = [self._engine.borrowed(tensor) for tensor in self.grad_outputs]
+        self.grad_input = self._engine.borrowed(self.grad_input)
+
+    def reset(self) -> None:
+        """Give up the graphs."""
+        for graph in (getattr(self, "_forward", None), getattr(self, "_backward", None)):
+            if graph is not None:
+                graph.reset()
+        self._live = None
+
+    def replay(self, hidden: Tensor) -> Any:
+        """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch."""
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
+        else:
+            tensors = self.replay_forward(hidden)
+        return tree_unflatten(list(tensors), self.spec)
+
+    def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        _bring(hidden, self.input)
+        self._forward.replay()
+        return tuple(tensor.detach() for tensor in self.outputs)
+
+    def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
+        for grad, static in zip(grads, self.grad_outputs):
+            _bring(grad, static)
+        self._backward.replay()
+        return self.grad_input.detach()
+
+
+class _Replay(torch.autograd.Function):
+    """Forward graph and backward graph as one differentiable operation of the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, captured: CapturedModule) -> tuple[Tensor, ...]:
+        outputs = captured.replay_forward(hidden)
+        ctx.captured, ctx.generation = captured, captured.slot.generation
+        captured._pending = True
+        ctx.mark_non_differentiable(*(t for t, differs in zip(outputs, captured.differentiable) if not differs))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        captured: CapturedModule = ctx.captured
+        if captured.slot.generation != ctx.generation:
+            raise StaleMetadataError(
+                f"backward of micro-batch {ctx.generation} came when the slot already held micro-batch "
+                f"{captured.slot.generation}, whose activations lie where its own lay; a micro-batch in a slot must be "
+                "done, forward and backward, before the next."
+            )
+        if not captured._pending:
+            raise RuntimeError("backward through a replayed module ran twice; its activations are used up.")
+        captured._pending = False
+        wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
+        return captured.replay_backward(wanted), None
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements at the same addresses."""
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+
+
+@torch.no_grad()
+def _bring(tensor: Tensor, static: Tensor) -> None:
+    """To where a graph reads it: nothing to do where it already lies there."""
+    if not same_memory(tensor, static):
+        static.copy_(tensor)

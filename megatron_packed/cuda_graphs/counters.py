@@ -1,0 +1,40 @@
+"""What was replayed and what was not, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class GraphCounters:
+    """Counts since the start, on this rank; all known on the host."""
+
+    replays: int = 0
+    """Micro-batches that ran in the slot."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Micro-batches that ran eagerly, by reason."""
+    module_fallbacks: Counter[str] = field(default_factory=Counter)
+    """Calls of single modules that ran eagerly within a replayed micro-batch, by reason."""
+    captures: int = 0
+    """Graphs captured, each of one module's forward or backward, or of the tables, for one cell."""
+    capture_seconds: float = 0.0
+    memory_mib: float = 0.0
+    """Memory that graphs hold."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the micro-batches that were replayed; 0 before the first."""
+        total = self.replays + self.fallbacks.total()
+        return self.replays / total if total else 0.0
+
+    def sentences(self) -> list[str]:
+        """For the console and the report."""
+        lines = [
+            f"CUDA graphs: {self.replays:,} micro-batches replayed, {self.fallbacks.total():,} run eagerly "
+            f"(hit rate {100 * self.hit_rate:.1f} %); {self.captures} graphs, {self.memory_mib:,.0f} MiB, captured in "
+            f"{self.capture_seconds:.1f} s"
+        ]
+        lines += [f"  {count:,} x eager: {reason}" for reason, count in self.fallbacks.most_common()]
+        lines += [f"  {count:,} x one module eager: {reason}" for reason, count in self.module_fallbacks.most_common()]
+        return lines

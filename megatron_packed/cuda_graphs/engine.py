@@ -1,0 +1,112 @@
+"""Capturing a function in a CUDA graph, and nothing else: what a stand-in replaces on machines without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """A captured function."""
+
+    def replay(self) -> None:
+        """Queue it once more, over the same memory."""
+
+    def reset(self) -> None:
+        """Give up the graph and its memory."""
+
+
+class Engine(Protocol):
+    """Captures functions whose memory comes from one pool.
+
+    Graphs of one pool must be replayed in the order of their capture, or one set of them at a time: memory that was
+    free again when a graph was captured may be used by it.
+    """
+
+    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
+        """Run ``function`` once under capture (nothing is computed); its results are where replays write."""
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Where to warm up: kernels are tuned and workspaces made on the stream of the captures."""
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """The same memory without owning it, so that captures of another set may use it too."""
+
+    def random_state(self, device: torch.device) -> Tensor:
+        """State of the generator that modules draw from."""
+
+    def memory_mib(self) -> float:
+        """MiB that graphs hold and nothing else can use."""
+
+    def reset(self) -> None:
+        """A new pool; all graphs of the old one must have been reset."""
+
+
+class CudaEngine:
+    """torch's CUDA graphs on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.reset()
+
+    def reset(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._reserved = 0
+
+    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            # thread_local: the loader's thread pins memory meanwhile, which another mode would take for a violation.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture was invalidated by what went wrong, which is what is raised
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self._reserved += torch.cuda.memory_reserved(self.device) - before
+        return graph, result
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        if tensor.numel() == 0:
+            return tensor
+        flat = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride())
+
+    def random_state(self, device: torch.device) -> Tensor:
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def memory_mib(self) -> float:
+        return self._reserved / 2**20
+
+
+class _Memory:
+    """The bytes under a tensor, from its first element to its last, for `torch.as_tensor`, which does not copy them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+        self.__cuda_array_interface__ = {
+            "shape": (span * tensor.element_size(),),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }

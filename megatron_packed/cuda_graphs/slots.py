@@ -1,0 +1,148 @@
+"""Static metadata: the one place from which captured kernels read a micro-batch.
+
+A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy. ``cu_seqlens`` lies
+last in the buffer, so that every tensor has the same address for every capacity, and all layers read the same memory.
+The next fill overwrites it: a generation stamp makes reading an earlier micro-batch through the slot an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class StaleMetadataError(RuntimeError):
+    """A micro-batch was read through a slot that meanwhile holds another one."""
+
+
+class HostFactError(RuntimeError):
+    """A module asked for a number that differs from pack to pack, while it was being captured."""
+
+
+_IN_THE_SLOT = frozenset({"cu_seqlens", "seq_idx", "position_ids", "valid", "tables"})
+_OF_ONE_PACK = frozenset({"num_seqs", "cu_seqlens_cpu"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotPackedSeqParams(PackedSeqParams):
+    """The documents of the micro-batch that lies in a slot, as long as it lies there.
+
+    Raises:
+        StaleMetadataError: when a tensor is read after the slot was filled again.
+    """
+
+    slot: Slot
+    cell: Cell
+    generation: int
+
+    def __getattribute__(self, name: str) -> object:
+        if name in _IN_THE_SLOT:
+            slot, generation = object.__getattribute__(self, "slot"), object.__getattribute__(self, "generation")
+            if slot.generation != generation:
+                raise StaleMetadataError(
+                    f"{name} of micro-batch {generation} was read when the slot already held micro-batch "
+                    f"{slot.generation}; a micro-batch in a slot must be done, forward and backward, before the next."
+                )
+        return object.__getattribute__(self, name)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StaticPackedSeqParams(PackedSeqParams):
+    """What a module sees while it is captured: the slot's tensors, and no number that only one pack has.
+
+    ``max_seqlen``, ``total_tokens`` and ``capacity`` are those of the cell and constant.
+
+    Raises:
+        HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
+    """
+
+    def __getattribute__(self, name: str) -> object:
+        if name in _OF_ONE_PACK:
+            raise HostFactError(
+                f"{name} is another value in every pack, and a CUDA graph would replay the one it was captured with; "
+                "use the tensors of PackedSeqParams instead."
+            )
+        return object.__getattribute__(self, name)
+
+
+class Slot:
+    """Room for one micro-batch in flight.
+
+    Args:
+        total_tokens: token slots T of every micro-batch.
+        capacity: documents of the largest cell.
+        device: where the buffer lives.
+    """
+
+    def __init__(self, total_tokens: int, capacity: int, device: torch.device | str) -> None:
+        self.total_tokens, self.capacity = total_tokens, capacity
+        self.buffer = MicroBatchLayout(total_tokens, capacity).buffer.allocate().to(device)
+        """``(num_bytes,)`` uint8, never moved."""
+        self.generation = 0
+        """Counts fills."""
+        self.current: SlotPackedSeqParams | None = None
+        """What lies in the slot; None while a micro-batch runs outside it."""
+        self._tables: dict[Cell, Mapping[str, object]] = {}
+
+    def bytes_of(self, cell: Cell) -> Tensor:
+        """The part of the buffer that a micro-batch of ``cell``'s capacity fills."""
+        return self.buffer[: MicroBatchLayout(self.total_tokens, cell.capacity).buffer.num_bytes]
+
+    def static(self, cell: Cell) -> StaticPackedSeqParams:
+        """The metadata at its fixed addresses, for capture; without kernel tables until they are set."""
+        views = MicroBatchLayout(self.total_tokens, cell.capacity).buffer.views(self.bytes_of(cell))
+        return StaticPackedSeqParams(
+            cu_seqlens=views["cu_seqlens"],
+            max_seqlen=cell.max_seqlen,
+            seq_idx=views["seq_idx"],
+            position_ids=views["position_ids"],
+            valid=views["valid"],
+            num_seqs=0,
+            cu_seqlens_cpu=torch.empty(0, dtype=torch.int32),
+            total_tokens=self.total_tokens,
+            tables=self._tables.get(cell, MappingProxyType({})),
+        )
+
+    def set_tables(self, cell: Cell, tables: Mapping[str, object]) -> None:
+        """What kernels derive from a micro-batch of ``cell``, at fixed addresses; the caller refreshes it."""
+        self._tables[cell] = MappingProxyType(dict(tables))
+
+    def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+        """Copy ``micro_batch`` into the slot (one copy, queued) and return it as it lies there.
+
+        Raises:
+            ValueError: it was built for another number of tokens or documents than the cell's.
+        """
+        layout = micro_batch.layout
+        if (layout.total_tokens, layout.capacity) != (self.total_tokens, cell.capacity):
+            raise ValueError(
+                f"a micro-batch of {layout.total_tokens} tokens with room for {layout.capacity} documents does not lie "
+                f"in a slot of {self.total_tokens} tokens as one for {cell.capacity} documents; build it for the cell."
+            )
+        target = self.bytes_of(cell)
+        target.copy_(micro_batch.buffer, non_blocking=True)
+        self.generation += 1
+        placed = micro_batch.with_buffer(target)
+        packed = {field.name: getattr(placed.packed, field.name) for field in dataclasses.fields(PackedSeqParams)}
+        packed["max_seqlen"] = cell.max_seqlen
+        packed["tables"] = self._tables.get(cell, MappingProxyType({}))
+        self.current = SlotPackedSeqParams(**packed, slot=self, cell=cell, generation=self.generation)
+        return dataclasses.replace(placed, packed=self.current)
+
+    def vacate(self) -> None:
+        """From here on micro-batches run outside the slot, until the next fill; what still refers to it is stale."""
+        self.generation += 1
+        self.current = None
+
+    def holds(self, packed: object) -> bool:
+        """Whether ``packed`` is what lies in the slot now."""
+        return packed is self.current

@@ -1,0 +1,99 @@
+"""A stand-in for CUDA capture: a 'graph' keeps the function, and a replay runs it again into the same memory.
+
+It is stricter than a GPU about one thing: `scramble` fills what graphs own with NaN between micro-batches, so that
+whoever reads something that the replay did not write is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+class RecordedGraph:
+    def __init__(self, engine, function, result):
+        self.engine, self.function, self.result = engine, function, result
+        self.replays = 0
+        self.gone = False
+
+    def replay(self):
+        assert not self.gone, "a graph was replayed after its reset"
+        self.engine.log.append(self)
+        self.replays += 1
+        copy_into(self.result, self.function())
+
+    def reset(self):
+        self.gone = True
+
+
+class RecordingEngine:
+    """Captures by running: on the CPU, with a log of everything that was captured and replayed.
+
+    Args:
+        fail_at: numbers of captures (from 0) that raise instead.
+    """
+
+    def __init__(self, fail_at=()):
+        self.fail_at = set(fail_at)
+        self.graphs, self.log = [], []
+        self.attempts = self.resets = self.on_side_stream = 0
+
+    def capture(self, function):
+        number, self.attempts = self.attempts, self.attempts + 1
+        if number in self.fail_at:
+            raise torch.OutOfMemoryError(f"capture {number} has no memory")
+        result = function()
+        graph = RecordedGraph(self, function, result)
+        self.graphs.append(graph)
+        return graph, result
+
+    @contextmanager
+    def side_stream(self):
+        self.on_side_stream += 1
+        yield
+
+    def borrowed(self, tensor):
+        return tensor
+
+    def random_state(self, device):
+        return torch.get_rng_state()
+
+    def memory_mib(self):
+        return float(sum(not graph.gone for graph in self.graphs))
+
+    def reset(self):
+        self.resets += 1
+        assert all(graph.gone for graph in self.graphs), "the pool was renewed under living graphs"
+
+    def scramble(self):
+        """Dirty memory: NaN (or a large number) in everything floating (or whole) that replays write."""
+        for graph in self.graphs:
+            if not graph.gone:
+                tree_map(_scramble, graph.result)
+
+
+def _scramble(leaf):
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        with torch.no_grad():
+            leaf.fill_(float("nan"))
+
+
+@torch.no_grad()
+def copy_into(target, source):
+    if isinstance(target, Tensor):
+        target.copy_(source)
+    elif isinstance(target, dict):
+        for name in target:
+            copy_into(target[name], source[name])
+    elif isinstance(target, (list, tuple)):
+        for one, other in zip(target, source, strict=True):
+            copy_into(one, other)
+    elif dataclasses.is_dataclass(target):
+        for field in dataclasses.fields(target):
+            copy_into(getattr(target, field.name), getattr(source, field.name))
+    else:
+        assert target == source, "a graph cannot change what is no tensor"

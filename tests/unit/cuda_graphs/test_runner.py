@@ -1,0 +1,365 @@
+"""Replay equals eager on changing packs, with a stand-in for capture: which memory, which order, which path."""
+
+import numpy as np
+import pytest
+import torch
+from stand_in import RecordingEngine
+from torch import nn
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.cuda_graphs.capture import same_memory
+from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner
+from megatron_packed.cuda_graphs.slots import HostFactError, StaleMetadataError
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+
+T, VOCAB = 64, 61
+LADDER = Ladder.of([4, 12, T], T)
+
+
+def tiny_model(pattern="M*-EM*", **changes) -> HybridModel:
+    config = ModelConfig(
+        **{
+            "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+            "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
+            "mamba_num_groups": 2, "mamba_chunk_size": 8, "num_experts": 5 if "E" in pattern else None,
+            "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1 if "E" in pattern else 0.0,
+            "normalization": "RMSNorm", "add_bias_linear": False, "squared_relu": True, "init_method_std": 0.2,
+            "position_embedding_type": "rope", "make_vocab_size_divisible_by": 16,
+        }
+        | changes
+    )  # fmt: skip
+    return HybridModel(config, vocab_size=VOCAB, max_positions=T, seed=7).train()
+
+
+def documents(lengths, seed=0):
+    random = np.random.default_rng(seed)
+    return [(random.integers(0, VOCAB, length), None) for length in lengths]
+
+
+def pack(lengths, seed=0, ladder=LADDER, **options):
+    longest = max([*lengths, T - sum(lengths)])
+    cell = ladder.cell_for(len(lengths), longest)
+    size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+    return MicroBatch.build(documents(lengths, seed), T, scales=(0.05, 0.5), **size | options)
+
+
+def random_packs(count, seed=0):
+    """Lengths of packs: one document, all of length 1, a full cell, tails, and whatever chance brings."""
+    random = np.random.default_rng(seed)
+    packs = [[T], [1] * T, [1] * 4, [1] * 12, [60], [2, 3], [16, 16, 16, 16]]
+    while len(packs) < count:
+        lengths, left = [], int(random.integers(1, T + 1))
+        while left > 0 and len(lengths) < 20:
+            lengths.append(int(random.integers(1, left + 1)))
+            left -= lengths[-1]
+        packs.append(lengths)
+    return packs
+
+
+class Job:
+    """A model, its gradients, and perhaps graphs."""
+
+    def __init__(self, model, *, graphs=False, engine=None, ladder=LADDER, names=None, **options):
+        self.model, self.buffers = model, FlatBuffers(model)
+        self.engine = engine or RecordingEngine()
+        self.said = []
+        self.runner = None
+        if graphs:
+            modules = {f"layers.{n}": layer for n, layer in enumerate(model.layers) if names is None or n in names}
+            self.runner = GraphRunner(
+                modules, total_tokens=T, ladder=ladder, device=torch.device("cpu"), tables=model.tables,
+                check=model.check, engine=self.engine, warmup_steps=2, say=self.said.append, **options,
+            )  # fmt: skip
+
+    def capture(self):
+        self.runner.capture(self.drive, lambda cell: full_of(cell))
+        return self
+
+    def drive(self, micro_batch):
+        output = self.model(micro_batch)
+        output.loss.backward()
+        return output
+
+    def step(self, micro_batch):
+        """Losses and the gradients of one micro-batch."""
+        self.buffers.zero_grad()
+        output = self.drive(micro_batch if self.runner is None else self.runner.place(micro_batch))
+        values = [output.loss, output.loss_sum, output.aux_loss, output.per_token_loss_T, output.tokens_per_expert]
+        return [value.detach().clone() for value in values] + [self.buffers.grads.clone()]
+
+
+def full_of(cell):
+    """A pack for the largest cell that holds its number of documents."""
+    count = min(cell.capacity, T)
+    lengths = [T // count] * count
+    return MicroBatch.build(documents(lengths), T, cell.capacity, (0.05, 0.5), cell.max_seqlen)
+
+
+def assert_equal(found, wanted):
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """The same model twice: eager, and with graphs."""
+    return Job(tiny_model()), Job(tiny_model(), graphs=True).capture()
+
+
+def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memory(jobs):
+    eager, graphed = jobs
+    for number, lengths in enumerate(random_packs(50)):
+        graphed.engine.scramble()
+        micro_batch = pack(lengths, seed=number)
+        before = len(graphed.engine.log)
+        assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+        assert len(graphed.engine.log) - before == 1 + 2 * 6  # tables, six layers forward and backward
+    counters = graphed.runner.counters
+    assert counters.replays >= 50 and counters.hit_rate == 1.0 and not counters.module_fallbacks
+
+
+def test_the_comparison_sees_what_a_replay_does_not_refresh(jobs):
+    """The boundaries of the pack before, as if the slot had not been filled."""
+    eager, graphed = jobs
+    wanted = eager.step(pack([10, 20, 34]))
+    placed = graphed.runner.place(pack([10, 20, 34]))
+    placed.packed.seq_idx.copy_(pack([30, 34]).packed.seq_idx)
+    assert not torch.equal(graphed.drive(placed).loss, wanted[0])
+
+
+def test_each_pack_replays_the_smallest_cell_that_holds_it(jobs):
+    runner = jobs[1].runner
+    for lengths, capacity in (([T], 4), ([16] * 4, 4), ([5] * 5, 12), ([5] * 12, 12), ([1] * 13, T), ([1] * T, T)):
+        assert runner.place(pack(lengths)).packed.cell == Cell(capacity, T)
+    sizes = [runner.place(pack(lengths)).packed.cu_seqlens.shape[0] for lengths in ([T], [5] * 5, [1] * 30)]
+    assert sizes == [6, 14, T + 2]
+
+
+def test_all_capacities_and_layers_read_the_same_memory(jobs):
+    job = jobs[1]
+    seen = set()
+    for lengths in ([T], [5] * 9, [1] * 40):
+        packed = job.runner.place(pack(lengths)).packed
+        seen.add(tuple(getattr(packed, name).data_ptr() for name in ("seq_idx", "position_ids", "valid", "cu_seqlens")))
+    assert len(seen) == 1
+    slot = job.runner.slot.buffer
+    addresses = next(iter(seen))
+    assert all(slot.data_ptr() <= address < slot.data_ptr() + slot.numel() for address in addresses)
+
+
+def test_neighbours_share_memory_and_nothing_is_copied_between_them(jobs):
+    runner = jobs[1].runner
+    for cell in LADDER.cells:
+        captured = [module.captured[cell] for module in runner.modules]
+        for one, following in zip(captured, captured[1:]):
+            assert same_memory(one.outputs[0], following.input)
+            assert same_memory(one.grad_outputs[0], following.grad_input)
+    inputs = {module.captured[cell].input.data_ptr() for cell in LADDER.cells for module in runner.modules[:1]}
+    assert len(inputs) == 1  # the first module's input is one place for all cells
+
+
+def test_order_of_replays_is_the_order_of_captures(jobs):
+    job = jobs[1]
+    job.step(pack([5] * 9))
+    replayed = job.engine.log[-13:]
+    numbers = [job.engine.graphs.index(graph) for graph in replayed]
+    assert numbers == list(range(numbers[0], numbers[0] + 13))
+
+
+def test_a_pack_beyond_the_largest_cell_runs_eagerly_with_identical_results():
+    ladder = Ladder.of([2, 5], T)
+    eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, ladder=ladder).capture()
+    lists = [[10] * 6, [30, 34], [1] * 60, [5] * 5, [8] * 8]
+    for number, lengths in enumerate(lists):
+        micro_batch = pack(lengths, seed=number, ladder=ladder)
+        assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+    counters = graphed.runner.counters
+    assert counters.replays == 2 and counters.fallbacks == {"more than 5 documents": 3}
+    assert counters.hit_rate == pytest.approx(0.4)
+    assert "3 x eager: more than 5 documents" in "\n".join(counters.sentences())
+
+
+def test_strict_makes_a_fallback_an_error():
+    job = Job(tiny_model("M*"), graphs=True, ladder=Ladder.of([2], T), strict=True).capture()
+    job.step(pack([30, 34], ladder=Ladder.of([2], T)))
+    with pytest.raises(GraphFallbackError, match="more than 2 documents.*--cuda-graph-max-packed-seqs"):
+        job.step(pack([1, 2, 3], ladder=Ladder.of([2], T)))
+
+
+@pytest.mark.parametrize("names", [{0, 1, 4}, {2, 3}, {5}, set()])
+def test_captured_modules_among_eager_ones(names):
+    eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, names=names).capture()
+    for number, lengths in enumerate(random_packs(9)):
+        graphed.engine.scramble()
+        micro_batch = pack(lengths, seed=number)
+        assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+    assert graphed.runner.counters.captures == (3 * (1 + 2 * len(names)) if names else 0)
+
+
+@pytest.mark.parametrize("number", [0, 1, 4, 7, 12, 20])
+def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
+    """Capture 0 is the first cell's tables; 1 to 6 its forwards, 7 to 12 its backwards, 20 in the second cell."""
+    eager = Job(tiny_model())
+    graphed = Job(tiny_model(), graphs=True, engine=RecordingEngine({number})).capture()
+    for seed, lengths in enumerate(random_packs(12)):
+        graphed.engine.scramble()
+        micro_batch = pack(lengths, seed=seed)
+        assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+    assert any("OutOfMemoryError" in line for line in graphed.said)
+    counters = graphed.runner.counters
+    if number == 0:
+        assert counters.fallbacks == {"no graphs for its capacity": counters.fallbacks.total()}
+        assert counters.fallbacks.total() > 0 and counters.replays > 0
+    else:
+        assert counters.fallbacks.total() == 0 and len({key.split(":")[0] for key in counters.module_fallbacks}) == 1
+
+
+def test_strict_makes_a_failed_capture_an_error():
+    with pytest.raises(GraphFallbackError, match="layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"):
+        Job(tiny_model(), graphs=True, engine=RecordingEngine({2}), strict=True).capture()
+
+
+def test_dropout_is_refused_by_name():
+    model = tiny_model(hidden_dropout=0.1)
+    job = Job(model, graphs=True, names={1}, ladder=Ladder.of([4], T)).capture()
+    assert job.said[0].startswith("layers.1 not captured for up to 4 documents: it draws random numbers")
+    assert job.runner.counters.captures == 0
+
+
+def test_two_micro_batches_in_flight_are_an_error(jobs):
+    job = jobs[1]
+    layer = job.runner.modules[2]
+    first = layer(torch.randn(T, 32, requires_grad=True), job.runner.place(pack([T])).packed)
+    layer(torch.randn(T, 32, requires_grad=True), job.runner.place(pack([30, 34])).packed)
+    with pytest.raises(StaleMetadataError, match="must be done, forward and backward"):
+        first.sum().backward()
+    whole = job.model(job.runner.place(pack([T])))
+    job.runner.place(pack([30, 34]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|must be done, forward and backward"):
+        whole.loss.backward()
+
+
+def test_an_old_micro_batch_cannot_be_read_through_the_slot(jobs):
+    runner = jobs[1].runner
+    old = runner.place(pack([T])).packed
+    assert old.num_seqs == 1 and old.seq_idx.shape == (1, T)
+    runner.place(pack([30, 34]))
+    with pytest.raises(StaleMetadataError, match="seq_idx of micro-batch"):
+        old.seq_idx  # noqa: B018
+    assert old.num_seqs == 1
+
+
+def test_backward_twice_is_an_error(jobs):
+    job = jobs[1]
+    hidden = torch.randn(T, 32, requires_grad=True)
+    job.runner.place(pack([T]))
+    layer = job.runner.modules[2]
+    output = layer(hidden, job.runner.slot.current)
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ran twice"):
+        output.sum().backward()
+
+
+def test_evaluation_replays_and_leaves_gradients_alone(jobs):
+    eager, graphed = jobs
+    micro_batch = pack([20, 30])
+    before = graphed.buffers.grads.clone()
+    replays = graphed.runner.counters.replays
+    graphed.model.eval(), eager.model.eval()
+    with torch.no_grad():
+        found, wanted = graphed.model(graphed.runner.place(micro_batch)), eager.model(micro_batch)
+    graphed.model.train(), eager.model.train()
+    assert_equal(found, wanted)
+    assert graphed.runner.counters.replays == replays + 1 and not graphed.runner.counters.module_fallbacks
+    assert torch.equal(graphed.buffers.grads, before)
+
+
+def test_loading_in_place_keeps_graphs_and_moved_storage_is_noticed():
+    eager, graphed = Job(tiny_model("M*")), Job(tiny_model("M*"), graphs=True).capture()
+    with torch.no_grad():
+        for job in (eager, graphed):
+            for number, parameter in enumerate(job.model.parameters()):
+                torch.manual_seed(number)
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    micro_batch = pack([20, 30])
+    assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+    assert not graphed.runner.moved
+    weight = graphed.model.layers[0].mixer.in_proj.weight
+    weight.data = weight.data.clone()
+    assert graphed.runner.moved
+    assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+    assert graphed.runner.counters.fallbacks == {"weights have moved to other memory": 1}
+    graphed.capture()
+    assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+    assert graphed.runner.counters.fallbacks.total() == 1
+
+
+def test_close_gives_everything_back():
+    job = Job(tiny_model("M*"), graphs=True).capture()
+    eager = Job(tiny_model("M*"))
+    job.runner.close()
+    assert all(graph.gone for graph in job.engine.graphs)
+    assert "forward" not in vars(job.model.layers[0])
+    job.runner = None
+    assert_equal(job.step(pack([20, 30])), eager.step(pack([20, 30])))
+
+
+class Foreign(nn.Module):
+    """Somebody else's module: any forward of hidden states and metadata."""
+
+    def __init__(self, asks=False):
+        super().__init__()
+        self.weight, self.asks = nn.Parameter(torch.randn(8, 8)), asks
+
+    def forward(self, hidden, packed):
+        if self.asks:
+            hidden = hidden * packed.num_seqs
+        return torch.tanh(hidden @ self.weight) * (packed.seq_idx[0, :, None] + 1)
+
+
+def foreign_job(module, **options):
+    FlatBuffers(module)
+    said = []
+    runner = GraphRunner({"theirs": module}, total_tokens=T, ladder=LADDER, device=torch.device("cpu"),
+                         engine=RecordingEngine(), say=said.append, **options)  # fmt: skip
+
+    def drive(micro_batch):
+        hidden = torch.ones(T, 8, requires_grad=True)
+        output = module(hidden, micro_batch.packed)
+        output.square().sum().backward()
+        return output.detach().clone(), hidden.grad, module.weight.main_grad.clone()
+
+    runner.capture(drive, full_of)
+    return runner, drive, said
+
+
+def test_a_foreign_module_is_captured():
+    module = Foreign()
+    runner, drive, _ = foreign_job(module)
+    for lengths in random_packs(8):
+        found = []
+        for place in (runner.place, lambda micro_batch: micro_batch):
+            module.weight.main_grad.zero_()
+            runner.slot.vacate()
+            found.append(drive(place(pack(lengths))))
+        assert_equal(*found)
+    assert runner.counters.replays == 8 and not runner.counters.module_fallbacks
+
+
+def test_a_module_that_asks_for_a_fact_of_one_pack_is_not_captured():
+    runner, drive, said = foreign_job(Foreign(asks=True))
+    assert f"{HostFactError.__name__}: num_seqs is another value in every pack" in said[0]
+    assert runner.counters.captures == 0
+    drive(runner.place(pack([20, 30])))
+    assert runner.counters.fallbacks.total() == 1
+
+
+def test_parameters_without_main_grad_are_refused():
+    module = Foreign()
+    said = []
+    runner = GraphRunner({"theirs": module}, total_tokens=T, ladder=LADDER, device=torch.device("cpu"),
+                         engine=RecordingEngine(), say=said.append)  # fmt: skip
+    runner.capture(lambda m: module(torch.ones(T, 8, requires_grad=True), m.packed).sum().backward(), full_of)
+    assert "theirs not captured for up to 64 documents: it has parameters without main_grad" in said[0]
