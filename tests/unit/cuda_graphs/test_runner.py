@@ -1,5 +1,7 @@
 """Replay equals eager on changing packs, with a stand-in for capture: which memory, which order, which path."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -153,7 +155,7 @@ def test_neighbours_share_memory_and_nothing_is_copied_between_them(jobs):
     runner = jobs[1].runner
     for cell in LADDER.cells:
         captured = [module.captured[cell] for module in runner.modules]
-        for one, following in zip(captured, captured[1:]):
+        for one, following in pairwise(captured):
             assert same_memory(one.outputs[0], following.input)
             assert same_memory(one.grad_outputs[0], following.grad_input)
     inputs = {module.captured[cell].input.data_ptr() for cell in LADDER.cells for module in runner.modules[:1]}
@@ -184,7 +186,7 @@ def test_a_pack_beyond_the_largest_cell_runs_eagerly_with_identical_results():
 def test_strict_makes_a_fallback_an_error():
     job = Job(tiny_model("M*"), graphs=True, ladder=Ladder.of([2], T), strict=True).capture()
     job.step(pack([30, 34], ladder=Ladder.of([2], T)))
-    with pytest.raises(GraphFallbackError, match="more than 2 documents.*--cuda-graph-max-packed-seqs"):
+    with pytest.raises(GraphFallbackError, match=r"more than 2 documents.*--cuda-graph-max-packed-seqs"):
         job.step(pack([1, 2, 3], ladder=Ladder.of([2], T)))
 
 
@@ -217,7 +219,7 @@ def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
 
 
 def test_strict_makes_a_failed_capture_an_error():
-    with pytest.raises(GraphFallbackError, match="layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"):
+    with pytest.raises(GraphFallbackError, match=r"layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"):
         Job(tiny_model(), graphs=True, engine=RecordingEngine({2}), strict=True).capture()
 
 
@@ -237,7 +239,7 @@ def test_two_micro_batches_in_flight_are_an_error(jobs):
         first.sum().backward()
     whole = job.model(job.runner.place(pack([T])))
     job.runner.place(pack([30, 34]))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|must be done, forward and backward"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must be done, forward and backward"):
         whole.loss.backward()
 
 
