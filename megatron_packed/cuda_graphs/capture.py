@@ -53,12 +53,20 @@ class CapturedModule:
         parameters: those that get gradients, each with ``main_grad``.
         slot: where the metadata lies.
         engine: captures.
+        takes_packed: whether the module itself wants the metadata as an argument.
     """
 
     def __init__(
-        self, function: Callable[[Tensor], object], parameters: Sequence[nn.Parameter], slot: Slot, engine: Engine
+        self,
+        function: Callable[[Tensor], object],
+        parameters: Sequence[nn.Parameter],
+        slot: Slot,
+        engine: Engine,
+        *,
+        takes_packed: bool = True,
     ) -> None:
         self._function, self._parameters, self.slot, self._engine = function, parameters, slot, engine
+        self.takes_packed = takes_packed
         self._live: Outputs | None = None
         self._pending = False
 

@@ -184,7 +184,7 @@ class GraphRunner:
         self.modules = [
             GraphedModule(name, module, self.slot, self.engine, self.counters) for name, module in modules.items()
         ]
-        self._tables, self._check, self._say = tables, check, say
+        self.tables, self._check, self._say = tables, check, say
         self._warmup_steps = max(warmup_steps, 1)
         self._table_graphs: dict[Cell, Graph] = {}
         self._outside: dict[tuple[object, ...], Tensor] = {}
@@ -228,13 +228,11 @@ class GraphRunner:
             GraphFallbackError: ``strict``, and it would run eagerly.
         """
         cell = Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
-        reason = self._why_eager(micro_batch, cell)
+        reason = self.why_eager(micro_batch, cell)
         if reason is None:
             self._check(micro_batch.packed)
-            placed = self.slot.fill(micro_batch, cell)
-            self._table_graphs[cell].replay()
             self.counters.replays += 1
-            return placed
+            return self.fill(micro_batch, cell)
         if self.strict:
             raise GraphFallbackError(
                 f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}; raise "
@@ -243,6 +241,12 @@ class GraphRunner:
         self.counters.fallbacks[reason] += 1
         self.slot.vacate()
         return micro_batch.to(self.device, non_blocking=True)
+
+    def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+        """``micro_batch`` in the slot, with its tables; it must be one that can be replayed."""
+        placed = self.slot.fill(micro_batch, cell)
+        self._table_graphs[cell].replay()
+        return placed
 
     @property
     def moved(self) -> bool:
@@ -268,7 +272,8 @@ class GraphRunner:
             module.remove()
         self.modules = []
 
-    def _why_eager(self, micro_batch: MicroBatch, cell: Cell) -> str | None:
+    def why_eager(self, micro_batch: MicroBatch, cell: Cell) -> str | None:
+        """Why a micro-batch would not be replayed; None if it would."""
         if cell in self._table_graphs:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
@@ -315,7 +320,7 @@ class GraphRunner:
                 for number in range(self._warmup_steps):
                     self.slot.set_tables(cell, {})  # what is derived must not come from what was derived before
                     packed = self.slot.fill(dummy, cell).packed
-                    self.slot.set_tables(cell, self._tables(packed))
+                    self.slot.set_tables(cell, self.tables(packed))
                     last = number == self._warmup_steps - 1
                     for module in self.modules:
                         module.mode = "observe" if last and module in modules else "bypass"
@@ -344,7 +349,7 @@ class GraphRunner:
         self.slot.set_tables(cell, {})
         static = self.slot.static(cell)
         with _capturing(None):
-            self._table_graphs[cell], tables = self.engine.capture(lambda: self._tables(static))
+            self._table_graphs[cell], tables = self.engine.capture(lambda: self.tables(static))
         self.slot.set_tables(cell, tables)
 
     def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
@@ -354,7 +359,7 @@ class GraphRunner:
             if not follows or hidden is None:
                 hidden = self._static_outside((module.name, "input"), shape, dtype)
             function = _with_packed(module.forward, static) if takes_packed else module.forward
-            captured = CapturedModule(function, module.parameters, self.slot, self.engine)
+            captured = CapturedModule(function, module.parameters, self.slot, self.engine, takes_packed=takes_packed)
             module.captured[cell] = captured
             with _capturing(module):
                 hidden = captured.capture_forward(hidden)

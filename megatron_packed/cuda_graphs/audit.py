@@ -1,0 +1,269 @@
+"""Does what is replayed equal what would be computed? Asked of one micro-batch, module by module, between steps.
+
+Every captured module gets hidden states and gradients made up for the purpose, and runs
+
+1. eagerly, on metadata that came from the host in a buffer of its own, not through the slot;
+2. by replay, through the slot, whose unused bytes and whose outputs were filled with NaN and nonsense before;
+3. by replay twice more, the second time with large finite values in every row but those of one document.
+
+Run 2 must give run 1's bits: outputs, input gradients, parameter gradients. Kernels that add in a changing order may
+differ, in gradients, by as much as a second eager run shows. Runs 3 must agree in the rows of that one document: what
+leaks from a neighbour is then a thousand times larger than rounding.
+
+Nothing of the training is touched: gradients are put back, random numbers come from a generator of its own, and modules
+keep what they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.runner import GraphedModule, GraphRunner
+from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.params import PackedSeqParams
+
+T = TypeVar("T")
+
+LARGE = 1e3
+"""Size of the other documents' hidden states."""
+NOISE_FACTOR = 4
+"""How far beyond one observed run-to-run difference another may lie."""
+ULPS_OF_UNORDERED_SUMS = 2
+"""One pair of runs may show no difference where sums in a changing order round to a neighbour in the next."""
+ULPS_OF_OTHER_ROWS = 8
+"""A document's own rows, when others change: bitwise but for grouped products, which split their sums by row counts."""
+
+
+class AuditMismatchError(RuntimeError):
+    """A replay gave something else than the module itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What one audit compared."""
+
+    modules: int
+    largest_difference: float
+    """Of gradients, relative to the largest value; 0 where everything was equal to the bit."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    outputs: list[Tensor]
+    input_gradient: Tensor
+    parameter_gradients: dict[str, Tensor]
+
+
+class _Immediate:
+    """Captures nothing: runs at once."""
+
+    class _Nothing:
+        def replay(self) -> None: ...
+        def reset(self) -> None: ...
+
+    def capture(self, function: Callable[[], T]) -> tuple[_Nothing, T]:
+        return self._Nothing(), function()
+
+    def side_stream(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def random_state(self, device: torch.device) -> Tensor:
+        return torch.empty(0)
+
+    def memory_mib(self) -> float:
+        return 0.0
+
+    def reset(self) -> None: ...
+
+
+def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
+    """Compare replay with eager for every module captured for ``micro_batch``'s cell; None if it would not replay.
+
+    Waits for the device. Call it between steps.
+
+    Args:
+        micro_batch: on the host, as for `GraphRunner.place`.
+        deterministic: kernels were asked to be; then gradients must be equal to the bit.
+        seed: of the hidden states.
+    Raises:
+        AuditMismatchError: names the module and the quantity that differs.
+    """
+    cell = Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
+    if runner.why_eager(micro_batch, cell) is not None:
+        return None
+    fresh = micro_batch.with_buffer(micro_batch.buffer.to(runner.device, copy=True)).packed
+    fresh = fresh.with_tables(**runner.tables(fresh))
+    runner.slot.buffer.fill_(0xFF)
+    runner.fill(micro_batch, cell)
+    worst, count = 0.0, 0
+    try:
+        for module in runner.modules:
+            captured = module.captured.get(cell)
+            if captured is None:
+                continue
+            count += 1
+            generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
+            difference = _audit_module(module, captured, fresh, generator, deterministic)
+            worst = max(worst, difference)
+    finally:
+        runner.slot.vacate()
+    return Audit(modules=count, largest_difference=worst)
+
+
+def _audit_module(
+    module: GraphedModule,
+    captured: CapturedModule,
+    fresh: PackedSeqParams,
+    generator: torch.Generator,
+    deterministic: bool,
+) -> float:
+    normal = _like(generator)
+    hidden = normal(captured.input)
+    grads = [normal(gradient) for gradient in captured.grad_outputs]
+    eager = _run_eagerly(module, captured, hidden, grads, fresh)
+    replayed = _run_replayed(module, captured, hidden, grads)
+    again = eager if deterministic else _run_eagerly(module, captured, hidden, grads, fresh)
+    worst = 0.0
+    for name, found, wanted, other, unordered in _pairs(replayed, eager, again, deterministic):
+        difference, noise = _relative(found, wanted), _relative(other, wanted)
+        ulps = ULPS_OF_UNORDERED_SUMS * torch.finfo(hidden.dtype).eps if unordered else 0.0
+        allowed = max(NOISE_FACTOR * noise, ulps) if unordered else 0.0
+        worst = max(worst, difference)
+        if not difference <= allowed:
+            raise AuditMismatchError(
+                f"the replay of {module.name} is not what the module computes: {name} differ by {difference:.1e} of "
+                f"their largest value, and {allowed:.1e} is allowed. Train with --cuda-graph-impl none and report this "
+                "with the options of the run."
+            )
+    _audit_isolation(module, captured, hidden, LARGE * normal(hidden), grads, fresh)
+    return worst
+
+
+def _audit_isolation(
+    module: GraphedModule,
+    captured: CapturedModule,
+    hidden: Tensor,
+    large: Tensor,
+    grads: Sequence[Tensor],
+    packed: PackedSeqParams,
+) -> None:
+    """The middle document's rows, when all others are those of ``large``: other values, which norms cannot undo.
+
+    Outputs behind the hidden states get no gradient: auxiliary losses couple documents by design.
+    """
+    if packed.num_seqs < 1:
+        return
+    grads = [grads[0], *map(torch.zeros_like, grads[1:])]
+    before = _run_replayed(module, captured, hidden, grads)
+    number = packed.num_seqs // 2
+    rows = slice(int(packed.cu_seqlens_cpu[number]), int(packed.cu_seqlens_cpu[number + 1]))
+    large[rows] = hidden[rows]
+    after = _run_replayed(module, captured, large, grads)
+    for name, found, wanted in (
+        ("outputs", after.outputs[0], before.outputs[0]),
+        ("input gradients", after.input_gradient, before.input_gradient),
+    ):
+        difference = _relative(found[rows], wanted[rows])
+        allowed = ULPS_OF_OTHER_ROWS * torch.finfo(hidden.dtype).eps
+        if not difference <= allowed:
+            raise AuditMismatchError(
+                f"in the replay of {module.name} document {number} sees others: its {name} moved by {difference:.1e} "
+                f"of their largest value when all other documents changed, and {allowed:.1e} is allowed. Train with "
+                "--cuda-graph-impl none and report this with the options of the run."
+            )
+
+
+def _run_eagerly(
+    module: GraphedModule, captured: CapturedModule, hidden: Tensor, grads: Sequence[Tensor], packed: PackedSeqParams
+) -> _Results:
+    function: Callable[[Tensor], object] = (
+        (lambda x: module.forward(x, packed)) if captured.takes_packed else module.forward
+    )
+    named = _named(module)
+    originals = {name: parameter.main_grad for name, parameter in named.items()}  # type: ignore[attr-defined]
+    temporary = {name: torch.zeros_like(main_grad) for name, main_grad in originals.items()}
+    _set_main_grads(named, temporary)
+    try:
+        once = CapturedModule(function, module.parameters, captured.slot, _Immediate())
+        once.capture_forward(hidden.clone())
+        once.capture_backward([gradient.clone() for gradient in grads])
+    finally:
+        _set_main_grads(named, originals)
+    return _Results(once.outputs, once.grad_input, temporary)
+
+
+def _run_replayed(
+    module: GraphedModule, captured: CapturedModule, hidden: Tensor, grads: Sequence[Tensor]
+) -> _Results:
+    for tensor in (*captured.outputs, captured.grad_input):
+        if tensor.is_floating_point():
+            tensor.detach().fill_(float("nan"))
+    named = _named(module)
+    with _kept(parameter.main_grad for parameter in named.values()):  # type: ignore[attr-defined]
+        with torch.no_grad():
+            outputs = [tensor.clone() for tensor in captured.replay_forward(hidden)]
+            input_gradient = captured.replay_backward(grads).clone()
+        gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}  # type: ignore[attr-defined]
+    return _Results(outputs, input_gradient, gradients)
+
+
+def _named(module: GraphedModule) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.module.named_parameters() if p.requires_grad}
+
+
+def _set_main_grads(parameters: Mapping[str, nn.Parameter], main_grads: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.main_grad = main_grads[name]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _kept(tensors: Iterator[Tensor]) -> Iterator[None]:
+    """Zeros in ``tensors`` for a while, and then what was there before."""
+    kept = [(tensor, tensor.clone()) for tensor in tensors]
+    for tensor, _ in kept:
+        tensor.zero_()
+    try:
+        yield
+    finally:
+        for tensor, before in kept:
+            tensor.copy_(before)
+
+
+def _pairs(
+    replayed: _Results, eager: _Results, again: _Results, deterministic: bool
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor, bool]]:
+    """Name, what was replayed, what is wanted, a second run of it, and whether sums may come in another order."""
+    for found, wanted, other in zip(replayed.outputs, eager.outputs, again.outputs):
+        yield "outputs", found, wanted, other, False
+    yield "input gradients", replayed.input_gradient, eager.input_gradient, again.input_gradient, not deterministic
+    for name, found in replayed.parameter_gradients.items():
+        wanted, other = eager.parameter_gradients[name], again.parameter_gradients[name]
+        yield f"gradients of {name}", found, wanted, other, not deterministic
+
+
+def _like(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    def normal(tensor: Tensor) -> Tensor:
+        values = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32)
+        return values.to(tensor.dtype)
+
+    return normal
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    """max |difference| / max |wanted|; infinite where one has a NaN."""
+    if found.numel() == 0 or torch.equal(found, wanted):
+        return 0.0
+    found, wanted = found.double(), wanted.double()
+    difference = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+    return difference if difference == difference else float("inf")

@@ -1,0 +1,121 @@
+"""The audit finds what it is for, module by module, and leaves no trace."""
+
+import hashlib
+
+import pytest
+import torch
+from test_runner import LADDER, Job, T, pack, tiny_model
+
+from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
+from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.packed.capacity import Cell
+
+BEFORE, NOW = [9, 22, 30], [17, 25, 5, 12]
+"""The pack that was replayed before, and the one that is audited; the latter has a tail, and both have one cell."""
+
+
+@pytest.fixture
+def job():
+    job = Job(tiny_model("M*-E", moe_z_loss_coeff=0.01), graphs=True).capture()
+    job.step(pack(BEFORE))
+    return job
+
+
+def state_hash(job):
+    digest = hashlib.sha256()
+    tensors = [*job.model.state_dict().values(), *job.model.buffers(), job.buffers.storage, torch.get_rng_state()]
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest(), dict(job.runner.counters.fallbacks), job.runner.counters.replays
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_sound_replay_passes_and_nothing_of_the_training_is_touched(job, deterministic):
+    before = state_hash(job)
+    for number, lengths in enumerate(([T], NOW, [1] * 12, [5] * 12, [1] * T, [60])):
+        found = audit(job.runner, pack(lengths), deterministic=deterministic, seed=number)
+        assert found.modules == 4 and found.largest_difference == 0
+    assert state_hash(job) == before
+    wanted = Job(tiny_model("M*-E", moe_z_loss_coeff=0.01)).step(pack(NOW))
+    assert all(torch.equal(a, b) for a, b in zip(job.step(pack(NOW)), wanted, strict=True))
+
+
+def test_a_micro_batch_that_would_not_replay_is_not_audited(job):
+    assert audit(job.runner, pack(NOW, capacity=7), deterministic=True) is None
+
+
+def after_fill(monkeypatch, change):
+    """Let ``change(packed, before)`` spoil what lies in the slot."""
+    true = Slot.fill
+
+    def fill(self, micro_batch, cell):
+        before = {name: view.clone() for name, view in vars_of(self, cell).items()}
+        placed = true(self, micro_batch, cell)
+        change(placed.packed, before)
+        return placed
+
+    def vars_of(slot, cell):
+        static = slot.static(cell)
+        return {name: getattr(static, name) for name in ("seq_idx", "cu_seqlens", "valid", "position_ids")}
+
+    monkeypatch.setattr(Slot, "fill", fill)
+
+
+FAULTS = {
+    "stale seq_idx": (lambda packed, before: packed.seq_idx.copy_(torch.zeros_like(packed.seq_idx)), "layers.0"),
+    "a boundary off by one": (lambda packed, before: packed.cu_seqlens[1].add_(1), "layers.1"),
+    "unfilled tail": (lambda packed, before: packed.valid.fill_(True), r"layers\.[13]"),
+    "positions not set back": (
+        lambda packed, before: packed.position_ids.copy_(torch.arange(T, dtype=torch.int32) * 3 % T), "layers.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_spoilt_metadata_is_found_and_the_module_named(job, monkeypatch, fault):
+    change, module = FAULTS[fault]
+    after_fill(monkeypatch, change)
+    with pytest.raises(AuditMismatchError, match=rf"replay of {module} .*differ by"):
+        audit(job.runner, pack(NOW), deterministic=True)
+
+
+def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):
+    monkeypatch.setattr(job.runner._table_graphs[Cell(4, T)], "replay", lambda: None)
+    with pytest.raises(AuditMismatchError, match=r"replay of layers\.[13] "):
+        audit(job.runner, pack(NOW), deterministic=True)
+
+
+def test_graphs_that_read_another_slot_are_found(monkeypatch):
+    other = Slot(T, LADDER.largest, "cpu")
+    other.fill(pack(BEFORE), Cell(4, T))
+    true = Slot.static
+
+    monkeypatch.setattr(Slot, "static", lambda self, cell: true(other, cell))
+    job = Job(tiny_model("M"), graphs=True).capture()
+    with pytest.raises(AuditMismatchError, match=r"replay of layers\.0"):
+        audit(job.runner, pack(NOW), deterministic=True)
+
+
+def test_a_leak_that_eager_has_too_is_found(monkeypatch):
+    """Both sides compute the same, so only the rows of one document under changing neighbours can tell."""
+    model = tiny_model("-")
+    true = model.layers[0].mixer.forward
+    monkeypatch.setattr(model.layers[0].mixer, "forward", lambda x, packed: true(x + x.sum(0) * 1e-2, packed))
+    job = Job(model, graphs=True).capture()
+    with pytest.raises(AuditMismatchError, match=r"layers\.0 document 2 sees others: its outputs moved"):
+        audit(job.runner, pack(NOW), deterministic=True)
+
+
+def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
+    captured = job.runner.modules[2].captured[Cell(4, T)]
+    true = captured._backward.replay
+    weight = job.model.layers[2].mixer.fc1.weight
+
+    def replay():
+        true()
+        weight.main_grad[0].zero_()
+
+    monkeypatch.setattr(captured._backward, "replay", replay)
+    with pytest.raises(AuditMismatchError, match=r"layers\.2 .*gradients of mixer\.fc1\.weight differ"):
+        audit(job.runner, pack(NOW), deterministic=True)
+    with pytest.raises(AuditMismatchError):
+        audit(job.runner, pack(NOW), deterministic=False)
