@@ -33,7 +33,7 @@ class Engine(Protocol):
         """Run ``function`` once under capture (nothing is computed); its results are where replays write."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Where to warm up: kernels are tuned and workspaces made on the stream of the captures."""
+        """Where to warm up: kernels are tuned and workspaces made on the stream of the captures. Memory goes back."""
 
     def borrowed(self, tensor: Tensor) -> Tensor:
         """The same memory without owning it, so that captures of another set may use it too."""
@@ -85,6 +85,9 @@ class CudaEngine:
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        # What the stream's work has allocated is kept for that stream, and the graphs' pool cannot use it.
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def borrowed(self, tensor: Tensor) -> Tensor:
         if tensor.numel() == 0:
