@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         tokenizer = build_tokenizer(options)
         chat = chat_format("default", tokenizer, options.chat_template)
         dataset = tokenized(options, options.train_paths, tokenizer, chat)
-        _, report = plan_training(config, dataset)
+        *_, report = plan_training(config, dataset)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     print("\n".join([*dataset.report.lines_of_text(), *report.sentences()]))

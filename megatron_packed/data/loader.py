@@ -5,15 +5,15 @@ There is no state to save: asking for step s gives the micro-batches of step s, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from megatron_packed.data.collate import collate
 from megatron_packed.data.dataset import TokenizedDataset
-from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
+from megatron_packed.data.plan import EvaluationPlan, PackPlan, Pieces, StepPlan
 from megatron_packed.data.segments import Segments
+from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 
 Plan = PackPlan | EvaluationPlan
@@ -27,9 +27,8 @@ class Loader:
         plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`.
         dp_rank: rank within the plan's data-parallel ranks.
         total_tokens: slots of every pack.
-        capacity: documents each micro-batch leaves room for: a number, a function of the step's plan (so that all ranks
-            choose alike), or None for exactly as many as there are.
-        max_seqlen: upper bound to report in every micro-batch; None for the longest row of each.
+        ladder: each micro-batch gets exactly the capacity and the bound of the longest row of the smallest cell that
+            holds it. One that no cell holds, and all without a ladder, have room for their own documents and no more.
         prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are asked for.
         device: micro-batches are pinned for it if it is a CUDA device.
     Raises:
@@ -43,8 +42,7 @@ class Loader:
         *,
         dp_rank: int,
         total_tokens: int,
-        capacity: int | Callable[[StepPlan], int | None] | None = None,
-        max_seqlen: int | None = None,
+        ladder: Ladder | None = None,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -52,8 +50,7 @@ class Loader:
             raise ValueError(f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks.")
         _check_segments(plan.segments, dataset)
         self.dataset, self.plan = dataset, plan
-        self.dp_rank, self.total_tokens, self.max_seqlen = dp_rank, total_tokens, max_seqlen
-        self._capacity = capacity
+        self.dp_rank, self.total_tokens, self.ladder = dp_rank, total_tokens, ladder
         self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
@@ -99,16 +96,25 @@ class Loader:
 
     def _prepare(self, step: int, number: int) -> MicroBatch:
         plan = self._step_plan(step)
+        pieces = plan.packs[self.dp_rank][number]
+        cell = self._cell(pieces)
         micro_batch = collate(
             self.dataset,
             self.plan.segments,
-            plan.packs[self.dp_rank][number],
+            pieces,
             total_tokens=self.total_tokens,
-            capacity=self._capacity(plan) if callable(self._capacity) else self._capacity,
+            capacity=cell.capacity if cell is not None else None,
             scales=plan.scales,
-            max_seqlen=self.max_seqlen,
+            max_seqlen=cell.max_seqlen if cell is not None else None,
         )
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
+
+    def _cell(self, pieces: Pieces) -> Cell | None:
+        if self.ladder is None:
+            return None
+        lengths = self.plan.segments.length[pieces]
+        tail = self.total_tokens - int(lengths.sum())
+        return self.ladder.cell_for(pieces.size, max(int(lengths.max(initial=0)), tail))
 
     def _step_plan(self, step: int) -> StepPlan:
         plan = self._plans.get(step)

@@ -19,7 +19,7 @@ pack costs the same however full it is, and kernels pay for the capacity in docu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -74,11 +74,15 @@ class Packer:
     """Documents that are packed together, at least."""
     max_documents: int | None = None
     """The most documents a pack may hold; None for no limit."""
+    room: int | None = None
+    """Documents that there is room for, in a CUDA graph: an epoch with a fuller pack is packed once more with this as
+    `max_documents`. Other than under `max_documents`, an epoch that keeps to it anyway is packed as without it."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"unknown packing method {self.method!r}; choose one of {', '.join(METHODS)}.")
-        for name, value in (("slots", self.slots), ("window", self.window), ("max_documents", self.max_documents)):
+        for name in ("slots", "window", "max_documents", "room"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
 
@@ -91,6 +95,12 @@ class Packer:
             max_documents=config.max_documents_per_pack,
         )
 
+    def keeping_to(self, room: int) -> Packer:
+        """The same rules with `room`; where `max_documents` sees to that, they are the same altogether."""
+        if self.max_documents is not None and self.max_documents <= room:
+            return self
+        return replace(self, room=room)
+
     def pack(self, lengths: NDArray[np.integer], seed: int, epoch: int = 0) -> Packs:
         """The packs of one epoch, in training order.
 
@@ -101,6 +111,12 @@ class Packer:
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
         self._check(tokens)
+        packs = self._pack(tokens, seed, epoch)
+        if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
+            return packs
+        return replace(self, max_documents=self.room, room=None)._pack(tokens, seed, epoch)
+
+    def _pack(self, tokens: Lengths, seed: int, epoch: int) -> Packs:
         if tokens.size == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
         stream = KeyedRandom(seed, "documents", epoch).permutation(tokens.size)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_packed.data.packing import Packer, Packs
 from megatron_packed.data.segments import Segments, TokenCounts
-from megatron_packed.packed.capacity import coverage, percentile
+from megatron_packed.packed.capacity import Ladder, coverage, percentile
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
 """Capacities in documents that a report covers; 64 and 106 are those of the published example (P90 43, P99 106)."""
@@ -34,12 +34,25 @@ class PackingReport:
     counts: TokenCounts
     padded_tokens: int
     """Slots that hold no document: ``packs * slots == tokens_kept + padded_tokens``."""
+    graph_capacities: tuple[int, ...] = ()
+    """Capacities that CUDA graphs are captured for; none without graphs."""
+    packs_beyond: int = 0
+    """Packs with more documents than the largest of those: they run eagerly."""
 
     @classmethod
     def of(
-        cls, segments: Segments, packs: Packs, packer: Packer, capacities: Sequence[int] = CAPACITIES
+        cls,
+        segments: Segments,
+        packs: Packs,
+        packer: Packer,
+        capacities: Sequence[int] = CAPACITIES,
+        ladder: Ladder | None = None,
     ) -> PackingReport:
         """Measure the packs that ``packer`` made of ``segments``.
+
+        Args:
+            capacities: what to report the coverage of.
+            ladder: of the CUDA graphs, if there are any.
 
         Raises:
             ValueError: the packs do not hold every token exactly once; the numbers would be of something else.
@@ -65,6 +78,8 @@ class PackingReport:
             coverage=coverage(per_pack, capacities),
             counts=segments.counts,
             padded_tokens=total - int(tokens.sum()),
+            graph_capacities=() if ladder is None else ladder.capacities,
+            packs_beyond=0 if ladder is None else int((per_pack > ladder.largest).sum()),
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -86,4 +101,14 @@ class PackingReport:
             f"+ {counts.tokens_truncated} truncated ({counts.documents_truncated} documents) "
             f"+ {counts.tokens_dropped} dropped ({counts.documents_dropped} documents); "
             f"{counts.documents_split} documents split.",
+            *self._graph_sentences(),
         ]
+
+    def _graph_sentences(self) -> list[str]:
+        if not self.graph_capacities:
+            return []
+        noun, verb = ("capacities", "cover") if len(self.graph_capacities) > 1 else ("capacity", "covers")
+        covered = "every pack" if not self.packs_beyond else f"all but {self.packs_beyond} of {self.packs} packs"
+        eager = ", which run eagerly" if self.packs_beyond else ""
+        sizes = ", ".join(str(capacity) for capacity in self.graph_capacities)
+        return [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]

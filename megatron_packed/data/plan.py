@@ -85,6 +85,8 @@ class _Table:
             "packs_per_step": packs_per_step,
             "seed": self.seed,
         }
+        if self.packer.room is not None:
+            rules["room"] = self.packer.room
         digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode())
         for array in (self.segments.document, self.segments.start, self.segments.length, self.targets):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
@@ -184,6 +186,27 @@ class PackPlan:
                 at, number = 0, number + 1
         return self._table.step(step, epoch, packs, self.dp_size)
 
+    def keeping_to(self, room: int) -> PackPlan:
+        """The same plan, except that epochs with a pack of more than ``room`` documents are packed with that limit.
+
+        See `Packer.room`. A first epoch that was packed here and keeps to it is not packed again.
+        """
+        table = self._table
+        plan = PackPlan(
+            table.segments,
+            table.targets,
+            packer=table.packer.keeping_to(room),
+            packs_per_step=self.packs_per_step,
+            dp_size=self.dp_size,
+            seed=table.seed,
+        )
+        with self._lock:
+            first = self._epochs.get(0)
+        if first is not None and first.documents_per_pack.max() <= room:
+            plan._epochs[0] = first
+            plan._starts = [0, len(first)]
+        return plan
+
     def evaluation(self, max_steps: int | None = None) -> EvaluationPlan:
         """A finite plan over the same pieces; see `EvaluationPlan`."""
         table = self._table
@@ -251,6 +274,11 @@ class EvaluationPlan:
     @property
     def segments(self) -> Segments:
         return self._table.segments
+
+    @property
+    def documents_per_pack(self) -> NDArray[np.int64]:
+        """Documents of each pack of the steps, the empty ones at the end left out."""
+        return self._packs.documents_per_pack[: self.num_steps * self.packs_per_step]
 
     def __len__(self) -> int:
         return self.num_steps

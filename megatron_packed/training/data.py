@@ -23,6 +23,7 @@ from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.capacity import Ladder, choose_capacities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class RunData:
     valid: Stream | None
     packing: PackingReport
     """What the packer made of the first epoch of the training data."""
+    ladder: Ladder | None
+    """Sizes that CUDA graphs are captured for, the same on all ranks; None without graphs."""
 
     def close(self) -> None:
         for stream in (self.train, self.valid):
@@ -82,33 +85,26 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     tokenizer = build_tokenizer(options, say)
     chat = chat_format("default", tokenizer, options.chat_template)
     train = tokenized(options, options.train_paths, tokenizer, chat, show=show)
-    plan, packing = plan_training(config, train, groups.dp_size)
-    for line in [*train.report.lines_of_text(), *packing.sentences()]:
+    for line in train.report.lines_of_text():
         say(line)
-    valid = None
+    valid, evaluation = None, None
     if options.valid_data_path and config.training.eval_interval:
         try:
-            valid_dataset = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
+            valid = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
         except DataError as error:
             raise DataError(f"--valid-data-path: {error}") from None
-        segments, targets = _pieces(config, valid_dataset)
-        evaluation = EvaluationPlan(
-            segments,
-            targets,
-            packer=_packer(config),
-            packs_per_step=config.packs_per_step(),
-            dp_size=groups.dp_size,
-            seed=config.training.seed,
-            max_steps=config.training.eval_iters,
-        )
-        valid = _stream(config, groups, valid_dataset, evaluation)
+        evaluation = plan_validation(config, valid, groups.dp_size)
+    plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation)
+    for line in [*packing.sentences(), *_beyond_in_validation(ladder, evaluation)]:
+        say(line)
     return RunData(
         tokenizer=tokenizer,
         chat=chat,
         vocab_size=tokenizer.vocab_size,
-        train=_stream(config, groups, train, plan),
-        valid=valid,
+        train=_stream(config, groups, train, plan, ladder),
+        valid=None if evaluation is None else _stream(config, groups, valid, evaluation, ladder),
         packing=packing,
+        ladder=ladder,
     )
 
 
@@ -131,8 +127,14 @@ def tokenized(
     )
 
 
-def plan_training(config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1) -> tuple[PackPlan, PackingReport]:
-    """The endless plan over the training data, and a report of its first epoch.
+def plan_training(
+    config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1, evaluation: EvaluationPlan | None = None
+) -> tuple[PackPlan, Ladder | None, PackingReport]:
+    """The endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
+
+    The balanced packer keeps to the room that there is. With given capacities that is the largest; without, the first
+    epoch is packed freely, its packs and those of ``evaluation`` decide the capacities, and later epochs keep to the
+    first one's largest count. So the plan depends on the training data and the options, not on the validation data.
 
     Raises:
         DataError: the documents cannot be packed as the options ask.
@@ -147,17 +149,55 @@ def plan_training(config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1
         dp_size=dp_size,
         seed=config.training.seed,
     )
-    return plan, PackingReport.of(segments, plan.epoch(0), packer)
+    ladder = None
+    if config.cuda_graph.enabled:
+        documents = plan.epoch(0).documents_per_pack
+        capacities = config.cuda_graph.capacities
+        if capacities is None:
+            validated = documents[:0] if evaluation is None else evaluation.documents_per_pack
+            capacities = choose_capacities(np.concatenate([documents, validated]))
+            if packer.method == "balanced":
+                plan = plan.keeping_to(int(documents.max()))
+        ladder = Ladder.of(capacities, config.packing.tokens_per_pack)
+    return plan, ladder, PackingReport.of(segments, plan.epoch(0), packer, ladder=ladder)
+
+
+def plan_validation(config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1) -> EvaluationPlan:
+    """The finite plan over the validation data.
+
+    Raises:
+        DataError: the documents cannot be packed as the options ask.
+    """
+    segments, targets = _pieces(config, dataset)
+    return EvaluationPlan(
+        segments,
+        targets,
+        packer=_packer(config),
+        packs_per_step=config.packs_per_step(),
+        dp_size=dp_size,
+        seed=config.training.seed,
+        max_steps=config.training.eval_iters,
+    )
+
+
+def _beyond_in_validation(ladder: Ladder | None, plan: EvaluationPlan | None) -> list[str]:
+    if ladder is None or plan is None:
+        return []
+    documents = plan.documents_per_pack
+    beyond = int((documents > ladder.largest).sum())
+    if not beyond:
+        return []
+    return [
+        f"CUDA graphs: {beyond} of {documents.size} packs of the validation data hold more than the "
+        f"{ladder.largest} documents of the largest capacity, and run eagerly."
+    ]
 
 
 def _packer(config: RunConfig) -> Packer:
-    packing = config.packing
-    return Packer(
-        slots=packing.tokens_per_pack,
-        method=packing.packing_method,
-        window=packing.packing_window,
-        max_documents=packing.max_documents_per_pack,
-    )
+    packer, capacities = Packer.from_config(config.packing), config.cuda_graph.capacities
+    if config.cuda_graph.enabled and capacities is not None and packer.method == "balanced":
+        return packer.keeping_to(capacities[-1])
+    return packer
 
 
 def _pieces(config: RunConfig, dataset: TokenizedDataset) -> tuple[Segments, NDArray[np.int64]]:
@@ -175,13 +215,18 @@ def _pieces(config: RunConfig, dataset: TokenizedDataset) -> tuple[Segments, NDA
 
 
 def _stream(
-    config: RunConfig, groups: ParallelGroups, dataset: TokenizedDataset, plan: PackPlan | EvaluationPlan
+    config: RunConfig,
+    groups: ParallelGroups,
+    dataset: TokenizedDataset,
+    plan: PackPlan | EvaluationPlan,
+    ladder: Ladder | None,
 ) -> Stream:
     loader = Loader(
         dataset,
         plan,
         dp_rank=groups.dp_rank,
         total_tokens=config.packing.tokens_per_pack,
+        ladder=ladder,
         prefetch=config.data.num_workers,
         device=groups.device,
     )

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from data_helpers import conversation, open_lines
 
 from megatron_packed.data.collate import collate
@@ -14,8 +15,10 @@ from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing import Packer
 from megatron_packed.data.plan import EvaluationPlan, PackPlan
 from megatron_packed.data.segments import Segments
+from megatron_packed.packed.capacity import Cell, Ladder
 
 SLOTS = 64
+ROOMY = Ladder.of([64], SLOTS)
 
 
 def pieces_of(dataset, policy="split"):
@@ -80,16 +83,47 @@ def test_an_empty_pack_is_all_tail(dataset):
 
 def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
     plan = plan_of(dataset, dp_size=2)
-    loaders = [Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, capacity=40) for rank in range(2)]
+    loaders = [Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, ladder=ROOMY) for rank in range(2)]
     for step in range(12):
         batches = [batch for loader in loaders for batch in loader.micro_batches(step)]
         assert len(batches) == 4
         assert sum(batch.num_target_tokens for batch in batches) == plan.step(step).global_targets
         for batch in batches:
             assert batch.scales.tolist() == pytest.approx(list(plan.step(step).scales))
-            assert batch.packed.capacity == 40
+            assert batch.packed.capacity == 64
     for loader in loaders:
         loader.close()
+
+
+def test_every_micro_batch_has_the_size_of_the_smallest_cell_that_holds_it(dataset):
+    """And the same tokens as without a ladder; one beyond the largest cell is exactly as without."""
+    plan = plan_of(dataset, cls=EvaluationPlan)
+    ladder = Ladder((Cell(1, SLOTS), Cell(2, SLOTS // 2), Cell(2, SLOTS), Cell(3, SLOTS)))
+    seen = set()
+    with (
+        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS) as plain,
+        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, ladder=ladder) as sized,
+    ):
+        for step in range(len(plan)):
+            for exact, batch in zip(plain.micro_batches(step), sized.micro_batches(step), strict=True):
+                cell = ladder.cell_for(exact.packed.num_seqs, exact.packed.max_seqlen)
+                size = cell or Cell(exact.packed.capacity, exact.packed.max_seqlen)
+                assert (batch.packed.capacity, batch.packed.max_seqlen) == (size.capacity, size.max_seqlen)
+                for name in ("tokens", "labels", "loss_mask", "scales"):
+                    assert torch.equal(getattr(batch, name), getattr(exact, name))
+                for name in ("seq_idx", "position_ids", "valid"):
+                    assert torch.equal(getattr(batch.packed, name), getattr(exact.packed, name))
+                assert batch.packed.document_lengths.tolist() == exact.packed.document_lengths.tolist()
+                seen.add(cell)
+    assert seen == {*ladder.cells, None}
+
+
+def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):
+    data = open_lines(tmp_path, [json.dumps({"text": "abc"})], sft=False)
+    ladder = Ladder((Cell(1, SLOTS // 2), Cell(1, SLOTS)))
+    with Loader(data, plan_of(data, packs_per_step=1), dp_rank=0, total_tokens=SLOTS, ladder=ladder) as loader:
+        packed = loader.micro_batches(0)[0].packed
+    assert (packed.num_real_tokens, packed.capacity, packed.max_seqlen) == (4, 1, SLOTS)
 
 
 # -------------------------------------------------------------------------------------------------------------- resume
@@ -102,7 +136,7 @@ def packs_of(loaders, step):
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset):
-    with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, capacity=64, prefetch=0) as loader:
+    with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, ladder=ROOMY, prefetch=0) as loader:
         return [packs_of([loader], step) for step in range(80)]  # over two epochs
 
 
@@ -115,7 +149,7 @@ def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(d
         plan = plan_of(dataset, dp_size)
         prefetch = int(random.integers(0, 6))
         loaders = [
-            Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, capacity=64, prefetch=prefetch)
+            Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, ladder=ROOMY, prefetch=prefetch)
             for rank in range(dp_size)
         ]
         for _ in range(int(random.integers(1, 30))):

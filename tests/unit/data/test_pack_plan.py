@@ -126,6 +126,28 @@ def test_known_epoch_starts_spare_the_earlier_epochs_and_change_nothing(monkeypa
     assert set(CountingPacker.epochs) <= {expected.epoch, expected.epoch + 1}
 
 
+@pytest.mark.parametrize("room", [1, 4, 1000])
+def test_a_plan_that_keeps_to_its_room(monkeypatch, room):
+    """Only epochs with a fuller pack change, and a first epoch that is known and keeps to it is not packed again."""
+    monkeypatch.setattr(CountingPacker, "epochs", [])
+    free = plan(packer=CountingPacker(slots=500, window=64))
+    most = [int(free.epoch(epoch).documents_per_pack.max()) for epoch in (1, 2, 0)]
+    CountingPacker.epochs.clear()
+    kept = free.keeping_to(room)
+    expected = replace(PACKER, max_documents=None if max(most) <= room else room)
+    for step in range(20):
+        assert as_sets(kept.step(step)) == as_sets(plan(packer=expected).step(step))
+        assert kept.step(step).max_documents <= room
+    assert (0 in CountingPacker.epochs) == (most[-1] > room)
+    assert kept.hash == plan(packer=replace(PACKER, room=room)).hash != free.hash
+    assert len({plan(packer=replace(PACKER, room=other)).hash for other in (None, 3, 4)}) == 3
+
+
+def test_a_lower_limit_already_keeps_to_any_room():
+    limited = plan(packer=replace(PACKER, max_documents=3))
+    assert limited.keeping_to(3).hash == limited.keeping_to(9).hash == limited.hash != limited.keeping_to(2).hash
+
+
 def test_epoch_starts_of_another_plan_are_refused():
     with pytest.raises(ValueError, match=r"epoch 0 has \d+ packs, but epoch_starts says it has 3"):
         plan(epoch_starts=(0, 3, 6)).step(0)

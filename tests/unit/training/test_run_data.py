@@ -1,0 +1,181 @@
+"""A run's data with CUDA graphs: which capacities, packs that keep to them, and how many run eagerly."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.data.packing import Packer
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.capacity import choose_capacities
+from megatron_packed.training.data import build_data, plan_training, plan_validation
+
+SLOTS, SEED = 2048, 5
+
+
+def documents(count: int, seed: int) -> SimpleNamespace:
+    """Half below 200 tokens, a tenth longer than a pack; every token but a document's first is a target."""
+    lengths = np.exp(np.random.default_rng(seed).normal(5.3, 1.7, count)).astype(int) + 30
+    return SimpleNamespace(lengths=lengths, count_targets=lambda document, start, length: length - 1)
+
+
+def run_config(graphs: dict | None = None, data: dict | None = None, seq_length: int = SLOTS, **packing) -> RunConfig:
+    packing = {"seq_length": seq_length, "global_batch_size": 4, "packing_window": 256, **packing}
+    training = {"train_iters": 10, "seed": SEED, "eval_interval": 5} if data else {"train_iters": 10, "seed": SEED}
+    return RunConfig(
+        model=ModelConfig(hybrid_layer_pattern="-", hidden_size=8),
+        packing=PackingConfig(**packing),
+        data=DataConfig(**data or {"data_path": ("train.jsonl",)}),
+        optim=OptimizerConfig(lr=0.1),
+        training=TrainingConfig(**training),
+        cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local"} if graphs is None else graphs),
+    )
+
+
+def packs_of(plan, epochs: int = 3) -> list[list[list[int]]]:
+    epochs_of_packs = [plan.epoch(epoch) for epoch in range(epochs)]
+    return [[packs[number].tolist() for number in range(len(packs))] for packs in epochs_of_packs]
+
+
+TRAIN, VALID = documents(600, seed=2), documents(120, seed=9)
+NO_GRAPHS = {"cuda_graph_impl": "none"}
+PLAIN, _, _ = plan_training(run_config(NO_GRAPHS), TRAIN)
+COUNTS = [int(PLAIN.epoch(epoch).documents_per_pack.max()) for epoch in range(3)]
+
+
+def test_the_data_of_this_file_would_overflow_later() -> None:
+    """Else the tests below could not fail."""
+    assert max(COUNTS[1:]) > COUNTS[0]
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
+    config = run_config()
+    evaluation = plan_validation(config, VALID) if validated else None
+    plan, ladder, report = plan_training(config, TRAIN, evaluation=evaluation)
+    first = PLAIN.epoch(0).documents_per_pack
+    counts = np.concatenate([first, evaluation.documents_per_pack]) if validated else first
+    assert ladder.capacities == choose_capacities(counts) == report.graph_capacities
+    assert {cell.max_seqlen for cell in ladder.cells} == {SLOTS}
+    for epoch in range(3):
+        assert plan.epoch(epoch).documents_per_pack.max() <= ladder.largest
+    if validated:
+        assert evaluation.documents_per_pack.max() <= ladder.largest
+    ours, plain = packs_of(plan), packs_of(PLAIN)
+    assert ours[0] == plain[0]  # the epoch that decided is as it was
+    assert [ours[epoch] == plain[epoch] for epoch in (1, 2)] == [count <= COUNTS[0] for count in COUNTS[1:]]
+    assert plan.hash != PLAIN.hash  # another order of the data
+    assert report.packs_beyond == 0
+    assert report.sentences()[-1].endswith(f"{ladder.largest} covers every pack.")
+
+
+def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
+    config = run_config()
+    alone, _, _ = plan_training(config, TRAIN)
+    crowded = documents(400, seed=1)
+    crowded.lengths = np.full(400, 20)  # 102 documents in a pack of validation
+    plan, ladder, _ = plan_training(config, TRAIN, dp_size=4, evaluation=plan_validation(config, crowded, dp_size=4))
+    assert ladder.largest >= 100
+    assert plan.hash == alone.hash
+    assert packs_of(plan) == packs_of(alone)
+
+
+@pytest.mark.parametrize("capacities", [(5,), (3, 5), (64,)])
+def test_the_balanced_packer_keeps_to_given_capacities(capacities: tuple[int, ...]) -> None:
+    config = run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities})
+    evaluation = plan_validation(config, VALID)
+    plan, ladder, _ = plan_training(config, TRAIN, evaluation=evaluation)
+    assert ladder.capacities == capacities
+    assert [plan.epoch(epoch).documents_per_pack.max() <= capacities[-1] for epoch in range(3)] == [True] * 3
+    assert evaluation.documents_per_pack.max() <= capacities[-1]
+    if capacities[-1] >= max(COUNTS):  # graphs with room to spare change no pack
+        assert packs_of(plan) == packs_of(PLAIN)
+
+
+def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs() -> None:
+    """So that a run can go on with graphs, or without them."""
+    without, _, _ = plan_training(run_config(NO_GRAPHS, max_documents_per_pack=5), TRAIN)
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, 5)}
+    plan, _, _ = plan_training(run_config(graphs, max_documents_per_pack=5), TRAIN)
+    assert plan.hash == without.hash
+
+
+def test_without_graphs_nothing_changes() -> None:
+    plan, ladder, report = plan_training(run_config(NO_GRAPHS), TRAIN)
+    packer = Packer(slots=SLOTS, window=256)
+    expected = [packer.pack(plan.segments.length, SEED, epoch) for epoch in range(3)]
+    assert packs_of(plan) == [[packs[number].tolist() for number in range(len(packs))] for packs in expected]
+    assert ladder is None and not any("CUDA" in line for line in report.sentences())
+
+
+@pytest.mark.parametrize("capacity", [64, 500])
+def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: int) -> None:
+    crowded, packing = documents(3000, seed=4), {"packing_method": "best_fit_decreasing", "packing_window": 4096}
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (capacity,)}
+    plan, _, report = plan_training(run_config(graphs, seq_length=8192, **packing), crowded)
+    packs = Packer(slots=8192, method="best_fit_decreasing", window=4096).pack(plan.segments.length, SEED)
+    beyond = sum(packs[number].size > capacity for number in range(len(packs)))
+    assert report.packs_beyond == beyond
+    assert (beyond > 0) == (capacity == 64)
+    if beyond:
+        assert report.sentences()[-1] == (
+            f"CUDA graphs: capacity 64 covers all but {beyond} of {len(packs)} packs, which run eagerly."
+        )
+    auto, ladder, _ = plan_training(run_config(seq_length=8192, **packing), crowded)
+    assert ladder.largest == packs.documents_per_pack.max()
+    assert len(ladder.cells) > 1
+    assert auto.hash == plan.hash
+
+
+# -------------------------------------------------------------------------------------------------------- whole set-up
+
+
+def build(folder, graphs: dict, method: str):
+    rng = np.random.default_rng(3)
+    for name, count in (("train", 400), ("valid", 80)):
+        texts = ["x" * int(n) for n in np.minimum(rng.geometric(0.08, count), 90)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    paths = {"data_path": (str(folder / "train.jsonl"),), "valid_data_path": (str(folder / "valid.jsonl"),)}
+    said: list[str] = []
+    config = run_config(graphs, paths, seq_length=128, packing_method=method)
+    return build_data(config, ParallelGroups.single(), said.append), said
+
+
+def micro_batches(data):
+    """All of training's first epoch and of a validation, with the pack that the plan has for each."""
+    for stream, steps in ((data.train, len(data.train.plan.epoch(0)) // 4), (data.valid, len(data.valid.plan))):
+        for step in range(steps):
+            yield from zip(stream.loader.micro_batches(step), stream.plan.step(step).packs[0], strict=True)
+
+
+@pytest.mark.parametrize("method", ["balanced", "best_fit_decreasing"])
+def test_micro_batches_have_the_sizes_of_the_ladder(tmp_path, method: str) -> None:
+    data, said = build(tmp_path, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (8, 16)}, method)
+    beyond = 0
+    for batch, pack in micro_batches(data):
+        cell = data.ladder.cell_for(pack.size, 128)
+        beyond += cell is None
+        size = (pack.size, batch.packed.max_seqlen) if cell is None else (cell.capacity, 128)
+        assert (batch.packed.capacity, batch.packed.max_seqlen) == size
+    assert (beyond > 0) == (method != "balanced")
+    assert any("packs of the validation data hold more than the 16 documents" in line for line in said) == (beyond > 0)
+    data.close()
+
+
+def test_automatic_capacities_leave_nothing_over(tmp_path) -> None:
+    data, said = build(tmp_path, {"cuda_graph_impl": "local"}, "balanced")
+    assert all(data.ladder.cell_for(pack.size, 128) is not None for _, pack in micro_batches(data))
+    assert any(line.startswith("CUDA graphs: capacit") and line.endswith("every pack.") for line in said)
+    plain, _ = build(tmp_path, NO_GRAPHS, "balanced")
+    assert plain.ladder is None
+    assert all(batch.packed.capacity == pack.size for batch, pack in micro_batches(plain))
+    data.close()
+    plain.close()
