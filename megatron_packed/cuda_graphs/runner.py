@@ -188,7 +188,7 @@ class GraphRunner:
         self._warmup_steps = max(warmup_steps, 1)
         self._table_graphs: dict[Cell, Graph] = {}
         self._outside: dict[tuple[object, ...], Tensor] = {}
-        self._read_by_graphs: list[Tensor] = []
+        self._read_by_graphs: list[tuple[Mapping[str, Tensor], str]] = []
         self._addresses: list[int] = []
 
     def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
@@ -213,11 +213,15 @@ class GraphRunner:
                 f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
             )
         self.counters.capture_seconds += time.perf_counter() - started
+        # Places, not tensors: ``module.to()`` puts another tensor into a buffer's place.
         self._read_by_graphs = [
-            tensor
+            (place, name)
             for module in self.modules
             if module.captured
-            for tensor in (*module.module.parameters(), *module.module.buffers())
+            for part in module.module.modules()
+            for place in (part._parameters, part._buffers)
+            for name, tensor in place.items()
+            if tensor is not None
         ]
         self._addresses = _addresses(self._read_by_graphs)
 
@@ -400,8 +404,8 @@ class GraphRunner:
             graph.reset()
         self._table_graphs.clear()
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def _addresses(places: Sequence[tuple[Mapping[str, Tensor], str]]) -> list[int]:
+    return [place[name].data_ptr() for place, name in places]
 
 
 def _with_packed(function: Callable[..., object], packed: PackedSeqParams) -> Callable[[Tensor], object]:

@@ -298,6 +298,18 @@ def test_loading_in_place_keeps_graphs_and_moved_storage_is_noticed():
     assert graphed.runner.counters.fallbacks.total() == 1
 
 
+def test_a_buffer_that_was_replaced_is_noticed():
+    """As `nn.Module.to` does: parameters keep their objects, buffers do not."""
+    options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    job = Job(tiny_model("E", **options), graphs=True, ladder=Ladder.of([4], T)).capture()
+    router = job.model.layers[0].mixer.router
+    assert not job.runner.moved
+    kept, router.expert_bias = router.expert_bias, router.expert_bias.clone()
+    assert job.runner.moved
+    router.expert_bias = kept
+    assert not job.runner.moved
+
+
 def test_close_gives_everything_back():
     job = Job(tiny_model("M*"), graphs=True).capture()
     eager = Job(tiny_model("M*"))
