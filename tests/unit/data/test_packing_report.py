@@ -8,7 +8,9 @@ import pytest
 
 from megatron_packed.data.packing import METHODS, Packer
 from megatron_packed.data.packing_report import PackingReport
+from megatron_packed.data.plan import PackPlan
 from megatron_packed.data.segments import Segments
+from megatron_packed.packed.capacity import Ladder, choose_capacities
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,21 @@ def test_packs_of_other_pieces_are_refused():
     packs = packer.pack(segments.length[:-1], seed=1)
     with pytest.raises(ValueError, match="were to be packed; they were made of other pieces"):
         PackingReport.of(segments, packs, packer)
+
+
+def test_sentence_about_graphs():
+    """Packs of 3, 2 and 1 documents."""
+    segments = Segments.cut(np.array([3, 3, 3, 5, 5, 10]), 10)
+    packer = Packer(slots=10, method="best_fit_decreasing")
+    packs = packer.pack(segments.length, 0)
+
+    def sentence(*capacities):
+        return PackingReport.of(segments, packs, packer, ladder=Ladder.of(capacities, 10)).sentences()[-1]
+
+    assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
+    assert sentence(3) == "CUDA graphs: capacity 3 covers every pack."
+    assert sentence(1) == "CUDA graphs: capacity 1 covers all but 2 of 3 packs, which run eagerly."
+    assert "CUDA" not in PackingReport.of(segments, packs, packer).sentences()[-1]
 
 
 def test_sentences_and_json():
@@ -91,11 +108,32 @@ def test_committed_books_balance():
             assert epoch["packs"] * epoch["slots"] == books["tokens_kept"] + epoch["padded_tokens"]
 
 
+def recorded_lengths(name):
+    """`gpt2_lengths.npz`: tokens of every document of the two sets, as `benchmarks/packing_report.py` counts them."""
+    return np.load(Path(__file__).with_name("gpt2_lengths.npz"))[name].astype(np.int64)
+
+
+@pytest.mark.parametrize(("name", "slots"), list(GOALS))
+def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(name, slots):
+    """The table of docs/packing.md: no pack of the balanced packer is beyond them; of best fit decreasing some are."""
+    segments = Segments.cut(recorded_lengths(name), slots)
+    row = [name, str(slots)]
+    for method in ("balanced", "best_fit_decreasing"):
+        packer = Packer(slots=slots, method=method)
+        plan = PackPlan(segments, segments.length - 1, packer=packer, packs_per_step=1, seed=1234)
+        first = plan.epoch(0).documents_per_pack
+        ladder = Ladder.of(choose_capacities(first), slots)
+        plan = plan.keeping_to(int(first.max())) if method == "balanced" else plan
+        counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])
+        if method == "balanced":
+            assert all(ladder.cell_for(int(count), slots) is not None for count in counts)
+        row += [", ".join(map(str, ladder.capacities)), str(counts.max())]
+    assert "| " + " | ".join(row) + " |" in (ROOT / "docs/packing.md").read_text()
+
+
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_the_packer_meets_the_goals_on_recorded_lengths(name, slots):
-    """`gpt2_lengths.npz`: tokens of every document of the two sets, as `benchmarks/packing_report.py` counts them."""
-    lengths = np.load(Path(__file__).with_name("gpt2_lengths.npz"))[name].astype(np.int64)
-    segments = Segments.cut(lengths, slots)
+    segments = Segments.cut(recorded_lengths(name), slots)
     packer = Packer(slots=slots)
     least_fill, most = GOALS[name, slots]
     for epoch in range(2):
