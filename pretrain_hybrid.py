@@ -7,10 +7,18 @@ import sys
 
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.run import RunConfig
+
+
+def explain(config: RunConfig) -> str:
+    apply_environment(config.training)
+    from megatron_packed.training.explain import explain
+
+    return explain(config)
 
 
 def main() -> None:
-    config = parse_or_exit(sys.argv[1:])  # before torch is imported: a wrong command line ends in a second
+    config = parse_or_exit(sys.argv[1:], explain)  # before torch is imported: a wrong command line ends in a second
     apply_environment(config.training)
     from megatron_packed.training.pretrain import pretrain
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
@@ -63,11 +63,15 @@ def parse_with_sources(argv: Sequence[str], world_size: int | None = None) -> Pa
     return _resolve(gather(argv), world_size, os.environ)
 
 
-def parse_or_exit(argv: Sequence[str] | None = None) -> RunConfig:
-    """As ``parse``, for programs: answers --help, --version and --print-config, and ends the process on problems.
+def parse_or_exit(argv: Sequence[str] | None = None, explain: Callable[[RunConfig], str] | None = None) -> RunConfig:
+    """As ``parse``, for programs: answers --help, --version, --print-config and --explain, and ends the process on
+    problems.
 
     Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of paths that are wrong
     there, since rank 0 cannot see them.
+
+    Args:
+        explain: what answers --explain; it may import what parsing does not.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -93,6 +97,12 @@ def parse_or_exit(argv: Sequence[str] | None = None) -> RunConfig:
         from megatron_packed.config.print_config import config_yaml
 
         _finish(config_yaml(parsed.config, parsed.sources, parsed.always) if speaks else "")
+    if "--explain" in given.actions:
+        if explain is None:
+            sentence = "--explain is answered by pretrain_hybrid.py alone; leave it out here.\n"
+            _write(sys.stderr, sentence if speaks else "")
+            raise SystemExit(EXIT_CODE)
+        _finish(explain(parsed.config) if speaks else "")
     return parsed.config
 
 

@@ -14,6 +14,7 @@ from megatron_packed.config.run import SECTIONS
 META_FLAGS: dict[str, str] = {
     "--config": "Read options from a YAML file; flags override it.",
     "--print-config": "Print the resolved options and where each comes from, and exit.",
+    "--explain": "Print what these options get on this machine, on, off or partial, with the reasons, and exit.",
     "--help": "Print this help and exit (also -h).",
     "--version": "Print the version and exit.",
 }

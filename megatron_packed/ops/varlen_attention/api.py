@@ -202,6 +202,31 @@ def _window(window_size: int | None) -> int | None:
 
 
 @lru_cache(maxsize=16)
+def inputs_of_pack(
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+) -> Inputs:
+    """By what a kernel is chosen for one document that fills a pack: `OP.explain` says why not others."""
+    return _inputs(
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        num_sequences=1,
+        max_seqlen=tokens,
+        window_size=None,
+        deterministic=deterministic,
+    )
+
+
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 

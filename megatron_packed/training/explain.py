@@ -1,0 +1,218 @@
+"""``--explain``: what a configuration gets on this machine, capability by capability, with reasons and what to try.
+
+Asks the ops themselves (``Op.explain`` with the sizes of the run), so it says what training would choose. Reads no data
+and builds no model.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Hashable, Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from megatron_packed.config.cuda_graph import MODULE_LAYERS
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.parallel import NOT_BUILT
+from megatron_packed.config.run import RunConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.ops.activation import api as activation
+from megatron_packed.ops.causal_conv1d import api as causal_conv1d
+from megatron_packed.ops.cross_entropy import api as cross_entropy
+from megatron_packed.ops.dispatch import NoBackendError, Op
+from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.permute import api as permute
+from megatron_packed.ops.rms_norm import api as rms_norm
+from megatron_packed.ops.rope import api as rope
+from megatron_packed.ops.ssd import api as ssd
+from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.training.build import backends_of, device_of
+from megatron_packed.training.metrics import peak_flops
+
+ON, PARTIAL, OFF = "on", "partial", "off"
+UNKNOWN_VOCABULARY = 32_768
+"""Entries to ask the loss's kernels about while no tokenizer was read."""
+
+
+class Capability(NamedTuple):
+    """One line of the answer."""
+
+    name: str
+    state: str
+    """``on``, ``partial`` or ``off``."""
+    reason: str
+    advice: str = ""
+    """The next best setting, where there is one."""
+
+
+def explain(config: RunConfig) -> str:
+    """All capabilities as a table for a terminal."""
+    rows = list(capabilities(config, device_of(config)))
+    width = max(len(row.name) for row in rows)
+    lines = []
+    for row in rows:
+        text = row.reason + (f" -> {row.advice}" if row.advice else "")
+        wrapped = textwrap.wrap(text, 118 - width - 11, break_long_words=False) or [""]
+        lines.append(f"{row.name.ljust(width)}  {row.state.ljust(7)}  {wrapped[0]}")
+        lines += [" " * (width + 11) + line for line in wrapped[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def capabilities(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    """What the configuration gets on ``device``."""
+    yield from _machine(config, device)
+    for op, inputs in op_inputs(config, device):
+        asked = str(getattr(Backends.of(backends_of(config)), op.name))  # type: ignore[arg-type]
+        yield kernel(op, inputs, asked, device)
+    yield from _graphs(config, device)
+    yield from _parallelism(config)
+    yield from _keeping(config)
+
+
+def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    training = config.training
+    if device.type == "cuda":
+        yield Capability("device", ON, torch.cuda.get_device_name())
+        known = peak_flops(device) is not None
+        yield Capability("MFU", ON if known else OFF, "the GPU's peak is known" if known else "unknown GPU: no peak")
+    elif training.device == "cpu" or not torch.cuda.is_available():
+        why = "--device cpu" if training.device == "cpu" else "torch sees no GPU"
+        yield Capability("device", PARTIAL, f"{why}: every kernel is its plain PyTorch reference",
+                         "a machine with a GPU and the extra 'gpu'")
+    precision = "bf16 with fp32 masters" if training.bf16 else "fp32"
+    yield Capability("precision", ON, precision,
+                     "--bf16" if device.type == "cuda" and not training.bf16 else "")
+    if training.deterministic_mode:
+        yield Capability("determinism", ON, "the same bits in every run")
+    else:
+        yield Capability("determinism", PARTIAL if device.type == "cuda" else ON,
+                         "some GPU kernels add in a changing order" if device.type == "cuda" else "CPU kernels repeat",
+                         "--deterministic-mode" if device.type == "cuda" else "")
+    if training.isolation_self_test:
+        yield Capability("isolation self-test", ON, "checks at the start that documents cannot see each other")
+    else:
+        yield Capability("isolation self-test", OFF, "--no-isolation-self-test", "leave it out")
+
+
+def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Hashable]]:
+    """Every op that the model runs, with the inputs by which it chooses its kernel."""
+    model, tokens = config.model, config.packing.tokens_per_pack
+    dtype, kind = (torch.bfloat16 if config.training.bf16 else torch.float32), device.type
+    if ATTENTION in model.hybrid_layer_pattern:
+        yield varlen_attention.OP, varlen_attention.inputs_of_pack(
+            tokens=tokens, num_heads=model.num_attention_heads, num_kv_heads=model.num_query_groups,
+            head_dim=model.head_dim, dtype=dtype, device=device, deterministic=config.training.deterministic_mode,
+        )  # fmt: skip
+        if model.position_embedding_type == "rope":
+            yield rope.OP, rope.Inputs(
+                dtype=dtype, device_type=kind, head_dim=model.head_dim, rotary_dim=model.rotary_dim
+            )
+    if MAMBA in model.hybrid_layer_pattern:
+        states = model.mamba_num_groups * model.mamba_state_dim
+        channels = model.d_inner + 2 * states
+        yield causal_conv1d.OP, causal_conv1d.Inputs(
+            tokens=tokens, channels=channels, width=model.mamba_d_conv,
+            row_stride=model.d_inner + channels + model.mamba_num_heads, dtype=dtype, weight_dtype=dtype,
+            bias_dtype=dtype, device_type=kind,
+        )  # fmt: skip
+        yield ssd.OP, ssd.Inputs(
+            tokens=tokens, heads=model.mamba_num_heads, head_dim=model.mamba_head_dim, groups=model.mamba_num_groups,
+            state_dim=model.mamba_state_dim, chunk_size=model.mamba_chunk_size, row_stride=channels, dtype=dtype,
+            device_type=kind,
+        )  # fmt: skip
+        yield gated_rms_norm.OP, gated_rms_norm.Inputs(
+            channels=model.d_inner, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True,
+            dtype=dtype, device_type=kind,
+        )  # fmt: skip
+    if model.normalization == "RMSNorm":
+        yield rms_norm.OP, rms_norm.Inputs(
+            features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
+        )
+    if MLP in model.hybrid_layer_pattern:
+        width = model.ffn_hidden_size * (2 if model.activation == "swiglu" else 1)
+        yield activation.OP, activation.Inputs(kind=model.activation, features=width, dtype=dtype, device_type=kind)
+    if MOE in model.hybrid_layer_pattern:
+        width = model.moe_ffn_hidden_size
+        yield grouped_mlp.OP, grouped_mlp.Inputs(
+            channels=model.hidden_size, experts=model.num_experts,
+            hidden_in=width * (2 if model.activation == "swiglu" else 1), hidden_out=width, dtype=dtype,
+            weight_dtype=dtype, device_type=kind,
+        )  # fmt: skip
+        yield permute.OP, permute.Inputs(
+            channels=model.hidden_size, routes=model.moe_router_topk, dtype=dtype, device_type=kind
+        )
+    rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY)
+    yield cross_entropy.OP, cross_entropy.Inputs(vocab_rows=rows, dtype=dtype, device_type=kind)
+
+
+def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capability:
+    """Which backend of an op runs, and why no faster one."""
+    name = f"kernel {op.name}"
+    try:
+        chosen = op.select(inputs, asked).name
+    except NoBackendError as error:
+        return Capability(name, OFF, str(error), "another backend, or auto")
+    if asked != "auto":
+        return Capability(name, ON, f"{chosen}, as asked")
+    if device.type == "cpu" and chosen == "reference":
+        return Capability(name, PARTIAL, "reference: plain PyTorch, as on every CPU")
+    automatic = [backend for backend in op.backends if backend.automatic]
+    reasons = op.explain(inputs)
+    faster = [backend.name for backend in automatic[: [b.name for b in automatic].index(chosen)]]
+    if not faster:
+        return Capability(name, ON, f"{chosen}, the fastest there is")
+    why = "; ".join(f"{other}: {reasons[other][0]}" for other in faster)
+    missing = any("does not import" in reasons[other][0] for other in faster)
+    return Capability(name, PARTIAL, f"{chosen}, because not {why}", "install the extra 'gpu'" if missing else "")
+
+
+def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
+    if not graphs.enabled:
+        yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
+                         "--cuda-graph-impl local" if device.type == "cuda" else "")
+        return
+    eager = graphs.eager_reason(device.type)
+    yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or "local: forward and backward of each module",
+                     "a machine with a GPU" if eager else "")
+    for module, symbol in MODULE_LAYERS.items():
+        if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
+            continue
+        count = pattern.count(symbol)
+        if not graphs.modules or module in graphs.modules:
+            yield Capability(f"  {module}", PARTIAL if eager else ON, f"{count} captured" if not eager else "eager")
+        else:
+            yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules", f"add {module}")
+    if graphs.capacities is None:
+        yield Capability("  capacities", ON, "auto: chosen from the pack plan, so that every pack has one")
+    else:
+        numbers = " ".join(map(str, graphs.capacities))
+        yield Capability("  capacities", ON, f"{numbers} documents; what has more runs eagerly",
+                         "" if graphs.cuda_graph_strict else "auto covers every pack")
+    interval = graphs.cuda_graph_audit_interval
+    yield Capability("  audit", ON if interval else OFF,
+                     f"every {interval} iterations" if interval else "replay is never compared with eager",
+                     "" if interval else "--cuda-graph-audit-interval 1000")
+
+
+def _parallelism(config: RunConfig) -> Iterator[Capability]:
+    yield Capability("data parallelism", ON, "all processes; gradients by one all-reduce")
+    for axis in NOT_BUILT.values():
+        yield Capability(axis, OFF, "not built yet")
+
+
+def _keeping(config: RunConfig) -> Iterator[Capability]:
+    checkpoint, logging = config.checkpoint, config.logging
+    if checkpoint.save is None:
+        yield Capability("checkpoints", OFF, "nothing is saved", "--save DIRECTORY --save-interval N")
+    elif checkpoint.save_interval is None:
+        yield Capability("checkpoints", PARTIAL, "at the end and when the run is stopped only", "--save-interval N")
+    else:
+        yield Capability("checkpoints", ON, f"every {checkpoint.save_interval} iterations in {checkpoint.save}")
+    yield Capability("log", ON if logging.log_jsonl else OFF, logging.log_jsonl or "the console alone",
+                     "" if logging.log_jsonl else "--log-jsonl FILE")
+    if logging.tensorboard_dir and find_spec("tensorboard") is None:
+        yield Capability("TensorBoard", OFF, "the package tensorboard is not there", "install the extra 'log'")

@@ -1,0 +1,93 @@
+"""`--explain` says what would run, from the ops' own answers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_packed.config.flags import parse
+from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.training.build import build_model
+from megatron_packed.training.explain import capabilities, explain, kernel, op_inputs
+
+ROOT = Path(__file__).parents[3]
+FLAGS = [
+    "--hybrid-layer-pattern", "M*-E", "--hidden-size", "64", "--num-attention-heads", "4", "--kv-channels", "16",
+    "--mamba-num-heads", "4", "--mamba-head-dim", "16", "--mamba-num-groups", "1", "--mamba-state-dim", "16",
+    "--num-experts", "4", "--squared-relu", "--normalization", "RMSNorm", "--disable-bias-linear",
+    "--position-embedding-type", "rope", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
+    "--train-data-path", str(ROOT / "README.md"), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
+]  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def rows(*flags, device=CPU):
+    return {row.name.strip(): row for row in capabilities(parse([*FLAGS, *flags], world_size=1), device)}
+
+
+def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
+    """A forward and backward pass of the real model asks the ops the same questions."""
+    config = parse(FLAGS, world_size=1)
+    asked = {}
+    true = Op.select
+
+    def select(self, inputs, backend="auto"):
+        asked.setdefault(self.name, set()).add(inputs)
+        return true(self, inputs, backend)
+
+    model = build_model(config, 32_768, "cpu")
+    monkeypatch.setattr(Op, "select", select)
+    from megatron_packed.packed.micro_batch import MicroBatch
+
+    model(MicroBatch.build([(torch.arange(128).numpy(), None)], 128)).loss.backward()
+    told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
+    assert set(told) == set(asked)
+    assert {name: inputs for name, inputs in told.items() if inputs not in asked[name]} == {}
+
+
+def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
+    assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].reason) == ("off", "--cuda-graph-impl none")
+    found = rows("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "mamba",
+                 "--cuda-graph-max-packed-seqs", "16", "64")  # fmt: skip
+    assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].reason
+    assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp"
+    assert found["capacities"].reason.startswith("16 64 documents")
+    on_gpu = {row.name.strip(): row for row in _graph_rows_of_a_gpu()}
+    assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].reason == "1 captured"
+
+
+def _graph_rows_of_a_gpu():
+    from megatron_packed.training.explain import _graphs
+
+    return _graphs(parse([*FLAGS, "--cuda-graph-impl", "local"], world_size=1), torch.device("cuda"))
+
+
+def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
+    reasons = {"quick": ["a.b does not import: no a"], "good": [], "slow": []}
+    monkeypatch.setattr(Backend, "reasons", lambda self, inputs: reasons[self.name])
+    op = Op("thing", tuple(Backend(name, "nowhere") for name in reasons))
+    gpu = torch.device("cuda")
+    found = kernel(op, 1, "auto", gpu)
+    assert found.state == "partial" and found.reason == "good, because not quick: a.b does not import: no a"
+    assert found.advice == "install the extra 'gpu'"
+    assert kernel(op, 2, "slow", gpu).reason == "slow, as asked"
+    assert kernel(op, 3, "quick", gpu).state == "off"
+    reasons["quick"] = []
+    assert kernel(op, 4, "auto", gpu).state == "on"
+
+
+def test_the_table_is_for_people():
+    text = explain(parse(FLAGS, world_size=1))
+    assert max(map(len, text.splitlines())) <= 118
+    assert "checkpoints              off" in text and "-> --save DIRECTORY" in text
+    assert "context parallelism" in text and "not built yet" in text
+
+
+@pytest.mark.parametrize(("command", "code"), [(["pretrain_hybrid.py"], 0), (["-m", "megatron_packed.cli.main"], 2)])
+def test_the_flag_ends_the_program(command, code):
+    words = [*command, *(["packing"] if code else []), *FLAGS, "--explain"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("kernel ssd" in done.stdout) if code == 0 else ("pretrain_hybrid.py alone" in done.stderr)
