@@ -48,14 +48,15 @@ SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSyn
 
 
 def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):
+    experts = {
+        "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "moe_shared_expert_intermediate_size": 256,
+        "moe_aux_loss_coeff": 1e-2, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+    }  # fmt: skip
     config = ModelConfig(
-        hybrid_layer_pattern=pattern, hidden_size=hidden, num_attention_heads=hidden // 64,
-        num_query_groups=2, kv_channels=64, ffn_hidden_size=2 * hidden, squared_relu=True, normalization="RMSNorm",
-        add_bias_linear=False, position_embedding_type="rope", mamba_num_heads=hidden // 32, mamba_head_dim=64,
-        mamba_state_dim=64, mamba_num_groups=2, num_experts=8 if "E" in pattern else None, moe_router_topk=2,
-        moe_ffn_hidden_size=256, moe_shared_expert_intermediate_size=256,
-        moe_aux_loss_coeff=1e-2 if "E" in pattern else 0.0, moe_router_enable_expert_bias="E" in pattern,
-        moe_router_score_function="sigmoid", init_method_std=0.05,
+        hybrid_layer_pattern=pattern, hidden_size=hidden, num_attention_heads=hidden // 64, num_query_groups=2,
+        kv_channels=64, ffn_hidden_size=2 * hidden, squared_relu=True, normalization="RMSNorm", add_bias_linear=False,
+        position_embedding_type="rope", mamba_num_heads=hidden // 32, mamba_head_dim=64, mamba_state_dim=64,
+        mamba_num_groups=2, init_method_std=0.05, **(experts if "E" in pattern else {}),
     )  # fmt: skip
     return HybridModel(
         config, vocab_size=VOCAB, max_positions=tokens, device=DEVICE, dtype=DTYPE, seed=7, backends=backends
