@@ -24,5 +24,7 @@ class ExitCode(IntEnum):
     """The isolation self-test refuses to train."""
     OUT_OF_MEMORY = 22
     """Of the GPU or of the host."""
+    FALLBACK = 23
+    """``--cuda-graph-strict``: something would have run eagerly."""
     PREEMPTED = 75
     """Stopped by a signal or a time limit after saving; the same command goes on. EX_TEMPFAIL of sysexits.h."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.cuda_graphs.runner import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.training.exit_codes import ExitCode
@@ -51,6 +52,8 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         return ExitCode.CHECKPOINT, "checkpoint error", ""
     if isinstance(error, IsolationLeak):
         return ExitCode.LEAK, "isolation error", ""
+    if isinstance(error, GraphFallbackError):
+        return ExitCode.FALLBACK, "CUDA graph fallback", ""
     if _is_out_of_memory(error):
         cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
         return ExitCode.OUT_OF_MEMORY, "out of memory", cure

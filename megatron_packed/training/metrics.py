@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from megatron_packed.cuda_graphs.counters import GraphCounters
+
 PEAK_BF16_FLOPS = {
     "GB300": 2500e12,
     "GB200": 2500e12,
@@ -52,6 +54,39 @@ def memory_gib(device: torch.device) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphFigures:
+    """CUDA graphs in one step, on one rank. In a line of the log the names begin with ``graph_``."""
+
+    replays: int
+    """Micro-batches of this step that were replayed."""
+    fallbacks: int
+    """Micro-batches of this step that ran eagerly."""
+    captures: int
+    """Graphs captured since the start."""
+    memory_mib: float
+    """What all graphs hold now."""
+    hit_rate: float
+    """Replayed share of this step's micro-batches."""
+
+    @classmethod
+    def since(cls, before: tuple[int, int], counters: GraphCounters) -> GraphFigures:
+        """Of the step that began when `replays_and_fallbacks` were ``before``."""
+        replays, fallbacks = (now - then for now, then in zip(replays_and_fallbacks(counters), before))
+        return cls(
+            replays=replays,
+            fallbacks=fallbacks,
+            captures=counters.captures,
+            memory_mib=counters.memory_mib,
+            hit_rate=replays / max(replays + fallbacks, 1),
+        )
+
+
+def replays_and_fallbacks(counters: GraphCounters) -> tuple[int, int]:
+    """Micro-batches since the start that were replayed, and that ran eagerly."""
+    return counters.replays, counters.fallbacks.total()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """What the host knows of a step before the device runs it. All counts are over all data-parallel ranks."""
 
@@ -66,6 +101,8 @@ class StepFacts:
     epoch: int
     flops: float
     plan_hash: str
+    graphs: GraphFigures | None = None
+    """Of this rank; None without graphs."""
 
     @property
     def pack_fill(self) -> float:
@@ -97,9 +134,13 @@ class StepRecord:
     memory_gib: float
     skipped: bool
     plan_hash: str
+    graphs: GraphFigures | None
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        """One flat object; nothing about graphs where there are none."""
+        values = asdict(self)
+        graphs = values.pop("graphs") or {}
+        return values | {f"graph_{name}": value for name, value in graphs.items()}
 
 
 def step_record(
@@ -137,4 +178,5 @@ def step_record(
         memory_gib=memory,
         skipped=skipped,
         plan_hash=facts.plan_hash,
+        graphs=facts.graphs,
     )

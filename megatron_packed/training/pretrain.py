@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +17,7 @@ from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
+from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.collectives import barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -37,6 +39,7 @@ from megatron_packed.training.failures import (
     speak,
     write_status,
 )
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
@@ -109,6 +112,7 @@ def _train(
     _describe(config, groups, job, data, console)
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
+    graphs = job.step.graphs = build_graphs(config, job, data.ladder, groups, console.say)
     writers = _writers(config, groups, state.progress.iteration)
     trainer = Trainer(
         config=config,
@@ -124,21 +128,28 @@ def _train(
         signal=signal_flag,
         watch=watch,
     )
+    notes = [("Packing", "\n".join(data.packing.sentences()))]
     try:
-        exit_code = trainer.run()
+        with released(graphs):
+            if graphs is not None:
+                _capture(graphs, config, groups, job, console)
+            exit_code = trainer.run()
+            if graphs is not None:
+                notes.append(("CUDA graphs", "\n".join(graphs.counters.sentences())))
+                console.say(notes[-1][1])
     finally:
         for writer in writers:
             writer.close()
     data.close()
     if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
-        _report(config.logging.log_jsonl, config.logging.report, data, console)
+        _report(config.logging.log_jsonl, config.logging.report, notes, console)
     return exit_code
 
 
-def _report(log: str, page: str, data: RunData, console: Console) -> None:
+def _report(log: str, page: str, notes: Sequence[tuple[str, str]], console: Console) -> None:
     """The page about the run, which is done and saved: what is wrong with the page is no failure of the run."""
     try:
-        write_report(log, page, notes=[("Packing", "\n".join(data.packing.sentences()))])
+        write_report(log, page, notes=notes)
     except (OSError, ValueError) as error:  # ValueError: a log without a step
         console.warn(f"there is no report: {error}")
     else:
@@ -195,6 +206,15 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
             + "\ndocs/isolation.md lists the kernels that keep them apart; --no-isolation-self-test trains on a leak"
         )
     console.say(f"isolation self-test: {len(results)} checks passed")
+
+
+def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
+    capacities = ", ".join(f"{capacity:,}" for capacity in graphs.ladder.capacities)
+    console.say(f"CUDA graphs: capturing {len(graphs.modules)} modules for up to {capacities} documents")
+    capture = partial(capture_graphs, graphs, job.step, config.packs_per_step())
+    # Warm-up compiles and tunes kernels for sizes that the self-test did not use.
+    in_turns(groups, capture) if groups.device.type == "cuda" else capture()
+    console.say(f"CUDA graphs: {graphs.counters.captures} captured in {graphs.counters.capture_seconds:.1f} s")
 
 
 def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[Writer]:

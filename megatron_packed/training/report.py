@@ -104,6 +104,13 @@ def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
     ]
     if last.get("mfu") is not None:
         rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
+    graphed = [r for r in steps if "graph_replays" in r]
+    if graphed:
+        replays = sum(int(_number(r, "graph_replays")) for r in graphed)
+        fallbacks = sum(int(_number(r, "graph_fallbacks")) for r in graphed)
+        share = 100 * replays / max(replays + fallbacks, 1)
+        text = f"{replays:,} micro-batches replayed, {fallbacks:,} eager (hit rate {share:.1f} %)"
+        rows.append(("CUDA graphs in steps", f"{text}, {_number(graphed[-1], 'graph_memory_mib'):,.0f} MiB"))
     if validations:
         losses = [_number(r, "valid_loss") for r in validations]
         rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.hybrid_model import HybridModel, HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -68,10 +69,13 @@ class TrainStep:
     ) -> None:
         self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
         self.device = buffers.device
+        self.graphs: GraphRunner | None = None
+        """Replays what it has captured of the model; None: all of it runs eagerly."""
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self.metrics = torch.zeros(5 + groups.dp_size, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
-        # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output.
+        # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output. The
+        # embedding is in no graph, so its hooks see every micro-batch.
         model.embedding.register_forward_hook(lambda _module, _inputs, output: self._watch_gradient(output))
 
     def __call__(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
@@ -83,12 +87,14 @@ class TrainStep:
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
         Returns:
             The metrics vector ``(5 + dp_size,)`` float32 on the device; the same memory every step.
+        Raises:
+            GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
         self.buffers.zero_grad()
         self._stop.fill_(float(stop_requested))
         self.buffers.extras["stop"].copy_(self._stop, non_blocking=True)
         for number, micro_batch in enumerate(micro_batches):
-            self._forward_backward(micro_batch, number)
+            self._accumulate(micro_batch, number)
         with record_function("dp::all_reduce"):
             self.buffers.all_reduce(self.groups)
         extras = self.buffers.extras
@@ -109,6 +115,20 @@ class TrainStep:
         )
         return self.metrics
 
+    def place(self, micro_batch: MicroBatch) -> MicroBatch:
+        """On the device, by one copy: where graphs read it if they can replay it."""
+        if self.graphs is None:
+            return micro_batch.to(self.device, non_blocking=True)
+        return self.graphs.place(micro_batch)
+
+    def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
+        """One micro-batch on the device; its gradients are added to the flat buffer, and nothing else is touched."""
+        with record_function("forward"):
+            output: HybridOutput = self.model(micro_batch)
+        with record_function("backward"):
+            output.loss.backward()
+        return output
+
     def _watch_gradient(self, embedded_TD: Tensor) -> None:
         if embedded_TD.requires_grad:
             embedded_TD.register_hook(self._keep_sum)
@@ -116,13 +136,10 @@ class TrainStep:
     def _keep_sum(self, grad_TD: Tensor) -> None:
         self._input_grad_sum.copy_(grad_TD.sum(dtype=torch.float32))
 
-    def _forward_backward(self, micro_batch: MicroBatch, number: int) -> None:
-        micro_batch = micro_batch.to(self.device, non_blocking=True)
+    def _accumulate(self, micro_batch: MicroBatch, number: int) -> None:
+        micro_batch = self.place(micro_batch)
+        output = self.forward_backward(micro_batch)
         extras = self.buffers.extras
-        with record_function("forward"):
-            output = self.model(micro_batch)
-        with record_function("backward"):
-            output.loss.backward()
         with torch.no_grad():
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
             if self.model.num_moe_layers:

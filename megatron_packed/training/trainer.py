@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
@@ -17,8 +18,16 @@ from megatron_packed.optim.schedule import Schedule
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import Stream
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.graphs import capture_graphs
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
-from megatron_packed.training.metrics import StepFacts, memory_gib, peak_flops, step_record
+from megatron_packed.training.metrics import (
+    GraphFigures,
+    StepFacts,
+    memory_gib,
+    peak_flops,
+    replays_and_fallbacks,
+    step_record,
+)
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues, TrainStep
@@ -51,6 +60,7 @@ class Trainer:
         self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
+        self._known_fallbacks: set[str] = set()
         self._started = self._last = time.perf_counter()
         # A run that resumes at its last iteration has nothing new to save.
         self._saved_at = self.state.progress.iteration or None
@@ -69,6 +79,8 @@ class Trainer:
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
                 exit_code = self._pause(self.save)
+            if exit_code is None and self.step.graphs is not None and self.step.graphs.moved:
+                exit_code = self._pause(self._capture_again)
             if exit_code is None and self._due(training.exit_interval):
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
                 exit_code = ExitCode.DONE
@@ -94,7 +106,7 @@ class Trainer:
         with torch.no_grad():
             for number in range(self.valid.plan.num_steps):
                 for micro_batch in self.valid.loader.micro_batches(number):
-                    output = model(micro_batch.to(device, non_blocking=True))
+                    output = model(self.step.place(micro_batch))
                     totals[0] += output.loss_sum
                     totals[1] += micro_batch.num_target_tokens
         model.train()
@@ -131,10 +143,25 @@ class Trainer:
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
         micro_batches = self.train.loader.micro_batches(progress.iteration)
+        counters = None if self.step.graphs is None else self.step.graphs.counters
+        before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
+        if counters is not None:
+            facts = replace(facts, graphs=GraphFigures.since(before, counters))
+            self._say_new_fallbacks(counters)
         progress.iteration += 1
         progress.consumed_tokens = facts.consumed_tokens
         return self._late.push(facts, vector)
+
+    def _capture_again(self) -> None:
+        assert self.step.graphs is not None
+        self.console.say("weights have moved to other memory: CUDA graphs are captured again")
+        capture_graphs(self.step.graphs, self.step, self.config.packs_per_step())
+
+    def _say_new_fallbacks(self, counters: GraphCounters) -> None:
+        for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):
+            self._known_fallbacks.add(reason)
+            self.console.say(f"CUDA graphs: a micro-batch ran eagerly, with the same result: {reason}")
 
     def _facts(self, number: int, lr: float) -> StepFacts:
         plan = self.train.plan.step(number)

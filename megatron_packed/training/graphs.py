@@ -1,0 +1,134 @@
+"""CUDA graphs of a training job: which modules are captured, on which packs, and when all is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.micro_batch import Document, MicroBatch
+from megatron_packed.training.build import Job
+from megatron_packed.training.train_step import TrainStep
+
+ROUTER = "moe_router"
+"""The one module that is a part of a layer."""
+
+
+def build_graphs(
+    config: RunConfig,
+    job: Job,
+    ladder: Ladder | None,
+    groups: ParallelGroups,
+    say: Callable[[str], None],
+    engine: Engine | None = None,
+) -> GraphRunner | None:
+    """What will replay the job's micro-batches, with nothing captured yet; None where everything runs eagerly.
+
+    Args:
+        ladder: the sizes of the job's micro-batches; None without graphs.
+        say: learns why there are no graphs although they were asked for, and of the progress of captures.
+        engine: captures; by default torch's CUDA graphs, which need a GPU.
+    """
+    options = config.cuda_graph
+    if not options.enabled:
+        return None
+    if engine is None and groups.device.type != "cuda":
+        say(options.eager_reason(groups.device.type))
+        return None
+    assert ladder is not None, "data for graphs comes in the sizes of a ladder"
+    return GraphRunner(
+        modules_to_capture(options, job.model),
+        total_tokens=config.packing.tokens_per_pack,
+        ladder=ladder,
+        device=groups.device,
+        tables=job.model.tables,
+        check=job.model.check,
+        engine=engine,
+        warmup_steps=options.cuda_graph_warmup_steps,
+        strict=options.cuda_graph_strict,
+        say=say,
+    )
+
+
+def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str, nn.Module]:
+    """Name -> module in the order of the model: whole layers, or of E layers the router alone where that was asked for.
+
+    Example:
+        ``M*E`` with ``attn moe_router``: ``{"layers.1": ..., "layers.2.mixer.router": ...}``.
+    """
+    asked = options.modules or tuple(name for name in MODULE_LAYERS if name != ROUTER)
+    whole = {MODULE_LAYERS[name] for name in asked if name != ROUTER}
+    modules: dict[str, nn.Module] = {}
+    for number, (symbol, layer) in enumerate(zip(model.config.layer_types, model.layers, strict=True)):
+        if symbol in whole:
+            modules[f"layers.{number}"] = layer
+        elif ROUTER in asked and symbol == MODULE_LAYERS[ROUTER]:
+            modules[f"layers.{number}.mixer.router"] = layer.mixer.router
+    return modules
+
+
+def capture_graphs(graphs: GraphRunner, step: TrainStep, packs_per_step: int) -> None:
+    """Capture everything, or everything again after weights have moved; between steps.
+
+    Gradients are zero afterwards, nothing else of the job has changed.
+
+    Raises:
+        GraphFallbackError: ``--cuda-graph-strict``, and something cannot be captured.
+    """
+    make_dummy = partial(
+        dummy_pack,
+        total_tokens=graphs.slot.total_tokens,
+        vocab_size=step.model.vocab_size,
+        packs_per_step=packs_per_step,
+    )
+    graphs.capture(step.forward_backward, make_dummy)
+    step.buffers.zero_grad()
+
+
+def dummy_pack(cell: Cell, *, total_tokens: int, vocab_size: int, packs_per_step: int) -> MicroBatch:
+    """A micro-batch that fills ``cell`` and looks like one of training, always the same for the same arguments.
+
+    As many documents as there is room for (at most one for each token), of very unequal lengths, which fill all slots;
+    every token is a target; random numbers come from a generator of its own.
+    """
+    random = np.random.default_rng(cell.capacity)
+    lengths = _lengths(min(cell.capacity, total_tokens), total_tokens, cell.max_seqlen, random)
+    documents = [Document(random.integers(0, vocab_size, length)) for length in lengths]
+    targets = int((lengths - 1).sum()) * packs_per_step
+    scales = (1 / max(targets, 1), 1 / packs_per_step)
+    return MicroBatch.build(documents, total_tokens, cell.capacity, scales, cell.max_seqlen)
+
+
+def _lengths(count: int, total: int, longest: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """``count`` random lengths, each at least 1 and at most ``longest``, with the sum ``total`` if they can have it."""
+    cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
+    lengths = np.diff(np.concatenate([[0], cuts, [total]]))
+    beyond = int(np.maximum(lengths - longest, 0).sum())
+    lengths = np.minimum(lengths, longest)
+    room = longest - lengths
+    return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
+
+
+@contextmanager
+def released(graphs: GraphRunner | None) -> Iterator[None]:
+    """Gives all graphs up on every way out, before the process group: a graph that outlives it may hang the exit."""
+    try:
+        yield
+    except BaseException:
+        if graphs is not None:
+            with suppress(Exception):  # a device in error refuses this too; the first error is the one to tell of
+                graphs.close()
+        raise
+    if graphs is not None:
+        graphs.close()

@@ -1,0 +1,79 @@
+"""Runs with CUDA graphs on the CPU: the stand-in for capture of the unit tests, put in place in a process of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults import on_call
+
+from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.distributed.failure_watch import FailureWatch
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training import pretrain
+from megatron_packed.training.train_step import TrainStep
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
+from stand_in import RecordingEngine
+
+
+def capture_on_cpu(
+    fault: Callable[[], None] | None = None, *, fail_at: tuple[int, ...] = (), diary: Path | None = None
+) -> None:
+    """Graphs are captured by a stand-in, and everything they own is made NaN before each micro-batch.
+
+    Args:
+        fault: what else is wrong in this process.
+        fail_at: numbers of the captures (from 0) that find no memory.
+        diary: receives a line when the graphs are given up, and when the process group is or a failure is reported.
+    """
+    engine = RecordingEngine(fail_at)
+    pretrain.build_graphs = partial(pretrain.build_graphs, engine=engine)
+    original = GraphRunner.place
+
+    def place(self: GraphRunner, micro_batch: Any) -> Any:
+        engine.scramble()
+        return original(self, micro_batch)
+
+    GraphRunner.place = place  # type: ignore[method-assign]
+    if diary is not None:
+        _keep(diary, engine)
+    if fault is not None:
+        fault()
+
+
+def _keep(diary: Path, engine: RecordingEngine) -> None:
+    def write(event: str) -> Callable[[Any], None]:
+        return lambda _: diary.open("a").write(f"{event}, {sum(not graph.gone for graph in engine.graphs)} graphs\n")
+
+    on_call(ParallelGroups, "shutdown", 1, write("shutdown"))
+    on_call(FailureWatch, "report", 1, write("report"))
+    on_call(TrainStep, "__call__", 1, write("first step"))
+
+
+def move_a_buffer(step: int) -> None:
+    """Before a step, the biases of the experts come to lie in other memory."""
+
+    def move(running: TrainStep) -> None:
+        router = running.model.moe_layers[0].mixer.router
+        router.expert_bias = router.expert_bias.clone()
+
+    on_call(TrainStep, "__call__", step, move)
+
+
+def forget_to_accumulate() -> None:
+    """Graphs lose a gradient: what the comparison of runs must see."""
+    from megatron_packed.cuda_graphs.capture import CapturedModule
+
+    original = CapturedModule.replay_backward
+
+    def replay_backward(self: CapturedModule, grads: Any) -> torch.Tensor:
+        result = original(self, grads)
+        self._parameters[0].main_grad.zero_()  # type: ignore[attr-defined]
+        return result
+
+    CapturedModule.replay_backward = replay_backward  # type: ignore[method-assign]

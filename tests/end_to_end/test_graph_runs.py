@@ -1,0 +1,256 @@
+"""A run that replays graphs ends where the eager run ends, bit for bit, and says how much of it was replayed.
+
+On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captures import capture_on_cpu, forget_to_accumulate, move_a_buffer
+from faults import defect, signal_at
+from runs import Data, assert_same_state, command_line, in_folder, run, steps, tiny_options, write_conversations
+
+from megatron_packed.config.flags import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.data import RunData, build_data
+from megatron_packed.training.train_step import TrainStep
+
+DONE, FALLBACK, PREEMPTED = 0, 23, 75
+STEPS = 24
+CAPACITIES = (3, 5)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    """Few enough documents for several epochs in one run."""
+    made = Data(tmp_path_factory.mktemp("few"))
+    write_conversations(made.train, 110, seed=1)
+    write_conversations(made.valid, 24, seed=2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def options(data: Data) -> dict[str, Any]:
+    """Two epochs and a bit, four micro-batches a step, a learning rate that moves, validations, checkpoints.
+
+    Packs are made without regard to capacities, so that they are the same with graphs and without.
+    """
+    return tiny_options(
+        data, train_iters=STEPS, seq_length=256, packing_method="best_fit_decreasing", valid_data_path=data.valid,
+        eval_interval=7, eval_iters=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graphs(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": CAPACITIES}
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    return {**in_folder(folder), "save_interval": 9}
+
+
+def folder_of_run(folder: Path, options: dict[str, Any], processes: int = 1, **how: Any) -> Path:
+    finished = run({**options, **saving(folder)}, folder, processes, partial(capture_on_cpu, **how))
+    assert finished.exit_code == DONE, finished.console
+    return folder
+
+
+@pytest.fixture(scope="module")
+def eager(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of_run(tmp_path_factory.mktemp("eager"), options)
+
+
+@pytest.fixture(scope="module")
+def graphed(graphs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphed")
+    report = {"report": folder / "report.html"}
+    return folder_of_run(folder, {**graphs, **report}, diary=folder / "diary")
+
+
+def without_graphs(log: Path) -> list[dict[str, Any]]:
+    """Lines of the log, less what graphs add to them."""
+    return [{name: value for name, value in line.items() if not name.startswith("graph_")} for line in steps(log)]
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert without_graphs(found / "log.jsonl") == without_graphs(expected / "log.jsonl")
+    assert_same_state(found / "checkpoints", expected / "checkpoints", STEPS)
+
+
+def prepared(options: dict[str, Any]) -> RunData:
+    return build_data(parse(command_line(options), 1), ParallelGroups.single(), lambda line: None)
+
+
+def documents_per_pack(data: RunData, iteration: int) -> list[int]:
+    """Of a step's micro-batches in one process, by the plan alone."""
+    return [len(pieces) for pieces in data.train.plan.step(iteration - 1).packs[0]]
+
+
+def test_losses_weights_and_everything_else_are_those_of_the_eager_run(eager: Path, graphed: Path) -> None:
+    """Over two epochs, with accumulation, validations, checkpoints, and packs beyond the largest capacity."""
+    assert_same_run(graphed, eager)
+    lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
+    assert lines[-1]["epoch"] >= 2 and len({line["learning_rate"] for line in lines}) > STEPS / 2
+    assert sum(line["graph_replays"] for line in lines) > STEPS
+    assert sum(line["graph_fallbacks"] for line in lines) > STEPS / 4
+    assert sum("valid_loss" in line for line in steps(graphed / "log.jsonl")) == 4
+
+
+def test_the_comparison_sees_a_lost_gradient(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+    broken = folder_of_run(tmp_path, {**graphs, "train_iters": 4}, fault=forget_to_accumulate)
+    losses = [[line["lm_loss"] for line in without_graphs(path / "log.jsonl") if "lm_loss" in line][:4]
+              for path in (broken, eager)]  # fmt: skip
+    assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+
+
+def test_counters_of_every_step_are_those_that_the_plan_foretells(graphs: dict[str, Any], graphed: Path) -> None:
+    data = prepared(graphs)
+    modules = 4  # M*-E
+    for line in steps(graphed / "log.jsonl"):
+        if "lm_loss" not in line:
+            assert not any(name.startswith("graph_") for name in line)
+            continue
+        beyond = sum(count > CAPACITIES[-1] for count in documents_per_pack(data, line["iteration"]))
+        assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond), line["iteration"]
+        assert line["graph_hit_rate"] == (4 - beyond) / 4
+        assert line["graph_captures"] == len(CAPACITIES) * (1 + 2 * modules)
+        assert line["graph_memory_mib"] == len(CAPACITIES) * (1 + 2 * modules)  # a stand-in's graph holds one
+
+
+def test_the_end_of_the_run_and_the_report_reconcile_with_the_plan(graphs: dict[str, Any], graphed: Path) -> None:
+    data = prepared(graphs)
+    assert data.valid is not None
+    counts = [count for step in range(1, STEPS + 1) for count in documents_per_pack(data, step)]
+    validated = [len(pieces) for step in range(data.valid.plan.num_steps)
+                 for pieces in data.valid.plan.step(step).packs[0]] * 4  # fmt: skip
+    beyond = sum(count > CAPACITIES[-1] for count in counts + validated)
+    total = len(counts) + len(validated)
+    sentences = (
+        f"CUDA graphs: {total - beyond:,} micro-batches replayed, {beyond:,} run eagerly",
+        f"{beyond:,} x eager: more than {CAPACITIES[-1]} documents",
+    )
+    for place in ("output_0.txt", "report.html"):
+        for sentence in sentences:
+            assert (graphed / place).read_text().count(sentence) == 1, (place, sentence)
+    page = (graphed / "report.html").read_text()
+    eager = sum(count > CAPACITIES[-1] for count in counts)
+    assert f"{len(counts) - eager} micro-batches replayed, {eager} eager" in page
+
+
+def test_the_console_shows_captures_replays_and_the_first_fallback(graphed: Path) -> None:
+    console = (graphed / "output_0.txt").read_text()
+    assert "CUDA graphs: capturing 4 modules for up to 3, 5 documents" in console
+    assert len(re.findall(r"captured 4 of 4 modules for up to [35] documents in", console)) == 2
+    assert console.count("a micro-batch ran eagerly, with the same result: more than 5 documents") == 1
+    lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
+    shown = re.findall(r"replayed (\d)/4", console)
+    assert [int(number) for number in shown] == [line["graph_replays"] for line in lines]
+
+
+def test_graphs_are_captured_before_the_first_step_and_given_up_before_the_process_group(graphed: Path) -> None:
+    assert (graphed / "diary").read_text().splitlines() == ["first step, 18 graphs", "shutdown, 0 graphs"]
+
+
+def test_stopped_and_resumed(graphs: dict[str, Any], graphed: Path, tmp_path: Path) -> None:
+    folder_of_run(tmp_path, {**graphs, "exit_interval": 11})
+    finished = run({**graphs, **saving(tmp_path)}, tmp_path, prepare=capture_on_cpu)
+    assert finished.exit_code == DONE and "(iteration 11)" in finished.console, finished.console
+    assert_same_run(tmp_path, graphed)
+    assert [line["graph_replays"] for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line] == [
+        line["graph_replays"] for line in steps(graphed / "log.jsonl") if "lm_loss" in line
+    ]
+
+
+def test_two_processes_count_for_themselves(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+    """The log has the numbers of rank 0."""
+    folder_of_run(tmp_path / "graphs", {**graphs, "train_iters": 9}, 2)
+    folder_of_run(tmp_path / "eager", {**graphs, "train_iters": 9, "cuda_graph_impl": None,
+                                       "cuda_graph_max_packed_seqs": None}, 2)  # fmt: skip
+    assert_same_state(tmp_path / "graphs" / "checkpoints", tmp_path / "eager" / "checkpoints", 9)
+    assert without_graphs(tmp_path / "graphs" / "log.jsonl") == without_graphs(tmp_path / "eager" / "log.jsonl")
+    plan = build_data(parse(command_line(graphs), 1), _first_of_two(), lambda line: None).train.plan
+    for line in steps(tmp_path / "graphs" / "log.jsonl"):
+        if "lm_loss" in line:
+            counts = [len(pieces) for pieces in plan.step(line["iteration"] - 1).packs[0]]
+            assert len(counts) == 2
+            assert line["graph_fallbacks"] == sum(count > CAPACITIES[-1] for count in counts)
+            assert line["graph_replays"] == 2 - line["graph_fallbacks"]
+
+
+def _first_of_two() -> ParallelGroups:
+    return dataclasses.replace(ParallelGroups.single(), dp_size=2)
+
+
+@pytest.mark.parametrize("modules", [("attn", "moe_router"), ("mamba", "mlp"), ("moe",)])
+def test_parts_of_the_model(modules: tuple[str, ...], graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+    folder_of_run(tmp_path, {**graphs, "cuda_graph_modules": modules})
+    assert_same_run(tmp_path, eager)
+    console = (tmp_path / "output_0.txt").read_text()
+    assert f"captured {len(modules)} of {len(modules)} modules for up to 3 documents" in console
+    assert "one module eager" not in console
+
+
+def test_a_capture_that_finds_no_memory_costs_a_module_its_graph_and_nothing_else(
+    graphs: dict[str, Any], eager: Path, tmp_path: Path
+) -> None:
+    folder_of_run(tmp_path, graphs, fail_at=(3,))
+    console = (tmp_path / "output_0.txt").read_text()
+    assert "layers.2 not captured for up to 5 documents: OutOfMemoryError: capture 3 has no memory" in console
+    assert re.search(r"\d x one module eager: layers.2", console)
+    assert_same_run(tmp_path, eager)
+
+
+def test_storage_that_moved_is_captured_again(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+    folder_of_run(tmp_path, graphs, fault=partial(move_a_buffer, 5))
+    assert_same_run(tmp_path, eager)
+    console = (tmp_path / "output_0.txt").read_text()
+    assert console.count("CUDA graphs are captured again") == 1
+    lines = [line for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line]
+    assert lines[4]["graph_replays"] == 0 and [line["graph_captures"] for line in lines[3:7]] == [18, 18, 36, 36]
+
+
+def test_without_a_gpu_the_run_is_eager_and_says_why(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+    finished = run({**graphs, **saving(tmp_path)}, tmp_path)
+    assert finished.exit_code == DONE, finished.console
+    assert finished.console.count("CUDA graphs need a GPU, and this run is on cpu") == 1
+    assert not any(name.startswith("graph_") for line in steps(tmp_path / "log.jsonl") for name in line)
+    assert_same_run(tmp_path, eager)
+
+
+def test_strict_ends_the_run_by_a_sentence(graphs: dict[str, Any], tmp_path: Path) -> None:
+    prepare = partial(capture_on_cpu, diary=tmp_path / "diary")
+    finished = run({**graphs, "cuda_graph_strict": True, **saving(tmp_path)}, tmp_path, prepare=prepare)
+    assert finished.exit_code == FALLBACK, finished.console
+    assert "Traceback" not in finished.console
+    assert finished.console.count("more than 5 documents; raise --cuda-graph-max-packed-seqs") == 1
+    status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())
+    assert status["exit_code"] == FALLBACK and status["reason"].startswith("CUDA graph fallback in step ")
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "report, 0 graphs"
+
+
+def test_strict_ends_a_run_whose_capture_fails(graphs: dict[str, Any], tmp_path: Path) -> None:
+    prepare = partial(capture_on_cpu, fail_at=(3,), diary=tmp_path / "diary")
+    finished = run({**graphs, "cuda_graph_strict": True, **saving(tmp_path)}, tmp_path, prepare=prepare)
+    assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
+    assert finished.console.count("CUDA graph fallback: layers.2 not captured for up to 5 documents") == 1
+    assert (tmp_path / "diary").read_text().splitlines() == ["report, 0 graphs"]
+
+
+def test_graphs_are_given_up_when_a_run_fails_or_is_stopped(graphs: dict[str, Any], tmp_path: Path) -> None:
+    failing = partial(defect, "between backward and all-reduce", 3, 0)
+    finished = run(graphs, tmp_path, prepare=partial(capture_on_cpu, failing, diary=tmp_path / "failed"))
+    assert finished.exit_code == 1 and "the sum is 3" in finished.console, finished.console
+    assert (tmp_path / "failed").read_text().splitlines()[-1] == "report, 0 graphs"
+    stopping = partial(signal_at, TrainStep, "__call__", 3, 0, int(signal.SIGTERM))
+    finished = run(graphs, tmp_path, prepare=partial(capture_on_cpu, stopping, diary=tmp_path / "stopped"))
+    assert finished.exit_code == PREEMPTED, finished.console
+    assert (tmp_path / "stopped").read_text().splitlines()[-1] == "shutdown, 0 graphs"
