@@ -3,19 +3,22 @@
 import json
 import math
 import resource
+from collections import Counter
 
 import pytest
 
+from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.training.console import Console
-from megatron_packed.training.metrics import StepFacts, peak_of, step_record
+from megatron_packed.training.metrics import GraphFigures, StepFacts, peak_of, step_record
 from megatron_packed.training.report import read_jsonl, write_report
 from megatron_packed.training.writers import JsonlWriter
 
 
-def record(iteration: int, loss: float = 2.0, *, skipped: bool = False):
+def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs: GraphFigures | None = None):
     facts = StepFacts(
         iteration=iteration, learning_rate=1e-3, real_tokens=900, target_tokens=500, padded_tokens=100,
         consumed_tokens=900 * iteration, num_seqs=12, num_packs=4, epoch=0, flops=4e12, plan_hash="abc",
+        graphs=graphs,
     )  # fmt: skip
     values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skipped": skipped}
     return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, memory=1.5)
@@ -83,6 +86,37 @@ def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
     for part in ("step  3/10", "ETA 0:00:04", "loss 2.0000", "lr 1.00e-03", "grad norm 1.000", "500 ms", "1,800 tok/s",
                  "MFU 25.0 %", "fill 90.0 %", "3.0 docs/pack", "1.5 GiB", "SKIPPED"):  # fmt: skip
         assert part in line, part
+
+
+def figures(replays: int, fallbacks: int) -> GraphFigures:
+    """Of a step that began after 100 replays and 7 fallbacks."""
+    counters = GraphCounters(
+        replays=100 + replays, fallbacks=Counter({"a": 4, "b": 3 + fallbacks}), captures=18, memory_mib=312.0
+    )
+    return GraphFigures.since((100, 7), counters)
+
+
+def test_figures_of_graphs_are_of_the_step_and_absent_without_graphs(capsys):
+    line = record(3, graphs=figures(6, 2)).as_dict()
+    found = {name: value for name, value in line.items() if name.startswith("graph")}
+    assert found == {"graph_replays": 6, "graph_fallbacks": 2, "graph_captures": 18, "graph_memory_mib": 312.0,
+                     "graph_hit_rate": 0.75}  # fmt: skip
+    assert figures(0, 0).hit_rate == 0.0
+    assert not any("graph" in name for name in record(3).as_dict())
+    for graphs, shown in ((figures(6, 2), True), (None, False)):
+        Console(rank=0, total_steps=10).step(record(3, graphs=graphs))
+        assert ("| replayed 6/8" in capsys.readouterr().out) == shown
+
+
+def test_report_sums_the_replays_of_all_steps(tmp_path):
+    pytest.importorskip("matplotlib")
+    log = tmp_path / "log.jsonl"
+    lines = [record(1, graphs=figures(6, 2)), record(2, graphs=figures(1_995, 0))]
+    log.write_text("".join(json.dumps(line.as_dict()) + "\n" for line in lines))
+    page = write_report(log, tmp_path / "graphs.html").read_text()
+    assert "2,001 micro-batches replayed, 2 eager (hit rate 99.9 %), 312 MiB" in page
+    log.write_text(json.dumps(record(1).as_dict()) + "\n")
+    assert "CUDA graphs" not in write_report(log, tmp_path / "none.html").read_text()
 
 
 def test_console_shows_no_control_characters(capsys):

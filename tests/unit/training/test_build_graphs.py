@@ -1,0 +1,189 @@
+"""Which modules of a job are captured, on which packs, and that a capture changes nothing of the job."""
+
+import hashlib
+import pickle
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_train_step import CONFIG, SLOTS, VOCAB
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.runner import GraphFallbackError
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.failures import failure_of
+from megatron_packed.training.graphs import build_graphs, capture_graphs, dummy_pack, modules_to_capture, released
+from megatron_packed.training.state import model_tensors, optimizer_tensors
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
+from stand_in import RecordingEngine
+
+LADDER = Ladder.of([2, 5], SLOTS)
+GROUPS = ParallelGroups.single()
+
+
+def config_of(**graphs):
+    return RunConfig(
+        model=CONFIG,
+        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
+        packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
+        optim=OptimizerConfig(lr=1e-2),
+        training=TrainingConfig(train_iters=5, device="cpu"),
+        cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
+    )
+
+
+def job_of(config):
+    return build_job(config, GROUPS, VOCAB)
+
+
+def micro_batch(lengths, seed=3):
+    draw = np.random.default_rng(seed)
+    cell = LADDER.cell_for(len(lengths), SLOTS)
+    documents = [(draw.integers(0, VOCAB, length), None) for length in lengths]
+    capacity, longest = (None, None) if cell is None else (cell.capacity, cell.max_seqlen)
+    return MicroBatch.build(documents, SLOTS, capacity, (1 / 100, 1 / 3), longest)
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        ((), ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        (("attn",), ["layers.1"]),
+        (("mamba", "mlp"), ["layers.0", "layers.2"]),
+        (("moe",), ["layers.3"]),
+        (("moe_router", "attn"), ["layers.1", "layers.3.mixer.router"]),
+        (("moe_router", "moe"), ["layers.3"]),
+    ],
+)
+def test_modules_in_the_order_of_the_model(modules, names):
+    model = job_of(config_of()).model
+    options = CudaGraphConfig.__new__(CudaGraphConfig)  # moe with its own part is refused as a configuration
+    object.__setattr__(options, "cuda_graph_modules", modules)
+    found = modules_to_capture(options, model)
+    assert list(found) == names
+    assert all(found[name] is model.get_submodule(name) for name in names)
+
+
+def test_nothing_without_graphs_and_a_sentence_without_a_gpu():
+    said = []
+    config = config_of(cuda_graph_impl="none")
+    assert build_graphs(config, job_of(config), None, GROUPS, said.append) is None and said == []
+    config = config_of()
+    job = job_of(config)
+    assert build_graphs(config, job, LADDER, GROUPS, said.append) is None
+    assert len(said) == 1 and "CUDA graphs need a GPU, and this run is on cpu" in said[0]
+    assert "forward" not in vars(job.model.layers[0])
+
+
+@pytest.mark.parametrize("cell", [Cell(1, 96), Cell(7, 96), Cell(96, 96), Cell(500, 96), Cell(6, 20), Cell(3, 35)])
+def test_a_dummy_fills_its_cell_and_looks_like_training(cell):
+    made = dummy_pack(cell, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
+    count, lengths = min(cell.capacity, 96), np.asarray(made.packed.document_lengths)
+    assert made.packed.num_seqs == count and lengths.sum() == made.num_real_tokens == 96
+    assert lengths.min() >= 1 and lengths.max() <= cell.max_seqlen
+    assert (made.layout.capacity, made.packed.max_seqlen) == (cell.capacity, cell.max_seqlen)
+    assert count in (1, 96) or len(set(lengths.tolist())) > 1
+    assert made.tokens.min() >= 0 and made.tokens.max() < VOCAB and len(made.tokens.unique()) > VOCAB / 2
+    targets = 4 * made.num_target_tokens
+    assert made.scales.tolist() == pytest.approx([1 / targets if targets else 1, 1 / 4])
+    again = dummy_pack(cell, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
+    assert torch.equal(made.buffer, again.buffer)
+
+
+def test_a_dummy_of_a_cell_that_cannot_be_full_leaves_a_tail():
+    made = dummy_pack(Cell(2, 40), total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
+    assert list(made.packed.document_lengths) == [40, 40] and made.packed.max_seqlen == 40
+
+
+def state_hash(job):
+    """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random states."""
+    digest = hashlib.sha256()
+    tensors = {**model_tensors(job.model), **optimizer_tensors(job.optimizer)}
+    tensors |= {f"buffer {name}": tensor for name, tensor in job.model.named_buffers()}
+    tensors |= {"storage": job.buffers.storage, "metrics": job.step.metrics, "rng": torch.get_rng_state()}
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(pickle.dumps((np.random.get_state(), random.getstate(), job.model.training)))
+    return digest.hexdigest()
+
+
+def test_a_capture_changes_nothing_of_the_job():
+    config = config_of()
+    job = job_of(config)
+    job.step([micro_batch([20, 9, 3])], 1e-2)  # moments, expert biases and statistics that are not zero
+    job.buffers.zero_grad()
+    before, addresses = state_hash(job), [parameter.data_ptr() for parameter in job.model.parameters()]
+    assert any(bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name)
+    graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, RecordingEngine())
+    capture_graphs(graphs, job.step, 3)
+    assert state_hash(job) == before
+    assert [parameter.data_ptr() for parameter in job.model.parameters()] == addresses
+    assert graphs.counters.captures == 2 * (1 + 2 * 4)
+    assert graphs.counters.replays == 0 and not graphs.counters.fallbacks and not graphs.counters.module_fallbacks
+    job.step([micro_batch([20, 9, 3])], 1e-2)
+    assert state_hash(job) != before
+
+
+def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batches():
+    """Between captures too, and with micro-batches beyond the largest capacity."""
+    config = config_of()
+    eager, graphed = job_of(config), job_of(config)
+    engine = RecordingEngine()
+    graphed.step.graphs = graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, engine)
+    capture_graphs(graphs, graphed.step, 3)
+    steps = [[[48], [20, 9, 3], [1] * 9], [[]], [[5] * 5, [40]], [[1] * 48, [1] * 6], [[30, 2], [2, 30], [7], [9] * 5]]
+    for number, packs in enumerate(steps):
+        if number == 3:
+            capture_graphs(graphs, graphed.step, 3)
+        engine.scramble()
+        batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(packs)]
+        assert torch.equal(graphed.step(batches, 1e-2 / (1 + number)), eager.step(batches, 1e-2 / (1 + number)))
+        assert state_hash(graphed) == state_hash(eager)
+    beyond = sum(len(lengths) > 5 for packs in steps for lengths in packs)
+    assert graphs.counters.fallbacks == {"more than 5 documents": beyond}
+    assert graphs.counters.replays == sum(map(len, steps)) - beyond
+
+
+class Closing:
+    def __init__(self, error=None):
+        self.closed, self.error = 0, error
+
+    def close(self):
+        self.closed += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_graphs_are_released_on_every_way_out_and_the_first_error_is_the_one_told():
+    with released(None):
+        pass
+    graphs = Closing()
+    with released(graphs):
+        assert graphs.closed == 0
+    assert graphs.closed == 1
+    for error in (ValueError("first"), KeyboardInterrupt()):
+        graphs = Closing(RuntimeError("second"))
+        with pytest.raises(type(error)), released(graphs):
+            raise error
+        assert graphs.closed == 1
+    with pytest.raises(RuntimeError, match="second"), released(Closing(RuntimeError("second"))):
+        pass
+
+
+def test_a_forbidden_fallback_has_a_code_and_a_sentence():
+    failure = failure_of(GraphFallbackError("it would run eagerly; raise the capacity."), rank=2, step=7)
+    assert failure.exit_code == ExitCode.FALLBACK == 23
+    assert failure.reason == "CUDA graph fallback on rank 2 in step 7: it would run eagerly; raise the capacity."
