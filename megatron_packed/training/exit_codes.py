@@ -26,5 +26,7 @@ class ExitCode(IntEnum):
     """Of the GPU or of the host."""
     FALLBACK = 23
     """``--cuda-graph-strict``: something would have run eagerly."""
+    AUDIT = 24
+    """``--cuda-graph-audit-interval``: a replay gave something else than the module itself."""
     PREEMPTED = 75
     """Stopped by a signal or a time limit after saving; the same command goes on. EX_TEMPFAIL of sysexits.h."""

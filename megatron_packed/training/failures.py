@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.runner import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
@@ -54,6 +55,8 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         return ExitCode.LEAK, "isolation error", ""
     if isinstance(error, GraphFallbackError):
         return ExitCode.FALLBACK, "CUDA graph fallback", ""
+    if isinstance(error, AuditMismatchError):
+        return ExitCode.AUDIT, "audit", ""
     if _is_out_of_memory(error):
         cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
         return ExitCode.OUT_OF_MEMORY, "out of memory", cure

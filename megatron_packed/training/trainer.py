@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -81,6 +82,8 @@ class Trainer:
                 exit_code = self._pause(self.save)
             if exit_code is None and self.step.graphs is not None and self.step.graphs.moved:
                 exit_code = self._pause(self._capture_again)
+            if exit_code is None and self._due(self.config.cuda_graph.cuda_graph_audit_interval):
+                exit_code = self._pause(self.audit)
             if exit_code is None and self._due(training.exit_interval):
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
                 exit_code = ExitCode.DONE
@@ -125,6 +128,31 @@ class Trainer:
             }
         )
         return loss
+
+    def audit(self) -> None:
+        """Compares replay and modules on a micro-batch of the next step, if one of them would be replayed.
+
+        Raises:
+            AuditMismatchError: they differ.
+        """
+        graphs, progress = self.step.graphs, self.state.progress
+        if graphs is None:
+            return
+        begun = time.perf_counter()
+        for micro_batch in self.train.loader.micro_batches(progress.iteration):
+            found = audit(
+                graphs,
+                micro_batch,
+                deterministic=self.config.training.deterministic_mode,
+                seed=progress.iteration,
+            )
+            if found is not None:
+                self.console.say(
+                    f"audit at step {progress.iteration}: {found.modules} modules replay what they compute (largest "
+                    f"difference {found.largest_difference:.1e}), in {time.perf_counter() - begun:.1f} s"
+                )
+                return
+        self.console.say(f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed")
 
     def save(self) -> None:
         """A checkpoint of now, if ``--save`` is given."""

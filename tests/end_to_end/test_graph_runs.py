@@ -23,7 +23,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.data import RunData, build_data
 from megatron_packed.training.train_step import TrainStep
 
-DONE, FALLBACK, PREEMPTED = 0, 23, 75
+DONE, FALLBACK, AUDIT, PREEMPTED = 0, 23, 24, 75
 STEPS = 24
 CAPACITIES = (3, 5)
 
@@ -243,6 +243,24 @@ def test_strict_ends_a_run_whose_capture_fails(graphs: dict[str, Any], tmp_path:
     assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
     assert finished.console.count("CUDA graph fallback: layers.2 not captured for up to 5 documents") == 1
     assert (tmp_path / "diary").read_text().splitlines() == ["report, 0 graphs"]
+
+
+def test_audits_change_nothing_and_cost_no_replay(graphs: dict[str, Any], graphed: Path, tmp_path: Path) -> None:
+    folder_of_run(tmp_path, {**graphs, "cuda_graph_audit_interval": 4})
+    assert steps(tmp_path / "log.jsonl") == steps(graphed / "log.jsonl")
+    assert_same_run(tmp_path, graphed)
+    console = (tmp_path / "output_0.txt").read_text()
+    found = re.findall(r"audit at step (\d+): 4 modules replay what they compute \(largest difference 0.0e\+00", console)
+    assert [int(step) for step in found] == list(range(4, STEPS + 1, 4))
+
+
+def test_an_audit_that_finds_something_ends_the_run_by_a_sentence(graphs: dict[str, Any], tmp_path: Path) -> None:
+    prepare = partial(capture_on_cpu, forget_to_accumulate, diary=tmp_path / "diary")
+    options = {**graphs, "cuda_graph_audit_interval": 4, **saving(tmp_path)}
+    finished = run(options, tmp_path, prepare=prepare)
+    assert finished.exit_code == AUDIT and "Traceback" not in finished.console, finished.console
+    assert finished.console.count("audit in step 4: the replay of layers.0 is not what the module computes") == 1
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "report, 0 graphs"
 
 
 def test_graphs_are_given_up_when_a_run_fails_or_is_stopped(graphs: dict[str, Any], tmp_path: Path) -> None:
