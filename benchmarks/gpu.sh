@@ -27,11 +27,14 @@ step() {  # name, seconds, command: the log in full, its end on the console
 for name in "${@:?which steps?}"; do
   case $name in
     tests) step tests 400 python3 -m pytest tests/gpu -v -p no:cacheprovider --durations=5 ;;
+    cuda_graphs) step cuda_graphs 300 python3 -m pytest tests/gpu/test_cuda_graphs.py -v -s -p no:cacheprovider --durations=5 ;;
     interpreter) step interpreter 200 python3 -m pytest tests/unit/ops/test_triton_interpreter.py -p no:cacheprovider ;;
     cpu) step cpu 500 python3 -m pytest tests -p no:cacheprovider -x ;;
     ops) step ops 250 python3 benchmarks/op_backends.py ;;
     shard8b) step shard8b 300 python3 benchmarks/model_step.py shard8b ;;
     model) step model 400 python3 benchmarks/model_step.py ;;
+    graph_step) step graph_step 400 python3 benchmarks/graph_step.py ;;
+    capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;

@@ -48,7 +48,8 @@ def packings(T: int, count: int) -> list[list[int]]:
     return lengths
 
 
-def our_model(c: dict) -> HybridModel:
+def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
+    """bf16 on a GPU, float32 on a CPU."""
     config = ModelConfig(
         hybrid_layer_pattern=c["pattern"], hidden_size=c["hidden"], num_attention_heads=c["heads"],
         num_query_groups=c["groups"], kv_channels=128, ffn_hidden_size=c["ffn"],
@@ -56,9 +57,8 @@ def our_model(c: dict) -> HybridModel:
         untie_embeddings_and_output_weights=True, mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
         mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], vocab_size=c["vocab"],
     )  # fmt: skip
-    return HybridModel(
-        config, vocab_size=c["vocab"], max_positions=c["T"], device="cuda", dtype=torch.bfloat16, seed=1234
-    )
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return HybridModel(config, vocab_size=c["vocab"], max_positions=c["T"], device=device, dtype=dtype, seed=1234)
 
 
 def megatron_model(c: dict) -> torch.nn.Module:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import capacity_cost
+import graph_step
 import harness
 import metadata_sync
 import op_backends
@@ -122,6 +124,11 @@ def why_not(text: str) -> str:
 TABLES = {
     "model_step": Table("model_step.py", "model_step", model_step_rows),
     "model_step_replay": Table("model_step.py", "model_step", replay_rows),
+    "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
+    "graph_step_cells": Table("graph_step.py", "graph_step", graph_step.cell_rows_of),
+    "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
+    "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
+    "capacity_cost_mamba": Table("capacity_cost.py", "capacity_cost", capacity_cost.mamba_rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
     "metadata_sync": Table("metadata_sync.py", "metadata_sync", metadata_sync.rows_of),
     "metadata_sync_equal": Table("metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of),

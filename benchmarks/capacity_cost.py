@@ -1,0 +1,300 @@
+"""What room for more documents costs: attention, by every backend, and a whole Mamba layer, at each capacity.
+
+    python benchmarks/capacity_cost.py [SIZE ...] [--backends NAME ...] [--capacities N ...]
+
+A captured kernel keeps its grid: it runs for the capacity and for the bound of the longest row that it was captured
+with, whatever the pack holds. Here one pack of 12 documents of long-tailed lengths is run forward and backward at
+capacities from 12 (exact) to 512, with the pack's longest row and with T as the bound. Each is a graph of some calls;
+the graphs of one size take turns, and ratios are of calls of one round. The measure of all is the fastest backend at
+exact capacity and exact bound: what an eager step would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import harness
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
+from megatron_packed.packed.params import PackedSeqParams
+from model_step import CONFIGS, our_model
+from workloads import device_from, hash_of
+
+BACKENDS = ("flash_attn_4", "flash_attn_2", "transformer_engine", "flex", "torch_varlen")
+CAPACITIES = (16, 32, 64, 128, 256, 512)
+DOCUMENTS = 12
+CALLS = 4
+"""Calls in a graph: the launch of the graph itself does not count then."""
+EXACT = "exact"
+BOUNDS = {"longest": "longest row", "T": "T"}
+"""What is passed as max_seqlen."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Attention and Mamba layer of a configuration of `model_step.py`, at a number of tokens."""
+
+    config: str
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.config}_{self.tokens}"
+
+    def shrunk(self) -> Size:
+        return Size(self.config, self.tokens // 32)
+
+
+SIZES = {
+    size.name: size
+    for size in (Size("shard8b", 4096), Size("hybrid1b", 8192), Size("shard8b", 8192), Size("hybrid1b", 4096))
+}
+"""The sizes of `model_step.py` first."""
+
+
+def long_tailed(tokens: int, documents: int = DOCUMENTS, seed: int = 0) -> list[int]:
+    """Lengths of documents that fill a pack: lognormal with a deviation of the logarithm of 1.2, each 1 or more."""
+    weights = np.exp(1.2 * np.random.default_rng(seed).standard_normal(documents))
+    lengths = 1 + np.floor(weights / weights.sum() * (tokens - documents)).astype(int)
+    lengths[int(lengths.argmax())] += tokens - int(lengths.sum())
+    return [int(length) for length in lengths]
+
+
+def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A graph of `CALLS` calls; on a CPU the function itself.
+
+    Raises:
+        RuntimeError: the function waits for the device, so that no graph can hold it.
+    """
+    if device.type != "cuda":
+        return function
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+        function()
+        torch.cuda.set_sync_debug_mode("error")  # a wait under capture would leave more behind than an exception
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            function()
+    return graph.replay
+
+
+def in_turns(functions: dict[Any, Callable[[], object]], device: torch.device, rounds: int) -> dict[Any, list[float]]:
+    """Seconds of each of the functions' calls, by round; the device is kept busy, and every other round is reversed."""
+    if device.type != "cuda":
+        return harness.interleaved_seconds(functions, warm=1, repeats=rounds)
+    for function in functions.values():
+        function()
+    marks: dict[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
+    torch.cuda.synchronize()
+    for number in range(rounds):
+        for name in list(functions) if number % 2 == 0 else reversed(functions):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            functions[name]()
+            end.record()
+            marks[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) / 1e3 / CALLS for a, b in pairs] for name, pairs in marks.items()}
+
+
+def attempt(build: Callable[[], Callable[[], object]], device: torch.device) -> Callable[[], object] | str:
+    """What was built and captured, or why not."""
+    try:
+        return captured(build(), device)
+    except NoBackendError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return f"failed: {type(error).__name__}: {str(error)[:300]}"
+
+
+def attention(
+    backend: str, leaves: list[Tensor], upstream: Tensor, packed: PackedSeqParams
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward of the op; tables are built beforehand, since all layers of a step share them."""
+    q_TNH, k_TKH, v_TKH = leaves
+    tables = prepare_tables(
+        backend, packed.seq_idx, packed.cu_seqlens, num_heads=q_TNH.shape[1], num_kv_heads=k_TKH.shape[1],
+        head_dim=q_TNH.shape[2], dtype=q_TNH.dtype, max_seqlen=packed.max_seqlen,
+    )  # fmt: skip
+
+    def step() -> tuple[Tensor, ...]:
+        output = varlen_attention(
+            q_TNH, k_TKH, v_TKH, packed.cu_seqlens, packed.max_seqlen, seq_idx_1T=packed.seq_idx, tables=tables,
+            backend=backend,
+        )  # fmt: skip
+        return torch.autograd.grad(output, leaves, upstream)
+
+    return step
+
+
+def attention_cost(
+    size: Size, lengths: list[int], backends: list[str], capacities: list[int], device: torch.device, rounds: int
+) -> dict[str, Any]:
+    """``found[backend][bound][capacity]``: milliseconds and ratio to the fastest at exact size, or why not."""
+    c = CONFIGS[size.config]
+    dtype, head_dim = (torch.bfloat16, 128) if device.type == "cuda" else (torch.float32, 16)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(size.tokens, heads, head_dim, generator=generator).to(device, dtype)
+
+    leaves = [normal(heads).requires_grad_() for heads in (c["heads"], c["groups"], c["groups"])]
+    upstream = normal(c["heads"])
+    functions: dict[tuple[str, str, str], Callable[[], object]] = {}
+    found: dict[str, Any] = {}
+    for backend in backends:
+        started = time.perf_counter()
+        found[backend] = {bound: {} for bound in BOUNDS}
+        for bound in BOUNDS:
+            for capacity in (None, *capacities):
+                packed = PackedSeqParams.from_lengths(
+                    lengths, size.tokens, capacity, size.tokens if bound == "T" else None, device
+                )
+                outcome = attempt(lambda b=backend, p=packed: attention(b, leaves, upstream, p), device)
+                label = EXACT if capacity is None else str(capacity)
+                if isinstance(outcome, str):
+                    found[backend][bound][label] = outcome
+                else:
+                    functions[backend, bound, label] = outcome
+        captures = sum(key[0] == backend for key in functions)
+        print(f"{size.name} {backend}: {captures} sizes captured in {time.perf_counter() - started:.1f} s", flush=True)
+    seconds = in_turns(functions, device, rounds)
+    exact = {key: values for key, values in seconds.items() if key[1:] == ("longest", EXACT)}
+    fastest = min(exact.values(), key=np.median) if exact else None
+    for (backend, bound, label), values in seconds.items():
+        found[backend][bound][label] = entry(values, fastest)
+    return found
+
+
+def entry(seconds: list[float], reference: list[float] | None) -> dict[str, Any]:
+    over = None if reference is None else harness.Spread.of_ratios(seconds, reference)
+    return {"ms": harness.Spread.of(seconds), "over": over}
+
+
+def mamba_cost(
+    size: Size, lengths: list[int], capacities: list[int], device: torch.device, rounds: int
+) -> dict[str, Any]:
+    """``found[capacity]`` of a whole layer: milliseconds and ratio to exact capacity, or why not."""
+    c = {**CONFIGS[size.config], "T": size.tokens, "vocab": 128, "pattern": "M"}
+    if device.type != "cuda":
+        c |= {"hidden": 64, "mamba_heads": 2, "mamba_groups": 1}
+    layer = our_model(c, device).train().layers[0]
+    FlatBuffers(layer)
+    generator = torch.Generator().manual_seed(0)
+    hidden, upstream = (
+        torch.randn(size.tokens, c["hidden"], generator=generator).to(device, next(layer.parameters()).dtype)
+        for _ in range(2)
+    )
+    hidden.requires_grad_()
+    functions: dict[str, Callable[[], object]] = {}
+    found: dict[str, Any] = {}
+    for capacity in (None, *capacities):
+        packed = PackedSeqParams.from_lengths(lengths, size.tokens, capacity, size.tokens, device)
+
+        def step(packed: PackedSeqParams = packed) -> object:
+            leaves = [hidden, *layer.parameters()]
+            return torch.autograd.grad(layer(hidden, packed), leaves, upstream, allow_unused=True)
+
+        outcome = attempt(lambda step=step: step, device)
+        label = EXACT if capacity is None else str(capacity)
+        if isinstance(outcome, str):
+            found[label] = outcome
+        else:
+            functions[label] = outcome
+    seconds = in_turns(functions, device, rounds)
+    for label, values in seconds.items():
+        found[label] = entry(values, seconds.get(EXACT))
+    return found
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Attention: a row for each size, backend and bound; ratios to the size's fastest at exact capacity and bound."""
+    rows = []
+    for size, result in results.items():
+        for backend, bounds in result["attention"].items():
+            for bound, entries in bounds.items():
+                rows.append({"size": size, "backend": backend, "max_seqlen": BOUNDS[bound], **_cells(entries)})
+    return rows
+
+
+def mamba_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """The Mamba layer: ratios to its own time at exact capacity."""
+    return [{"size": size, **_cells(result["mamba"])} for size, result in results.items() if "mamba" in result]
+
+
+def _cells(entries: dict[str, Any]) -> dict[str, object]:
+    """Milliseconds at exact capacity, then ratios; what could not run says so, the same reason once."""
+    exact = entries.get(EXACT)
+    cells: dict[str, object] = {"exact ms": harness.shown(exact["ms"]) if isinstance(exact, dict) else ""}
+    said = None
+    for label, found in entries.items():
+        if isinstance(found, dict):
+            cells[label] = harness.shown(found["over"])
+            continue
+        reason = found.rsplit("): ", 1)[-1][:100].replace("|", "/").replace("\n", " ")
+        kind = found.partition(":")[0]
+        cells[label] = kind if reason == said else f"{kind}: {reason.removeprefix(f'{kind}: ')}"
+        said = reason
+    return cells
+
+
+def ordered(entries: dict[str, Any], capacities: list[int]) -> dict[str, Any]:
+    """From exact to the largest capacity, whatever was found first."""
+    return {label: entries[label] for label in (EXACT, *map(str, capacities)) if label in entries}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", help=f"from {list(SIZES)} (default: all)")
+    parser.add_argument("--backends", nargs="+", help=f"of attention (default: {' '.join(BACKENDS)})")
+    parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES)
+    harness.common_arguments(parser)
+    arguments = parser.parse_args()
+    device = device_from(arguments.device)
+    if min(arguments.capacities) < DOCUMENTS:
+        parser.error(f"the pack has {DOCUMENTS} documents; a capacity below that holds it nowhere")
+    backends = arguments.backends or list(BACKENDS if device.type == "cuda" else ("reference",))
+    capacities, rounds = sorted(arguments.capacities), 3 if arguments.quick else 30
+    results: dict[str, Any] = {}
+    path = None
+    for name in arguments.sizes or SIZES:
+        size = SIZES[name] if device.type == "cuda" else SIZES[name].shrunk()
+        lengths = long_tailed(size.tokens)
+        found = attention_cost(size, lengths, backends, capacities, device, rounds)
+        results[name] = {
+            "tokens": size.tokens, "lengths": lengths, "plan_hash": hash_of(lengths),
+            "attention": {
+                backend: {bound: ordered(entries, capacities) for bound, entries in bounds.items()}
+                for backend, bounds in found.items()
+            },
+        }  # fmt: skip
+        harness.save("capacity_cost", results, folder=arguments.results)
+        results[name]["mamba"] = ordered(mamba_cost(size, lengths, capacities, device, rounds), capacities)
+        path = harness.save("capacity_cost", results, folder=arguments.results)
+        harness.free_memory()
+        print(harness.table(rows_of(harness.plain({name: results[name]}))))
+        print(harness.table(mamba_rows_of(harness.plain({name: results[name]}))), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

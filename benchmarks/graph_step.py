@@ -1,0 +1,455 @@
+"""Forward + backward of changing packings by a CUDA graph per layer, beside the same model and megatron-core's, eager.
+
+    python benchmarks/graph_step.py [shard8b] [hybrid1b] [--capacities N ...] [--lengths FILE] [--packs N]
+
+Models and weights are those of `model_step.py`. Micro-batches come from page-locked memory, as from a loader, and each
+step of ours includes that copy. Captured are all layers; embedding, final norm and loss run eagerly. The ladder has the
+most documents of a pack (the exact capacity) and the capacities given; each pack is replayed in the smallest that holds
+it. Then every cell that holds all packs runs all of them: wall-clock over GPU-busy time at the same clocks, and what
+room for more documents costs a step.
+
+``--lengths`` takes the lengths of real documents, one to a line; longer ones than a pack are cut, and the packer fills
+the packs. Without it the packings are those of `model_step.py`, 12 documents each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import harness
+from harness import Spread
+from megatron_packed.config.environment import apply_environment
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.data.packing import Packer
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+from model_step import CONFIGS, Theirs, copy_weights, megatron_model, our_model, packings
+from workloads import device_from, pinned, random_documents
+
+CAPACITIES = (16, 64, 512)
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch",
+            "cudaMemcpyAsync", "cudaMemsetAsync")  # fmt: skip
+"""Calls by which the host gives the device work."""
+PATHS = {"megatron_core": "megatron_core, eager", "eager": "megatron_packed, eager",
+         "graphs": "megatron_packed, a graph per layer"}  # fmt: skip
+
+
+class Effort(NamedTuple):
+    """How often things are measured."""
+
+    warm: int
+    walls: int
+    """Calls whose wall-clock is taken, one by one, of each side."""
+    rounds: int
+    """Turns of rows of calls and of profiles."""
+    calls: int
+    """Least calls in a row."""
+
+
+FULL, QUICK = Effort(2, 12, 3, 8), Effort(1, 2, 1, 2)
+
+
+def packs_of(c: dict[str, Any], count: int, path: Path | None) -> list[list[int]]:
+    """Lengths of the documents of each pack.
+
+    Raises:
+        SystemExit: the file has too few documents for so many packs.
+    """
+    if path is None:
+        return packings(c["T"], count)
+    lengths = np.clip(np.loadtxt(path, dtype=np.int64, ndmin=1), 1, c["T"])
+    packs = Packer(slots=c["T"]).pack(lengths, seed=0)
+    if len(packs) < count:
+        raise SystemExit(f"{path.name} fills {len(packs)} packs of {c['T']} tokens; ask for that many by --packs.")
+    return [lengths[packs[number]].tolist() for number in range(count)]
+
+
+def host_batch(
+    c: dict[str, Any], lengths: list[int], number: int, cell: Cell | None, device: torch.device
+) -> MicroBatch:
+    """Pack ``number`` as the loader leaves it, for a cell or of exactly its size."""
+    documents = [(tokens, None) for tokens in random_documents(lengths, c["vocab"], 100 + number)]
+    size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+    targets = max(sum(n - 1 for n in lengths), 1)
+    return pinned(MicroBatch.build(documents, c["T"], scales=(1 / targets, 1.0), **size), device)
+
+
+class Ours:
+    """One model that runs eagerly or by graphs."""
+
+    def __init__(self, c: dict[str, Any], device: torch.device) -> None:
+        self.c, self.device = c, device
+        self.model = our_model(c, device).train()
+        self.buffers = FlatBuffers(self.model)
+        self.runner: GraphRunner | None = None
+
+    def capture(self, ladder: Ladder, lengths: list[list[int]], engine: Engine | None) -> GraphRunner:
+        """Graphs of all layers; the packs that fit a cell, or equal documents, are what it is tuned on."""
+
+        def dummy(cell: Cell) -> MicroBatch:
+            fitting = [row for row in lengths if len(row) <= cell.capacity]
+            row = fitting[0] if fitting else [self.c["T"] // cell.capacity] * cell.capacity
+            return host_batch(self.c, row, 0, cell, self.device)
+
+        layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
+        self.runner = GraphRunner(
+            layers, total_tokens=self.c["T"], ladder=ladder, device=self.device, tables=self.model.tables,
+            check=self.model.check, engine=engine,
+        )  # fmt: skip
+        self.runner.capture(self._run, dummy)
+        return self.runner
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
+        self.runner = None
+        harness.free_memory()
+
+    def eager(self, micro_batch: MicroBatch) -> Tensor:
+        if self.runner is not None:
+            self.runner.slot.vacate()
+        return self._run(micro_batch.to(self.device, non_blocking=True))
+
+    def replay(self, micro_batch: MicroBatch) -> Tensor:
+        assert self.runner is not None
+        return self._run(self.runner.place(micro_batch))
+
+    def _run(self, micro_batch: MicroBatch) -> Tensor:
+        loss = self.model(micro_batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def results(self, run: Callable[[MicroBatch], Tensor], micro_batch: MicroBatch) -> tuple[float, Tensor]:
+        """Loss and all gradients."""
+        self.buffers.zero_grad()
+        return run(micro_batch).item(), self.buffers.grads.clone()
+
+
+def over(run: Callable[[Any], object], items: Sequence[Any]) -> Callable[[], object]:
+    """Each call runs the next of the items."""
+    following = cycle(items)
+    return lambda: run(next(following))
+
+
+def host_times(functions: dict[str, Callable[[], object]], effort: Effort) -> dict[str, Spread]:
+    """Milliseconds until a call returns, with the device drained before it; the sides take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(effort.walls):
+        for name, function in functions.items():
+            harness.synchronize()
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    harness.synchronize()
+    return {name: Spread.of(values) for name, values in seconds.items()}
+
+
+def row_seconds(function: Callable[[], object], calls: int) -> float:
+    """Seconds per call of a row of calls that is drained at its end only, right after a row that does not count."""
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        harness.synchronize()
+        seconds = (time.perf_counter() - start) / calls
+    return seconds
+
+
+def host_launches(function: Callable[[], object], calls: int) -> float:
+    """Kernels, graphs, copies and memsets that the host queues per call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    harness.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            function()
+        harness.synchronize()
+    return sum(event.name in LAUNCHES for event in profiler.events()) / calls
+
+
+def peak(function: Callable[[], object], calls: int) -> dict[str, float]:
+    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the device."""
+    function()
+    harness.free_memory()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(calls):
+        function()
+    harness.synchronize()
+    return {
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def comparisons(ours: Ours, replayed: list[MicroBatch], exact: list[MicroBatch]) -> list[dict[str, Any]]:
+    """Each pack by replay and eagerly at its exact size; gradients by relative norm, beside eager's to itself."""
+    found = []
+    for placed, plain in zip(replayed, exact):
+        loss_replay, replay = ours.results(ours.replay, placed)
+        loss_eager, eager = ours.results(ours.eager, plain)
+        again = ours.results(ours.eager, plain)[1]
+        norm = eager.norm().item()
+        found.append({
+            "documents": plain.packed.num_seqs, "capacity": placed.layout.capacity, "loss_replay": loss_replay,
+            "loss_eager": loss_eager, "grad_difference": (replay - eager).norm().item() / norm,
+            "eager_against_eager": (again - eager).norm().item() / norm,
+            "finite": bool(torch.isfinite(replay).all()),
+        })  # fmt: skip
+    return found
+
+
+def memory_of(
+    ours: Ours, ladder: Ladder, lengths: list[list[int]], exact: list[MicroBatch],
+    replayed: list[MicroBatch], engine: Callable[[], Engine | None],
+) -> dict[str, Any]:  # fmt: skip
+    """Captures the largest cell alone, then all; peaks of eager steps before, and of replayed ones after."""
+    on_gpu = ours.device.type == "cuda"
+    found: dict[str, Any] = {"capacities": list(ladder.capacities)}
+    if on_gpu:
+        found["eager"] = peak(over(ours.eager, exact), len(exact))
+    alone = ours.capture(Ladder(ladder.cells[-1:]), lengths, engine())
+    found["one_capacity_mib"] = alone.counters.memory_mib
+    ours.close()
+    counters = ours.capture(ladder, lengths, engine()).counters
+    found |= {
+        "mib": counters.memory_mib, "over_one_capacity": counters.memory_mib / max(found["one_capacity_mib"], 1e-9),
+        "captures": counters.captures, "capture_seconds": counters.capture_seconds,
+    }  # fmt: skip
+    if on_gpu:
+        found["graphs"] = peak(over(ours.replay, replayed), len(replayed))
+        held = found["graphs"]["allocated_gib"] + counters.memory_mib / 1024
+        found["held_over_eager"] = held / found["eager"]["allocated_gib"]
+        found["reserved_over_eager"] = found["graphs"]["reserved_gib"] / found["eager"]["reserved_gib"]
+    return found
+
+
+def measured_sides(
+    sides: dict[str, Callable[[], object]], packs: int, effort: Effort
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Wall, host and GPU-busy milliseconds of each side, which cycle through ``packs``; and busy seconds by round."""
+    calls = calls_for(packs, effort)
+    walls = harness.interleaved(sides, warm=effort.warm, repeats=effort.walls)
+    hosts = host_times(sides, effort)
+    rows: dict[str, list[float]] = {name: [] for name in sides}
+    busy: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(effort.rounds):
+        for name, function in sides.items():
+            rows[name].append(row_seconds(function, calls))
+            busy[name].append(harness.gpu_busy(function, calls=calls).milliseconds / 1e3)
+    found = {
+        name: {
+            "wall_ms": walls[name], "row_ms": Spread.of(rows[name]), "host_ms": hosts[name],
+            "busy_ms": Spread.of(busy[name]), "launches": host_launches(function, packs),
+        }
+        for name, function in sides.items()
+    }  # fmt: skip
+    return found, busy
+
+
+def measured_cells(
+    ours: Ours, batches: dict[Cell, list[MicroBatch]], effort: Effort, their_busy: list[float] | None
+) -> list[dict[str, Any]]:
+    """Cells that hold all packs, taking turns: wall over busy time at the same clocks, and busy over the smallest's.
+
+    Args:
+        their_busy: seconds that megatron-core's kernels took, by round.
+    """
+    samples: dict[Cell, list[tuple[float, float, float]]] = {cell: [] for cell in batches}  # wall, row, busy in seconds
+    for _ in range(effort.rounds):
+        for cell, packs in batches.items():
+            calls = calls_for(len(packs), effort)
+            step = over(ours.replay, packs)
+            row = row_seconds(step, calls)
+            times = harness.wall_and_busy(step, calls=calls, rounds=1)
+            samples[cell].append((times.wall.median / 1e3, row, times.busy.median / 1e3))
+    smallest = [busy for _, _, busy in samples[next(iter(batches))]]
+    found = []
+    for cell, rounds in samples.items():
+        wall, row, busy = map(list, zip(*rounds))
+        found.append({
+            "capacity": cell.capacity, "packs": len(batches[cell]), "wall_ms": Spread.of(wall),
+            "row_ms": Spread.of(row), "busy_ms": Spread.of(busy), "wall_over_busy": Spread.of_ratios(wall, busy),
+            "row_over_busy": Spread.of_ratios(row, busy), "busy_over_exact": Spread.of_ratios(busy, smallest),
+            "wall_over_their_busy": Spread.of_ratios(wall, their_busy) if their_busy else None,
+        })  # fmt: skip
+    return found
+
+
+def calls_for(packs: int, effort: Effort) -> int:
+    """A multiple of the number of packs: every row of calls is the same work."""
+    return packs * -(-effort.calls // packs)
+
+
+def run(
+    c: dict[str, Any],
+    lengths: list[list[int]],
+    capacities: Sequence[int],
+    device: torch.device,
+    effort: Effort,
+    *,
+    skip_megatron: bool = False,
+    engine: Callable[[], Engine | None] = lambda: None,
+    save: Callable[[dict[str, Any]], object] = lambda result: None,
+) -> dict[str, Any]:
+    """All measurements of one configuration; ``save`` gets what there is after each of them."""
+    most = max(map(len, lengths))
+    ladder = Ladder.of({most, *capacities}, c["T"])
+    natural = [ladder.cell_for(len(row), c["T"]) for row in lengths]
+    exact = [host_batch(c, row, n, None, device) for n, row in enumerate(lengths)]
+    replayed = [host_batch(c, row, n, cell, device) for n, (row, cell) in enumerate(zip(lengths, natural))]
+    ours = Ours(c, device)
+    result: dict[str, Any] = {
+        "tokens": c["T"], "documents": [len(row) for row in lengths],
+        "plan_hash": hashlib.sha256(repr(lengths).encode()).hexdigest()[:12],
+        "parameters": sum(p.numel() for p in ours.model.parameters()),
+    }  # fmt: skip
+
+    def done(**more: Any) -> None:
+        result.update(more)
+        save(result)
+        print(f"{', '.join(more)}: {harness.plain(more)}"[:2000], flush=True)
+
+    done(memory=memory_of(ours, ladder, lengths, exact, replayed, engine))
+    assert ours.runner is not None
+    done(comparisons=comparisons(ours, replayed, exact))
+    sides: dict[str, Callable[[], object]] = {}
+    if not skip_megatron:
+        theirs_model = megatron_model(c)
+        copy_weights(ours.model, theirs_model, c["pattern"])
+        theirs = Theirs(c, theirs_model, [micro_batch.to(device) for micro_batch in exact])
+        losses = {"megatron_core": theirs.check(0)[0], "megatron_packed": ours.results(ours.eager, exact[0])[0]}
+        done(losses=losses)
+        sides["megatron_core"] = over(theirs.step, range(len(lengths)))
+    sides |= {"eager": over(ours.eager, exact), "graphs": over(ours.replay, replayed)}
+    found, busy = measured_sides(sides, len(lengths), effort)
+    done(sides=found)
+    batches = {
+        cell: [host_batch(c, row, n, cell, device) for n, row in enumerate(lengths)]
+        for cell in ladder.cells
+        if cell.capacity >= most
+    }
+    done(cells=measured_cells(ours, batches, effort, busy.get("megatron_core")))
+    counters = ours.runner.counters
+    done(hit_rate=counters.hit_rate, fallbacks=dict(counters.fallbacks + counters.module_fallbacks))
+    ours.close()
+    return result
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """What each side takes."""
+    return [
+        {
+            "config": config, "path": PATHS[path], "wall ms": harness.shown(found["wall_ms"]),
+            "in a row ms": harness.shown(found["row_ms"]), "host ms": harness.shown(found["host_ms"]),
+            "GPU-busy ms": harness.shown(found["busy_ms"]), "queued by the host": f"{found['launches']:.0f}",
+            "plan": result["plan_hash"],
+        }
+        for config, result in results.items()
+        for path, found in result.get("sides", {}).items()
+    ]  # fmt: skip
+
+
+def cell_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Every capacity on the same packs."""
+    return [
+        {
+            "config": config, "capacity": found["capacity"], "wall ms": harness.shown(found["wall_ms"]),
+            "GPU-busy ms": harness.shown(found["busy_ms"]), "wall / busy": harness.shown(found["wall_over_busy"]),
+            "in a row / busy": harness.shown(found["row_over_busy"]),
+            "busy / at exact capacity": harness.shown(found["busy_over_exact"]),
+            "wall / megatron_core's busy": harness.shown(found["wall_over_their_busy"]),
+        }
+        for config, result in results.items()
+        for found in result.get("cells", [])
+    ]  # fmt: skip
+
+
+def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Graphs, their memory, and how near their results are."""
+    rows: list[dict[str, object]] = []
+    for config, result in results.items():
+        if "memory" not in result:
+            continue
+        memory, compared = result["memory"], result.get("comparisons", [])
+        differ = sum(one["loss_replay"] != one["loss_eager"] for one in compared)
+        rows.append({
+            "config": config, "capacities": " ".join(map(str, memory["capacities"])), "graphs": memory["captures"],
+            "captured in s": f"{memory['capture_seconds']:.1f}", "graphs hold MiB": f"{memory['mib']:,.0f}",
+            "of one capacity's": f"{memory['over_one_capacity']:.3f}",
+            "peak of eager's: held, reserved": percentages(memory),
+            "losses that differ": f"{differ} of {len(compared)}",
+            "gradients: replay to eager, eager to eager": ", ".join(
+                f"{max((one[key] for one in compared), default=0.0):.1e}"
+                for key in ("grad_difference", "eager_against_eager")
+            ),
+            "replayed": f"{100 * result['hit_rate']:.1f} %" if "hit_rate" in result else "",
+        })  # fmt: skip
+    return rows
+
+
+def percentages(memory: dict[str, Any]) -> str:
+    shares = [memory[key] for key in ("held_over_eager", "reserved_over_eager") if key in memory]
+    return ", ".join(f"{100 * share:.1f} %" for share in shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
+    parser.add_argument("--capacities", nargs="*", type=int, default=CAPACITIES, help="beside the exact one")
+    parser.add_argument("--lengths", type=Path, help="tokens of real documents, one number to a line")
+    parser.add_argument("--packs", type=int, default=4)
+    parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
+    parser.add_argument("--name", default="graph_step", help="name of the result file")
+    harness.common_arguments(parser)
+    arguments = parser.parse_args()
+    device = device_from(arguments.device)
+    if device.type != "cuda":
+        raise SystemExit("graph_step.py captures CUDA graphs and needs a GPU.")
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "RANK": "0", "WORLD_SIZE": "1",
+                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
+        os.environ.setdefault(key, value)
+    apply_environment(TrainingConfig(train_iters=1))
+    torch.cuda.set_device(0)
+    results: dict[str, Any] = {}
+    failed: list[str] = []
+    for name in arguments.configs or CONFIGS:
+
+        def save(result: dict[str, Any], name: str = name) -> None:
+            results[name] = result
+            harness.save(arguments.name, results, folder=arguments.results)
+
+        c = CONFIGS[name]
+        lengths = packs_of(c, arguments.packs, arguments.lengths)
+        try:
+            run(c, lengths, arguments.capacities, device, QUICK if arguments.quick else FULL,
+                skip_megatron=arguments.skip_megatron, save=save)  # fmt: skip
+        except Exception:  # what was measured is saved; the next configuration may do better
+            traceback.print_exc()
+            failed.append(name)
+        harness.free_memory()
+    plain = harness.plain(results)
+    for rows in (rows_of(plain), cell_rows_of(plain), memory_rows_of(plain)):
+        print(harness.table(rows))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
