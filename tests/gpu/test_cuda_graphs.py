@@ -107,7 +107,7 @@ def new_engine():
 
 @lru_cache
 def _stream():
-    """One for all engines: cuBLAS keeps a workspace for every stream, which would pass for memory that never returns."""
+    """One for all engines: cuBLAS keeps a workspace for every stream, which would look like memory lost."""
     return torch.cuda.Stream(DEVICE)
 
 
