@@ -52,7 +52,7 @@ class CudaEngine:
     """torch's CUDA graphs on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.reset()
 
@@ -71,13 +71,29 @@ class CudaEngine:
             try:
                 result = function()
             except BaseException:
-                with suppress(RuntimeError):  # the capture was invalidated by what went wrong, which is what is raised
-                    graph.capture_end()
+                self._end_failed(graph)
                 raise
             graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._reserved += torch.cuda.memory_reserved(self.device) - before
         return graph, result
+
+    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+        """What went wrong may have invalidated the capture. torch then leaves it half open: its allocator goes on
+        recording into the pool, and its generator believes in a capture. Both are set right, and the pool is left to
+        the graphs that have it."""
+        try:
+            graph.capture_end()
+            return
+        except RuntimeError:  # it tells of the invalidated capture; what invalidated it is what counts
+            pass
+        index = self.device.index
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self.pool)
+            torch._C._cuda_releasePool(index, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

@@ -188,7 +188,7 @@ class GraphRunner:
         self._warmup_steps = max(warmup_steps, 1)
         self._table_graphs: dict[Cell, Graph] = {}
         self._outside: dict[tuple[object, ...], Tensor] = {}
-        self._read_by_graphs: list[tuple[Mapping[str, Tensor], str]] = []
+        self._read_by_graphs: list[tuple[Mapping[str, Any], str]] = []
         self._addresses: list[int] = []
 
     def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
@@ -264,6 +264,7 @@ class GraphRunner:
             module.forget()
             module.refusals.clear()
         self._forget_tables()
+        self.slot.forget_tables()
         self._outside.clear()
         self._read_by_graphs, self._addresses = [], []
         self.engine.reset()
@@ -291,29 +292,35 @@ class GraphRunner:
     ) -> bool:
         """Capture all modules that are not yet refused; False if one more had to be refused."""
         modules = [module for module in self.modules if cell not in module.refusals]
+        failure: tuple[GraphedModule | None, str] | None = None
+        planned: list[Planned] = []
         try:
             planned = self._warm_up(modules, driver, make_dummy(cell), cell)
             self._capture_tables(cell)
             self._capture_forward(planned, cell)
             self._capture_backward(planned, cell)
         except _CaptureError as error:
-            self._drop_cell(cell)
-            refused = modules if error.module is None else [error.module]
-            for module in refused:
-                module.refusals[cell] = error.reason
-            what = "no module" if error.module is None else f"{error.module.name} not"
-            sentence = f"{what} captured for up to {cell.capacity} documents: {error.reason}"
-            if self.strict:
-                raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.") from error
-            self._say(f"{sentence}; it runs eagerly")
-            return False
-        if not planned:
-            self._drop_cell(cell)
+            failure = error.module, error.reason
+        if failure is None and planned:
+            for one in planned:
+                one.module.captured[cell].release()
+            self.counters.captures += 1 + 2 * len(planned)
             return True
-        for one in planned:
-            one.module.captured[cell].release()
-        self.counters.captures += 1 + 2 * len(planned)
-        return True
+        self._drop_cell(cell)  # behind the handler, whose traceback held what the failed capture had allocated
+        if failure is not None:
+            self._refuse(*failure, modules, cell)
+        return failure is None
+
+    def _refuse(
+        self, module: GraphedModule | None, reason: str, modules: Sequence[GraphedModule], cell: Cell
+    ) -> None:
+        for refused in modules if module is None else [module]:
+            refused.refusals[cell] = reason
+        what = "no module" if module is None else f"{module.name} not"
+        sentence = f"{what} captured for up to {cell.capacity} documents: {reason}"
+        if self.strict:
+            raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
+        self._say(f"{sentence}; it runs eagerly")
 
     def _warm_up(
         self, modules: Sequence[GraphedModule], driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell
@@ -397,14 +404,14 @@ class GraphRunner:
         if graph is not None:
             graph.reset()
         self.slot.vacate()
-        gc.collect()  # tracebacks keep what the failed capture had allocated
+        gc.collect()
 
     def _forget_tables(self) -> None:
         for graph in self._table_graphs.values():
             graph.reset()
         self._table_graphs.clear()
 
-def _addresses(places: Sequence[tuple[Mapping[str, Tensor], str]]) -> list[int]:
+def _addresses(places: Sequence[tuple[Mapping[str, Any], str]]) -> list[int]:
     return [place[name].data_ptr() for place, name in places]
 
 

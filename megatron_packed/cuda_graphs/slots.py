@@ -116,6 +116,10 @@ class Slot:
         """What kernels derive from a micro-batch of ``cell``, at fixed addresses; the caller refreshes it."""
         self._tables[cell] = MappingProxyType(dict(tables))
 
+    def forget_tables(self) -> None:
+        """Give up all tables: they lie in memory of the graphs."""
+        self._tables.clear()
+
     def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
         """Copy ``micro_batch`` into the slot (one copy, queued) and return it as it lies there.
 
