@@ -14,6 +14,7 @@ from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Cell, Ladder
@@ -118,6 +119,20 @@ def _lengths(count: int, total: int, longest: int, random: np.random.Generator) 
     lengths = np.minimum(lengths, longest)
     room = longest - lengths
     return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
+
+
+def sentences_of_all_ranks(graphs: GraphRunner, groups: ParallelGroups) -> list[str]:
+    """The counters of this rank in words, and the sums over all ranks where there are several; a collective."""
+    counters = graphs.counters
+    lines = counters.sentences()
+    if groups.world_size > 1:
+        ranks = all_gather_json([counters.replays, counters.fallbacks.total(), counters.captures], groups)
+        replays, fallbacks, captures = (sum(numbers) for numbers in zip(*ranks))
+        lines.append(
+            f"  these are rank {groups.rank}'s; all {groups.world_size} ranks: {replays:,} micro-batches replayed, "
+            f"{fallbacks:,} run eagerly, {captures:,} graphs"
+        )
+    return lines
 
 
 @contextmanager

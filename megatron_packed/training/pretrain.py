@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
 from megatron_packed.cuda_graphs.runner import GraphRunner
-from megatron_packed.distributed.collectives import barrier, in_turns
+from megatron_packed.distributed.collectives import all_gather_json, barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
@@ -39,7 +39,7 @@ from megatron_packed.training.failures import (
     speak,
     write_status,
 )
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released, sentences_of_all_ranks
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
@@ -135,7 +135,7 @@ def _train(
                 _capture(graphs, config, groups, job, console)
             exit_code = trainer.run()
             if graphs is not None:
-                notes.append(("CUDA graphs", "\n".join(graphs.counters.sentences())))
+                notes.append(("CUDA graphs", "\n".join(sentences_of_all_ranks(graphs, groups))))
                 console.say(notes[-1][1])
     finally:
         for writer in writers:
@@ -215,6 +215,10 @@ def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job
     # Warm-up compiles and tunes kernels for sizes that the self-test did not use.
     in_turns(groups, capture) if groups.device.type == "cuda" else capture()
     console.say(f"CUDA graphs: {graphs.counters.captures} captured in {graphs.counters.capture_seconds:.1f} s")
+    captured = all_gather_json(graphs.counters.captures, groups)
+    for rank, count in enumerate(captured):
+        if count < max(captured):  # only rank 0 has said what it could not capture
+            console.warn(f"rank {rank} could capture only {count} of {max(captured)} graphs; the rest runs eagerly.")
 
 
 def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[Writer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,16 +23,20 @@ from stand_in import RecordingEngine
 
 
 def capture_on_cpu(
-    fault: Callable[[], None] | None = None, *, fail_at: tuple[int, ...] = (), diary: Path | None = None
+    fault: Callable[[], None] | None = None,
+    *,
+    fail_at: tuple[int, ...] = (),
+    rank: int = 0,
+    diary: Path | None = None,
 ) -> None:
     """Graphs are captured by a stand-in, and everything they own is made NaN before each micro-batch.
 
     Args:
         fault: what else is wrong in this process.
-        fail_at: numbers of the captures (from 0) that find no memory.
+        fail_at: numbers of the captures (from 0) that find no memory, on ``rank``.
         diary: receives a line when the graphs are given up, and when the process group is or a failure is reported.
     """
-    engine = RecordingEngine(fail_at)
+    engine = RecordingEngine(fail_at if int(os.environ["RANK"]) == rank else ())
     pretrain.build_graphs = partial(pretrain.build_graphs, engine=engine)
     original = GraphRunner.place
 
