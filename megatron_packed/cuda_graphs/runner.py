@@ -63,9 +63,19 @@ class GraphedModule:
     Args:
         name: for messages.
         module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or nothing else.
+        strict: running eagerly where a graph was wanted is an error.
     """
 
-    def __init__(self, name: str, module: nn.Module, slot: Slot, engine: Engine, counters: GraphCounters) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        slot: Slot,
+        engine: Engine,
+        counters: GraphCounters,
+        *,
+        strict: bool = False,
+    ) -> None:
         self.name, self.module, self.slot = name, module, slot
         self.forward = module.forward
         self.captured: dict[Cell, CapturedModule] = {}
@@ -76,7 +86,7 @@ class GraphedModule:
         self.observed: Observation | None = None
         self.problem: str | None = None
         """What an observed call did that a graph cannot."""
-        self._engine, self._counters = engine, counters
+        self._engine, self._counters, self._strict = engine, counters, strict
         module.forward = self
 
     def remove(self) -> None:
@@ -104,7 +114,10 @@ class GraphedModule:
         captured = self.captured.get(current.cell)
         reason = self._not_replayable(captured, hidden, rest, options)
         if captured is None or reason is not None:
-            self._counters.module_fallbacks[f"{self.name}: {reason or self.refusals.get(current.cell)}"] += 1
+            why = f"{self.name}: {reason or self.refusals.get(current.cell)}"
+            if self._strict:
+                raise GraphFallbackError(f"a module would run eagerly, which --cuda-graph-strict forbids: {why}.")
+            self._counters.module_fallbacks[why] += 1
             return self.forward(hidden, *rest, **options)
         return captured.replay(hidden)
 
@@ -182,7 +195,8 @@ class GraphRunner:
         self.slot = Slot(total_tokens, ladder.largest, device)
         self.counters = GraphCounters()
         self.modules = [
-            GraphedModule(name, module, self.slot, self.engine, self.counters) for name, module in modules.items()
+            GraphedModule(name, module, self.slot, self.engine, self.counters, strict=strict)
+            for name, module in modules.items()
         ]
         self.tables, self._check, self._say = tables, check, say
         self._warmup_steps = max(warmup_steps, 1)
@@ -292,6 +306,8 @@ class GraphRunner:
     ) -> bool:
         """Capture all modules that are not yet refused; False if one more had to be refused."""
         modules = [module for module in self.modules if cell not in module.refusals]
+        if not modules:
+            return True
         failure: tuple[GraphedModule | None, str] | None = None
         planned: list[Planned] = []
         try:
@@ -337,6 +353,8 @@ class GraphRunner:
                         module.mode = "observe" if last and module in modules else "bypass"
                     driver(self.slot.fill(dummy, cell))  # once more, with its tables
             return self._plan(modules)
+        except torch.OutOfMemoryError as error:  # an eager step has more room: it reuses what steps before it freed
+            raise _CaptureError(None, f"warm-up found no memory: {error}".splitlines()[0]) from error
         finally:
             for module in self.modules:
                 module.mode, module.observed, module.problem = "replay", None, None

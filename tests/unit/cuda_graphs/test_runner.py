@@ -11,7 +11,7 @@ from torch import nn
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.cuda_graphs.capture import same_memory
 from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner
-from megatron_packed.cuda_graphs.slots import HostFactError, StaleMetadataError
+from megatron_packed.cuda_graphs.slots import HostFactError, StaleMetadataError, StaticPackedSeqParams
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Cell, Ladder
@@ -221,6 +221,47 @@ def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
 def test_strict_makes_a_failed_capture_an_error():
     with pytest.raises(GraphFallbackError, match=r"layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"):
         Job(tiny_model(), graphs=True, engine=RecordingEngine({2}), strict=True).capture()
+
+
+def test_tables_that_can_never_be_captured_leave_everything_eager():
+    """Each try fails in the same way: after the first one there is nothing left to try."""
+    model = tiny_model("M*")
+    job = Job(model, graphs=True)
+    derive = job.runner.tables
+
+    def tables(packed):
+        if type(packed) is StaticPackedSeqParams:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return derive(packed)
+
+    job.runner.tables = tables
+    job.capture()
+    assert sum("no module captured" in line for line in job.said) == 3
+    assert_equal(job.step(pack([30, 34])), Job(tiny_model("M*")).step(pack([30, 34])))
+    assert job.runner.counters.fallbacks == {"no graphs": 1}
+
+
+def test_strict_makes_a_module_that_runs_eagerly_an_error():
+    job = Job(tiny_model("M*"), graphs=True, ladder=Ladder.of([2], T), strict=True).capture()
+    job.runner.place(pack([30, 34], ladder=Ladder.of([2], T)))
+    with pytest.raises(GraphFallbackError, match=r"layers\.1: called with other arguments.*"):
+        job.runner.modules[1](torch.randn(T, 32, requires_grad=True), "something else")
+
+
+def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
+    eager, graphed = Job(tiny_model("M*")), Job(tiny_model("M*"), graphs=True)
+
+    def drive(micro_batch):
+        if micro_batch.packed.capacity == 12:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return graphed.drive(micro_batch)
+
+    graphed.runner.capture(drive, full_of)
+    assert "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate" in graphed.said[1]
+    for lengths in ([5] * 9, [30, 34], [1] * 40):
+        assert_equal(graphed.step(pack(lengths)), eager.step(pack(lengths)))
+    counters = graphed.runner.counters
+    assert counters.replays == 2 and counters.fallbacks == {"no graphs for its capacity": 1}
 
 
 def test_dropout_is_refused_by_name():
