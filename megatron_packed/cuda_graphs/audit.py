@@ -255,7 +255,7 @@ def _pairs(
 def _like(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     def normal(tensor: Tensor) -> Tensor:
         values = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32)
-        return values.to(tensor.dtype)
+        return torch.empty_like(tensor).copy_(values)
 
     return normal
 

@@ -53,6 +53,7 @@ class CapturedModule:
         parameters: those that get gradients, each with ``main_grad``.
         slot: where the metadata lies.
         engine: captures.
+        before: the module whose first output is the input of this one, both in the same memory.
         takes_packed: whether the module itself wants the metadata as an argument.
     """
 
@@ -63,12 +64,24 @@ class CapturedModule:
         slot: Slot,
         engine: Engine,
         *,
+        before: CapturedModule | None = None,
         takes_packed: bool = True,
     ) -> None:
         self._function, self._parameters, self.slot, self._engine = function, parameters, slot, engine
-        self.takes_packed = takes_packed
+        self.before, self.takes_packed = before, takes_packed
         self._live: Outputs | None = None
-        self._pending = False
+        self._replayed = self._pending = -1
+        """Of which generation of the slot the activations are, and of which they still wait for a backward."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the micro-batch in the slot was replayed forward and needs its activations still."""
+        return self._pending == self.slot.generation
+
+    def would_overwrite(self, hidden: Tensor) -> bool:
+        """Whether bringing ``hidden`` to its place would write over what the module before has given."""
+        before = self.before
+        return before is not None and before._replayed == self.slot.generation and not same_memory(hidden, self.input)
 
     def capture_forward(self, hidden: Tensor) -> Tensor:
         """Capture on ``hidden``, which becomes the static input; returns the static output."""
@@ -78,14 +91,14 @@ class CapturedModule:
         def forward() -> list[Tensor]:
             with torch.enable_grad():
                 self._live = Outputs.of(self._function(self._leaf))
-            return [tensor.detach() for tensor in self._live.tensors]
+            return [_writable(tensor.detach()) for tensor in self._live.tensors]
 
         self._forward, self.outputs = self._engine.capture(forward)
         assert self._live is not None
         self.spec = self._live.spec
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
         if not self.differentiable[0]:
-            raise TypeError("the first tensor that a captured module returns must depend on its input")
+            raise TypeError(INDEPENDENT)
         return self.outputs[0]
 
     def capture_backward(self, grad_outputs: Sequence[Tensor]) -> Tensor:
@@ -100,8 +113,9 @@ class CapturedModule:
                 for parameter, grad in zip(self._parameters, grads[1:]):
                     if grad is not None:
                         parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
-            assert grads[0] is not None
-            return grads[0]
+            if grads[0] is None:
+                raise TypeError(INDEPENDENT)
+            return _writable(grads[0])
 
         self._backward, self.grad_input = self._engine.capture(backward)
         return self.grad_input
@@ -132,6 +146,7 @@ class CapturedModule:
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         _bring(hidden, self.input)
+        self._replayed = self.slot.generation
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self.outputs)
 
@@ -149,7 +164,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, captured: CapturedModule) -> tuple[Tensor, ...]:
         outputs = captured.replay_forward(hidden)
         ctx.captured, ctx.generation = captured, captured.slot.generation
-        captured._pending = True
+        captured._pending = ctx.generation
         ctx.mark_non_differentiable(*(t for t, differs in zip(outputs, captured.differentiable) if not differs))
         return outputs
 
@@ -163,11 +178,22 @@ class _Replay(torch.autograd.Function):
                 f"{captured.slot.generation}, whose activations lie where its own lay; a micro-batch in a slot must be "
                 "done, forward and backward, before the next."
             )
-        if not captured._pending:
+        if not captured.awaits_backward:
             raise RuntimeError("backward through a replayed module ran twice; its activations are used up.")
-        captured._pending = False
+        captured._pending = -1
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
-        return captured.replay_backward(wanted), None
+        grad_hidden = captured.replay_backward(wanted)
+        # Autograd keeps a gradient that it is given where it can, in a leaf's ``grad`` for good.
+        return grad_hidden if captured.before is not None else grad_hidden.clone(), None
+
+
+INDEPENDENT = "the first tensor that a captured module returns must depend on its input"
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Itself, or a copy if several of its elements are the same memory, as behind ``expand``."""
+    overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.contiguous() if overlaps else tensor
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

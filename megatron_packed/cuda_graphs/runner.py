@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
-from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -49,11 +49,10 @@ class Planned(NamedTuple):
     """How a module will be captured."""
 
     module: GraphedModule
-    follows: bool
-    """Its input is the output of the module before it, so both are the same memory."""
-    shape: torch.Size
-    """Of its hidden states."""
-    dtype: torch.dtype
+    source: GraphedModule | None
+    """Its input is what this module returned, so both are the same memory where both are captured."""
+    hidden: Tensor
+    """Without memory; in shape, dtype and strides like its hidden states."""
     takes_packed: bool
 
 
@@ -63,18 +62,11 @@ class GraphedModule:
     Args:
         name: for messages.
         module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or nothing else.
-        strict: running eagerly where a graph was wanted is an error.
+        strict: running eagerly within a replayed micro-batch is an error.
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        slot: Slot,
-        engine: Engine,
-        counters: GraphCounters,
-        *,
-        strict: bool = False,
+        self, name: str, module: nn.Module, slot: Slot, engine: Engine, counters: GraphCounters, *, strict: bool
     ) -> None:
         self.name, self.module, self.slot = name, module, slot
         self.forward = module.forward
@@ -87,11 +79,14 @@ class GraphedModule:
         self.problem: str | None = None
         """What an observed call did that a graph cannot."""
         self._engine, self._counters, self._strict = engine, counters, strict
+        self._forward_was_replaced = "forward" in vars(module)
         module.forward = self
 
     def remove(self) -> None:
         """Give the module its own forward back, and give up all graphs."""
         del self.module.forward
+        if self._forward_was_replaced:
+            self.module.forward = self.forward
         self.forget()
 
     def forget(self, cell: Cell | None = None) -> None:
@@ -105,49 +100,93 @@ class GraphedModule:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def __call__(self, hidden: Tensor, *rest: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if self.mode == "observe":
-            return self._observe(hidden, *rest, **options)
+            return self._observe(args, options)
         current = self.slot.current
         if current is None or self.mode == "bypass":  # a micro-batch that runs eagerly was counted when it was placed
-            return self.forward(hidden, *rest, **options)
+            return self.forward(*args, **options)
+        if any(isinstance(value, PackedSeqParams) and value is not current for value in (*args, *options.values())):
+            return self.forward(*args, **options)  # of a pack that nobody placed, which is no fallback
         captured = self.captured.get(current.cell)
-        reason = self._not_replayable(captured, hidden, rest, options)
-        if captured is None or reason is not None:
-            why = f"{self.name}: {reason or self.refusals.get(current.cell)}"
-            if self._strict:
-                raise GraphFallbackError(f"a module would run eagerly, which --cuda-graph-strict forbids: {why}.")
-            self._counters.module_fallbacks[why] += 1
-            return self.forward(hidden, *rest, **options)
-        return captured.replay(hidden)
+        reason = self._why_eager(captured, current.cell, args, options)
+        if captured is not None and reason is None:
+            return captured.replay(args[0])
+        if self._strict:
+            raise GraphFallbackError(
+                f"a module would run eagerly, which --cuda-graph-strict forbids: {self.name}: {reason}."
+            )
+        self._counters.module_fallbacks[f"{self.name}: {reason}"] += 1
+        return self.forward(*args, **options)
 
-    def _not_replayable(
-        self, captured: CapturedModule | None, hidden: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
+    def _why_eager(
+        self, captured: CapturedModule | None, cell: Cell, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> str | None:
         if captured is None:
-            return None
-        if options or len(rest) > 1 or (rest and not self.slot.holds(rest[0])):
-            return "called with other arguments than hidden states and the slot's metadata"
+            return self.refusals.get(cell, "the warm-up did not run it")
+        hidden, takes_packed = args[0] if args else None, len(args) > 1 and self.slot.holds(args[1])
+        as_before = isinstance(hidden, Tensor) and takes_packed == captured.takes_packed
+        if options or len(args) != 1 + takes_packed or not as_before:
+            return "called with other arguments than in the warm-up"
         if hidden.shape != captured.input.shape or hidden.dtype != captured.input.dtype:
             return f"hidden states {tuple(hidden.shape)} {hidden.dtype} are not those it was captured with"
+        if torch.is_autocast_enabled(hidden.device.type):
+            return UNDER_AUTOCAST
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            return "its input asks for no gradient, and its graphs compute one"
+            return WITHOUT_INPUT_GRADIENT
+        if captured.awaits_backward:
+            return "it runs again before its backward, and its graphs have room for one run"
+        if captured.would_overwrite(hidden):
+            return "its input is no longer what the module before it returned"
         return None
 
-    def _observe(self, hidden: Tensor, *rest: Any, **options: Any) -> Any:
-        takes_packed = bool(rest) and self.slot.holds(rest[0])
-        before = self._engine.random_state(hidden.device)
-        result = self.forward(hidden, *rest, **options)
-        if not torch.equal(before, self._engine.random_state(hidden.device)):
-            self.problem = "it draws random numbers (dropout), and a graph would repeat them"
-        elif self.observed is not None:
-            self.problem = "it runs more than once in a micro-batch, and its graphs have room for one"
-        elif options or len(rest) > int(takes_packed):
-            self.problem = "it is called with more than hidden states and the pack's metadata"
-        elif any(getattr(parameter, "main_grad", None) is None for parameter in self.parameters):
-            self.problem = "it has parameters without main_grad (see FlatBuffers)"
-        self.observed = Observation(hidden, tree_leaves(result)[0], takes_packed)
+    def _observe(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        before = self._random_states()
+        result = self.forward(*args, **options)
+        takes_packed = len(args) > 1 and self.slot.holds(args[1])
+        leaves = tree_leaves(result)
+        self.problem = self._problem(args, options, takes_packed, leaves, before)
+        if self.problem is None:
+            self.observed = Observation(args[0], leaves[0], takes_packed)
         return result
+
+    def _problem(
+        self,
+        args: tuple[Any, ...],
+        options: Mapping[str, Any],
+        takes_packed: bool,
+        leaves: Sequence[object],
+        random_states: Sequence[Tensor],
+    ) -> str | None:
+        if self.observed is not None or self.problem is not None:
+            return self.problem or "it runs more than once in a micro-batch, and its graphs have room for one"
+        if not all(map(torch.equal, random_states, self._random_states())):
+            return "it draws random numbers (dropout), and a graph would repeat them"
+        if len(args) > 1 and isinstance(args[1], PackedSeqParams) and not takes_packed:
+            return "it is given metadata made from the slot's (by with_tables?), and its graphs read the slot's alone"
+        if options or len(args) != 1 + takes_packed or not isinstance(args[0], Tensor):
+            return "it is called with more than hidden states and the pack's metadata, or with keywords"
+        if any(getattr(parameter, "main_grad", None) is None for parameter in self.parameters):
+            return "it has parameters without main_grad (see FlatBuffers)"
+        if torch.is_autocast_enabled(args[0].device.type):
+            return UNDER_AUTOCAST
+        if torch.is_grad_enabled() and not args[0].requires_grad:
+            return WITHOUT_INPUT_GRADIENT
+        strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
+        if strangers or not leaves:
+            return f"it returns {' and '.join(sorted(strangers)) or 'nothing'}, and a graph can refresh tensors only"
+        foreign = {_storage(t) for t in (args[0], self.slot.buffer, *self.module.parameters(), *self.module.buffers())}
+        if any(isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign for leaf in leaves):
+            return "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
+        return None
+
+    def _random_states(self) -> list[Tensor]:
+        """Of the device's generator and the host's."""
+        return [self._engine.random_state(self.slot.buffer.device), torch.get_rng_state()]
+
+
+UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
+WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
 
 
 class _CaptureError(Exception):
@@ -174,6 +213,8 @@ class GraphRunner:
         warmup_steps: eager passes before each cell's capture.
         strict: any fallback is an error.
         say: takes progress, a sentence at a time.
+    Raises:
+        ValueError: a module has graphs already, or is a part of another one.
     """
 
     def __init__(
@@ -190,6 +231,7 @@ class GraphRunner:
         strict: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
+        _check_apart(modules)
         self.ladder, self.device, self.strict = ladder, device, strict
         self.engine: Engine = CudaEngine(device) if engine is None else engine
         self.slot = Slot(total_tokens, ladder.largest, device)
@@ -202,7 +244,7 @@ class GraphRunner:
         self._warmup_steps = max(warmup_steps, 1)
         self._table_graphs: dict[Cell, Graph] = {}
         self._outside: dict[tuple[object, ...], Tensor] = {}
-        self._read_by_graphs: list[tuple[Mapping[str, Any], str]] = []
+        self._used_by_graphs: list[tuple[Mapping[str, Any], str]] = []
         self._addresses: list[int] = []
 
     def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
@@ -216,35 +258,35 @@ class GraphRunner:
         """
         started = time.perf_counter()
         self.forget()
-        for cell in reversed(self.ladder.cells):
-            begun = time.perf_counter()
-            while not self._try_cell(cell, driver, make_dummy):
-                pass
-            count = sum(cell in module.captured for module in self.modules)
-            self.counters.memory_mib = self.engine.memory_mib()
-            self._say(
-                f"captured {count} of {len(self.modules)} modules for up to {cell.capacity} documents in "
-                f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
-            )
+        try:
+            # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
+            dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
+            plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
+            for cell, planned in plans.items():
+                self.slot.fill(dummies[cell], cell)
+                self._capture_cell(cell, planned)
+        except BaseException:  # what is half captured must not be replayed
+            self.forget()
+            raise
+        self.slot.vacate()
         self.counters.capture_seconds += time.perf_counter() - started
         # Places, not tensors: ``module.to()`` puts another tensor into a buffer's place.
-        self._read_by_graphs = [
-            (place, name)
-            for module in self.modules
-            if module.captured
-            for part in module.module.modules()
-            for place in (part._parameters, part._buffers)
-            for name, tensor in place.items()
-            if tensor is not None
-        ]
-        self._addresses = _addresses(self._read_by_graphs)
+        captured = [module for module in self.modules if module.captured]
+        parts = [part for module in captured for part in module.module.modules()]
+        places = [place for part in parts for place in (part._parameters, part._buffers)]
+        self._used_by_graphs = [(place, name) for place in places for name in place]
+        self._used_by_graphs += [(vars(weight), "main_grad") for module in captured for weight in module.parameters]
+        self._addresses = _addresses(self._used_by_graphs)
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
         """``micro_batch`` on the device, in one copy: in the slot where graphs can replay it, else beside it.
 
         Raises:
             GraphFallbackError: ``strict``, and it would run eagerly.
+            StaleMetadataError: it lay in the slot, where another one lies now.
         """
+        if isinstance(micro_batch.packed, SlotPackedSeqParams):
+            micro_batch.packed.check_current("buffer")
         cell = Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
         reason = self.why_eager(micro_batch, cell)
         if reason is None:
@@ -252,9 +294,11 @@ class GraphRunner:
             self.counters.replays += 1
             return self.fill(micro_batch, cell)
         if self.strict:
+            cure = ""
+            if micro_batch.packed.num_seqs > self.ladder.largest:
+                cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
             raise GraphFallbackError(
-                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}; raise "
-                "--cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack."
+                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}{cure}."
             )
         self.counters.fallbacks[reason] += 1
         self.slot.vacate()
@@ -268,8 +312,9 @@ class GraphRunner:
 
     @property
     def moved(self) -> bool:
-        """Whether a captured parameter or buffer has left the address that graphs read; then `capture` again."""
-        return self._addresses != _addresses(self._read_by_graphs)
+        """Whether a captured parameter, its gradient or a buffer has left the address that graphs use; then `capture`
+        again."""
+        return self._addresses != _addresses(self._used_by_graphs)
 
     def forget(self) -> None:
         """Give up all graphs and their memory; everything runs eagerly until the next capture."""
@@ -280,7 +325,7 @@ class GraphRunner:
         self._forget_tables()
         self.slot.forget_tables()
         self._outside.clear()
-        self._read_by_graphs, self._addresses = [], []
+        self._used_by_graphs, self._addresses = [], []
         self.engine.reset()
         self.counters.memory_mib = 0.0
 
@@ -299,48 +344,52 @@ class GraphRunner:
             return "weights have moved to other memory" if self.moved else None
         if micro_batch.packed.num_seqs > self.ladder.largest:
             return f"more than {self.ladder.largest} documents"
-        return "no graphs for its capacity" if self._table_graphs else "no graphs"
+        if not self._table_graphs:
+            return "no graphs"
+        return "no graphs for its capacity" if cell in self.ladder.cells else "built in the size of no cell"
 
-    def _try_cell(
-        self, cell: Cell, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
-    ) -> bool:
-        """Capture all modules that are not yet refused; False if one more had to be refused."""
-        modules = [module for module in self.modules if cell not in module.refusals]
-        if not modules:
-            return True
-        failure: tuple[GraphedModule | None, str] | None = None
-        planned: list[Planned] = []
+    def _capture_cell(self, cell: Cell, planned: Sequence[Planned]) -> None:
+        """Capture one cell, without the modules that turn out to be impossible."""
+        begun = time.perf_counter()
+        while planned:
+            failure = self._try_cell(cell, planned)
+            if failure is None:
+                break
+            self._drop_cell(cell)  # behind the handler, whose traceback held what the failed capture had allocated
+            module, reason = failure
+            if module is None:
+                self._refuse([one.module for one in planned], "no module", reason, cell)  # what all share failed
+            else:
+                self._refuse([module], f"{module.name} not", reason, cell)
+            planned = [one for one in planned if cell not in one.module.refusals]
+        self.counters.memory_mib = self.engine.memory_mib()
+        self._say(
+            f"captured {len(planned)} of {len(self.modules)} modules for up to {cell.capacity} documents in "
+            f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
+        )
+
+    def _try_cell(self, cell: Cell, planned: Sequence[Planned]) -> tuple[GraphedModule | None, str] | None:
+        """What failed, and why; None if nothing did."""
         try:
-            planned = self._warm_up(modules, driver, make_dummy(cell), cell)
             self._capture_tables(cell)
             self._capture_forward(planned, cell)
             self._capture_backward(planned, cell)
         except _CaptureError as error:
-            failure = error.module, error.reason
-        if failure is None and planned:
-            for one in planned:
-                one.module.captured[cell].release()
-            self.counters.captures += 1 + 2 * len(planned)
-            return True
-        self._drop_cell(cell)  # behind the handler, whose traceback held what the failed capture had allocated
-        if failure is not None:
-            self._refuse(*failure, modules, cell)
-        return failure is None
+            return error.module, error.reason
+        for one in planned:
+            one.module.captured[cell].release()
+        self.counters.captures += 1 + 2 * len(planned)
+        return None
 
-    def _refuse(
-        self, module: GraphedModule | None, reason: str, modules: Sequence[GraphedModule], cell: Cell
-    ) -> None:
-        for refused in modules if module is None else [module]:
-            refused.refusals[cell] = reason
-        what = "no module" if module is None else f"{module.name} not"
+    def _refuse(self, modules: Sequence[GraphedModule], what: str, reason: str, cell: Cell) -> None:
+        for module in modules:
+            module.refusals[cell] = reason
         sentence = f"{what} captured for up to {cell.capacity} documents: {reason}"
         if self.strict:
             raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
         self._say(f"{sentence}; it runs eagerly")
 
-    def _warm_up(
-        self, modules: Sequence[GraphedModule], driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell
-    ) -> list[Planned]:
+    def _warm_up(self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell) -> list[Planned]:
         """Eager passes on the stream of the captures: kernels are tuned, workspaces made, and calls are observed."""
         try:
             with self.engine.side_stream():
@@ -348,30 +397,38 @@ class GraphRunner:
                     self.slot.set_tables(cell, {})  # what is derived must not come from what was derived before
                     packed = self.slot.fill(dummy, cell).packed
                     self.slot.set_tables(cell, self.tables(packed))
-                    last = number == self._warmup_steps - 1
                     for module in self.modules:
-                        module.mode = "observe" if last and module in modules else "bypass"
+                        module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
                     driver(self.slot.fill(dummy, cell))  # once more, with its tables
-            return self._plan(modules)
-        except torch.OutOfMemoryError as error:  # an eager step has more room: it reuses what steps before it freed
-            raise _CaptureError(None, f"warm-up found no memory: {error}".splitlines()[0]) from error
+                return self._plan(cell)
+        except torch.OutOfMemoryError as error:
+            reason = f"warm-up found no memory: {error}".splitlines()[0]
         finally:
+            self.slot.vacate()
+            self.slot.set_tables(cell, {})
             for module in self.modules:
                 module.mode, module.observed, module.problem = "replay", None, None
+        self._refuse(self.modules, "no module", reason, cell)
+        return []
 
-    @staticmethod
-    def _plan(modules: Sequence[GraphedModule]) -> list[Planned]:
+    def _plan(self, cell: Cell) -> list[Planned]:
+        """What can be captured, by what the last warm-up has shown; keeps none of its tensors."""
         planned: list[Planned] = []
-        before: Observation | None = None
-        for module in modules:
-            if module.problem is not None:
-                raise _CaptureError(module, module.problem)
+        before: GraphedModule | None = None
+        for module in self.modules:
             found = module.observed
-            if found is None:  # the model did not run it
-                continue
-            follows = before is not None and found.hidden is before.output
-            planned.append(Planned(module, follows, found.hidden.shape, found.hidden.dtype, found.takes_packed))
-            before = found
+            if module.problem in module.refusals.values():
+                module.refusals[cell] = str(module.problem)  # said before, for a larger cell
+            elif module.problem is not None:
+                self._refuse([module], f"{module.name} not", module.problem, cell)
+            elif found is not None:  # else the model did not run it
+                observed = None if before is None else before.observed
+                source = before if observed is not None and found.hidden is observed.output else None
+                hidden = torch.empty_like(found.hidden, device="meta", requires_grad=False)
+                planned.append(Planned(module, source, hidden, found.takes_packed))
+                before = module
+        for module in self.modules:
+            module.observed = None  # before the warm-up's memory goes back
         return planned
 
     def _capture_tables(self, cell: Cell) -> None:
@@ -383,36 +440,37 @@ class GraphRunner:
 
     def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
         static = self.slot.static(cell)
-        hidden: Tensor | None = None
-        for module, follows, shape, dtype, takes_packed in planned:
-            if not follows or hidden is None:
-                hidden = self._static_outside((module.name, "input"), shape, dtype)
+        before: CapturedModule | None = None
+        for module, source, hidden, takes_packed in planned:
+            if source is None or cell not in source.captured:
+                before = None
             function = _with_packed(module.forward, static) if takes_packed else module.forward
-            captured = CapturedModule(function, module.parameters, self.slot, self.engine, takes_packed=takes_packed)
-            module.captured[cell] = captured
+            captured = module.captured[cell] = CapturedModule(
+                function, module.parameters, self.slot, self.engine, before=before, takes_packed=takes_packed
+            )
             with _capturing(module):
-                hidden = captured.capture_forward(hidden)
+                captured.capture_forward(
+                    self._static_outside((module.name, "input"), hidden) if before is None else before.outputs[0]
+                )
+            before = captured
 
     def _capture_backward(self, planned: Sequence[Planned], cell: Cell) -> None:
-        grad_hidden: Tensor | None = None
+        after: CapturedModule | None = None
         for one in reversed(planned):
             captured = one.module.captured[cell]
-            wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
-            grads = [
-                grad_hidden
-                if number == 0 and grad_hidden is not None
-                else self._static_outside((one.module.name, "grad", number), tensor.shape, tensor.dtype)
-                for number, tensor in enumerate(wanted)
-            ]
             with _capturing(one.module):
-                grad_input = captured.capture_backward(grads)
-            grad_hidden = grad_input if one.follows else None
+                wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
+                grads = [self._static_outside((one.module.name, "grad", n), t) for n, t in enumerate(wanted)]
+                if after is not None and after.before is captured:
+                    grads[0] = after.grad_input
+                captured.capture_backward(grads)
+            after = captured
 
-    def _static_outside(self, key: tuple[object, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
         """Memory outside the graphs' pool, the same for all cells: where callers' tensors are brought."""
-        key = (*key, shape, dtype)
+        key = (*key, like.shape, like.stride(), like.dtype)
         if key not in self._outside:
-            self._outside[key] = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._outside[key] = torch.zeros_like(like, device=self.device)
         return self._outside[key]
 
     def _drop_cell(self, cell: Cell) -> None:
@@ -429,8 +487,29 @@ class GraphRunner:
             graph.reset()
         self._table_graphs.clear()
 
+
+def _check_apart(modules: Mapping[str, nn.Module]) -> None:
+    """
+    Raises:
+        ValueError: a module has graphs already, or is a part of another one.
+    """
+    names = {id(module): name for name, module in modules.items()}
+    for name, module in modules.items():
+        if isinstance(module.forward, GraphedModule):
+            raise ValueError(f"{name} has the graphs of another runner; close that one first.")
+        for part in module.modules():
+            other = names.get(id(part), name)
+            if other != name:
+                raise ValueError(f"{other} is (a part of) {name}; capture one of the two.")
+
+
 def _addresses(places: Sequence[tuple[Mapping[str, Any], str]]) -> list[int]:
-    return [place[name].data_ptr() for place, name in places]
+    tensors = (place.get(name) for place, name in places)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _with_packed(function: Callable[..., object], packed: PackedSeqParams) -> Callable[[Tensor], object]:

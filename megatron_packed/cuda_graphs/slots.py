@@ -46,13 +46,20 @@ class SlotPackedSeqParams(PackedSeqParams):
 
     def __getattribute__(self, name: str) -> object:
         if name in _IN_THE_SLOT:
-            slot, generation = object.__getattribute__(self, "slot"), object.__getattribute__(self, "generation")
-            if slot.generation != generation:
-                raise StaleMetadataError(
-                    f"{name} of micro-batch {generation} was read when the slot already held micro-batch "
-                    f"{slot.generation}; a micro-batch in a slot must be done, forward and backward, before the next."
-                )
+            object.__getattribute__(self, "check_current")(name)
         return object.__getattribute__(self, name)
+
+    def check_current(self, name: str) -> None:
+        """
+        Raises:
+            StaleMetadataError: another micro-batch lies in the slot; ``name`` is what was to be read.
+        """
+        slot, generation = object.__getattribute__(self, "slot"), object.__getattribute__(self, "generation")
+        if slot.generation != generation:
+            raise StaleMetadataError(
+                f"{name} of micro-batch {generation} was read when the slot already held micro-batch "
+                f"{slot.generation}; a micro-batch in a slot must be done, forward and backward, before the next."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

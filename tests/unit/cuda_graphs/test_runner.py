@@ -257,7 +257,7 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
         return graphed.drive(micro_batch)
 
     graphed.runner.capture(drive, full_of)
-    assert "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate" in graphed.said[1]
+    assert "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate" in graphed.said[0]
     for lengths in ([5] * 9, [30, 34], [1] * 40):
         assert_equal(graphed.step(pack(lengths)), eager.step(pack(lengths)))
     counters = graphed.runner.counters
