@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.cuda_graphs.capture import CapturedModule
-from megatron_packed.cuda_graphs.runner import GraphedModule, GraphRunner
+from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams

@@ -1,9 +1,8 @@
 """Replay or eager: which modules are captured for which cells, and where each micro-batch runs.
 
-A captured module keeps its place in the model. Its ``forward`` is replaced by a `GraphedModule`, which replays when the
-micro-batch lies in the slot and calls the module's own forward otherwise. So a model runs as it is written, a
-micro-batch beyond the largest cell runs eagerly with identical results, and a module whose capture fails is eager among
-captured ones.
+A captured module keeps its place in the model (`graphed_module`). So a model runs as it is written, a micro-batch
+beyond the largest cell runs eagerly with identical results, and a module whose capture fails is eager among captured
+ones.
 
 [Note: order of memory]
 All graphs of a slot share one memory pool. Within a cell they are captured in the order in which they are replayed:
@@ -21,28 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
+from megatron_packed.cuda_graphs.graphed_module import GraphedModule, GraphFallbackError
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
-
-
-class GraphFallbackError(RuntimeError):
-    """Something ran, or would run, eagerly where that was forbidden."""
-
-
-class Observation(NamedTuple):
-    """One call of a module in a warm-up: what it was given and what it gave."""
-
-    hidden: Tensor
-    output: Tensor
-    """The first tensor of what it returned."""
-    takes_packed: bool
 
 
 class Planned(NamedTuple):
@@ -54,139 +40,6 @@ class Planned(NamedTuple):
     hidden: Tensor
     """Without memory; in shape, dtype and strides like its hidden states."""
     takes_packed: bool
-
-
-class GraphedModule:
-    """Stands where a module's forward stood.
-
-    Args:
-        name: for messages.
-        module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or nothing else.
-        strict: running eagerly within a replayed micro-batch is an error.
-    """
-
-    def __init__(
-        self, name: str, module: nn.Module, slot: Slot, engine: Engine, counters: GraphCounters, *, strict: bool
-    ) -> None:
-        self.name, self.module, self.slot = name, module, slot
-        self.forward = module.forward
-        self.captured: dict[Cell, CapturedModule] = {}
-        self.refusals: dict[Cell, str] = {}
-        """Why it is not captured for a cell."""
-        self.mode = "replay"
-        """Or ``observe`` and ``bypass``, in warm-ups."""
-        self.observed: Observation | None = None
-        self.problem: str | None = None
-        """What an observed call did that a graph cannot."""
-        self._engine, self._counters, self._strict = engine, counters, strict
-        self._forward_was_replaced = "forward" in vars(module)
-        module.forward = self
-
-    def remove(self) -> None:
-        """Give the module its own forward back, and give up all graphs."""
-        del self.module.forward
-        if self._forward_was_replaced:
-            self.module.forward = self.forward
-        self.forget()
-
-    def forget(self, cell: Cell | None = None) -> None:
-        """Give up the graphs of one cell, or of all."""
-        for one in [cell] if cell is not None else list(self.captured):
-            captured = self.captured.pop(one, None)
-            if captured is not None:
-                captured.reset()
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if self.mode == "observe":
-            return self._observe(args, options)
-        current = self.slot.current
-        if current is None or self.mode == "bypass":  # a micro-batch that runs eagerly was counted when it was placed
-            return self.forward(*args, **options)
-        if any(isinstance(value, PackedSeqParams) and value is not current for value in (*args, *options.values())):
-            return self.forward(*args, **options)  # of a pack that nobody placed, which is no fallback
-        captured = self.captured.get(current.cell)
-        reason = self._why_eager(captured, current.cell, args, options)
-        if captured is not None and reason is None:
-            return captured.replay(args[0])
-        if self._strict:
-            raise GraphFallbackError(
-                f"a module would run eagerly, which --cuda-graph-strict forbids: {self.name}: {reason}."
-            )
-        self._counters.module_fallbacks[f"{self.name}: {reason}"] += 1
-        return self.forward(*args, **options)
-
-    def _why_eager(
-        self, captured: CapturedModule | None, cell: Cell, args: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> str | None:
-        if captured is None:
-            return self.refusals.get(cell, "the warm-up did not run it")
-        hidden, takes_packed = args[0] if args else None, len(args) > 1 and self.slot.holds(args[1])
-        as_before = isinstance(hidden, Tensor) and takes_packed == captured.takes_packed
-        if options or len(args) != 1 + takes_packed or not as_before:
-            return "called with other arguments than in the warm-up"
-        if hidden.shape != captured.input.shape or hidden.dtype != captured.input.dtype:
-            return f"hidden states {tuple(hidden.shape)} {hidden.dtype} are not those it was captured with"
-        if torch.is_autocast_enabled(hidden.device.type):
-            return UNDER_AUTOCAST
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            return WITHOUT_INPUT_GRADIENT
-        if captured.awaits_backward:
-            return "it runs again before its backward, and its graphs have room for one run"
-        if captured.would_overwrite(hidden):
-            return "its input is no longer what the module before it returned"
-        return None
-
-    def _observe(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        before = self._random_states()
-        result = self.forward(*args, **options)
-        takes_packed = len(args) > 1 and self.slot.holds(args[1])
-        leaves = tree_leaves(result)
-        self.problem = self._problem(args, options, takes_packed, leaves, before)
-        if self.problem is None:
-            self.observed = Observation(args[0], leaves[0], takes_packed)
-        return result
-
-    def _problem(
-        self,
-        args: tuple[Any, ...],
-        options: Mapping[str, Any],
-        takes_packed: bool,
-        leaves: Sequence[object],
-        random_states: Sequence[Tensor],
-    ) -> str | None:
-        if self.observed is not None or self.problem is not None:
-            return self.problem or "it runs more than once in a micro-batch, and its graphs have room for one"
-        if not all(map(torch.equal, random_states, self._random_states())):
-            return "it draws random numbers (dropout), and a graph would repeat them"
-        if len(args) > 1 and isinstance(args[1], PackedSeqParams) and not takes_packed:
-            return "it is given metadata made from the slot's (by with_tables?), and its graphs read the slot's alone"
-        if options or len(args) != 1 + takes_packed or not isinstance(args[0], Tensor):
-            return "it is called with more than hidden states and the pack's metadata, or with keywords"
-        if any(getattr(parameter, "main_grad", None) is None for parameter in self.parameters):
-            return "it has parameters without main_grad (see FlatBuffers)"
-        if torch.is_autocast_enabled(args[0].device.type):
-            return UNDER_AUTOCAST
-        if torch.is_grad_enabled() and not args[0].requires_grad:
-            return WITHOUT_INPUT_GRADIENT
-        strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
-        if strangers or not leaves:
-            return f"it returns {' and '.join(sorted(strangers)) or 'nothing'}, and a graph can refresh tensors only"
-        foreign = {_storage(t) for t in (args[0], self.slot.buffer, *self.module.parameters(), *self.module.buffers())}
-        if any(isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign for leaf in leaves):
-            return "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
-        return None
-
-    def _random_states(self) -> list[Tensor]:
-        """Of the device's generator and the host's."""
-        return [self._engine.random_state(self.slot.buffer.device), torch.get_rng_state()]
-
-
-UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
-WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
 
 
 class _CaptureError(Exception):
@@ -506,10 +359,6 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
 def _addresses(places: Sequence[tuple[Mapping[str, Any], str]]) -> list[int]:
     tensors = (place.get(name) for place, name in places)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _with_packed(function: Callable[..., object], packed: PackedSeqParams) -> Callable[[Tensor], object]:
