@@ -131,6 +131,10 @@ def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
     if described.kind.many:
         if shown == described.option.empty_word:
             return ()
+        word = described.option.empty_word
+        if word and word in texts:
+            cure = f"give {word} alone, or leave {word} out"
+            raise WrongValueError(Problem(flag, shown, f"has {word} among other values", cure))
         return tuple(from_text(described, text) for text in texts)
     if len(texts) > 1:
         raise WrongValueError(Problem(flag, shown, "takes one value", f"write {example}; put spaces into quotes"))
