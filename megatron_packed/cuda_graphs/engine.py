@@ -49,9 +49,15 @@ class Engine(Protocol):
 
 
 class CudaEngine:
-    """torch's CUDA graphs on one device."""
+    """torch's CUDA graphs on one device.
+
+    Raises:
+        ValueError: the device is no GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"CUDA graphs need a GPU, and the device is {device}.")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.reset()

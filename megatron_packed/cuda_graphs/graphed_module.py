@@ -7,7 +7,7 @@ in a warm-up and says what a graph could not repeat of it, and looks at every la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
 UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
+IN_EVALUATION_MODE = "it is in evaluation mode and asked for gradients, and its graphs are those of training"
 WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
 
 
@@ -70,6 +71,12 @@ class GraphedModule:
             self.module.forward = self.forward
         self.forget()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self.name} has CUDA graphs, which can be neither copied nor saved; copy or save its state_dict(), or "
+            "close the graphs first."
+        )
+
     def forget(self, cell: Cell | None = None) -> None:
         """Give up the graphs of one cell, or of all."""
         for one in [cell] if cell is not None else list(self.captured):
@@ -113,6 +120,8 @@ class GraphedModule:
             return f"hidden states {tuple(hidden.shape)} {hidden.dtype} are not those it was captured with"
         if torch.is_autocast_enabled(hidden.device.type):
             return UNDER_AUTOCAST
+        if torch.is_grad_enabled() and not self.module.training:
+            return IN_EVALUATION_MODE
         if torch.is_grad_enabled() and not hidden.requires_grad:
             return WITHOUT_INPUT_GRADIENT
         if captured.awaits_backward:
@@ -151,6 +160,8 @@ class GraphedModule:
             return "it has parameters without main_grad (see FlatBuffers)"
         if torch.is_autocast_enabled(args[0].device.type):
             return UNDER_AUTOCAST
+        if not self.module.training:
+            return IN_EVALUATION_MODE
         if torch.is_grad_enabled() and not args[0].requires_grad:
             return WITHOUT_INPUT_GRADIENT
         strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}

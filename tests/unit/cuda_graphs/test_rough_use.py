@@ -1,5 +1,8 @@
 """What users do to captured modules: other calls, other contexts, strange results, interruptions. Right, or refused."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from stand_in import RecordingEngine
@@ -288,6 +291,17 @@ def test_inference_mode_replays_and_leaves_training_possible():
     chain.check()
 
 
+def test_evaluation_with_gradients_runs_eagerly():
+    """Graphs are those of training mode; without gradients the outputs are what counts, and are the same."""
+    modal = Foreign(lambda self, hidden, computed, packed: computed * (2 if self.training else 3))
+    chain = Chain(modal).capture()
+    modal.eval()
+    chain.check(replays=False)
+    assert chain.runner.counters.module_fallbacks.total() == 3
+    chain.capture()
+    assert "module 0 not captured for up to 4 documents: it is in evaluation mode" in chain.said[-2]
+
+
 def test_a_frozen_beginning_is_refused():
     """What comes first gets hidden states without a gradient, and its graphs would compute one."""
 
@@ -404,6 +418,20 @@ def test_close_gives_a_replaced_forward_back():
     chain.check()
     chain.runner.close()
     assert module.forward is mine
+
+
+def test_copies_and_pickles_are_refused_until_the_graphs_are_closed():
+    chain = Chain(nn.Linear(D, D), call=lambda module, hidden, packed: module(hidden)).capture()
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"module 0 has CUDA graphs.*state_dict\(\), or close"):
+            make(chain.modules[0])
+    chain.runner.close()
+    assert torch.equal(copy.deepcopy(chain.modules[0]).weight, chain.modules[0].weight)
+
+
+def test_without_a_gpu_the_engine_says_so():
+    with pytest.raises(ValueError, match="CUDA graphs need a GPU, and the device is cpu"):
+        GraphRunner({"module": Foreign()}, total_tokens=T, ladder=ONE, device=torch.device("cpu"))
 
 
 def test_a_gradient_that_moved_is_noticed():
