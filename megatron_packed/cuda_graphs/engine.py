@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TypeVar
@@ -60,6 +61,7 @@ class CudaEngine:
             raise ValueError(f"CUDA graphs need a GPU, and the device is {device}.")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._failed = False
         self.reset()
 
     def reset(self) -> None:
@@ -69,6 +71,9 @@ class CudaEngine:
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        if self._failed:  # what a failed capture took is free by now, and in nobody's reach until it goes back
+            torch.cuda.empty_cache()
+            self._failed = False
         before = torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -76,13 +81,20 @@ class CudaEngine:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = function()
+                self._end(graph)  # fails itself where an error was swallowed, or work on another stream not awaited
             except BaseException:
+                self._failed = True
                 self._end_failed(graph)
                 raise
-            graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._reserved += torch.cuda.memory_reserved(self.device) - before
         return graph, result
+
+    @staticmethod
+    def _end(graph: torch.cuda.CUDAGraph) -> None:
+        with warnings.catch_warnings():  # a model without attention and experts has tables without a kernel
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            graph.capture_end()
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
         """What went wrong may have invalidated the capture. torch then leaves it half open: its allocator goes on
