@@ -101,7 +101,7 @@ class CudaEngine:
         recording into the pool, and its generator believes in a capture. Both are set right, and the pool is left to
         the graphs that have it."""
         try:
-            graph.capture_end()
+            self._end(graph)
             return
         except RuntimeError:  # it tells of the invalidated capture; what invalidated it is what counts
             pass
