@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import lru_cache
 from itertools import combinations, pairwise
 
@@ -385,6 +386,19 @@ def asks_for_a_value(result):
     result.sum().item()
 
 
+def swallows_the_error(result):
+    with suppress(RuntimeError):
+        result.sum().item()
+
+
+def forgets_a_stream(result):
+    """Queues work on another stream and never waits for it: only the end of the capture finds out."""
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        result.detach() * 2
+
+
 def wants_all_memory(result):
     if torch.cuda.is_current_stream_capturing():
         torch.empty(1 << 46, dtype=torch.uint8, device=DEVICE)
@@ -435,7 +449,7 @@ def released():
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-@pytest.mark.parametrize("trouble", [asks_for_a_value, wants_all_memory])
+@pytest.mark.parametrize("trouble", [asks_for_a_value, swallows_the_error, forgets_a_stream, wants_all_memory])
 def test_a_module_that_cannot_be_captured_fails_alone(trouble):
     """The others are captured and replayed; nothing of the failure stays: kernels, random numbers, captures, memory."""
     Chain(None).runner.close()  # what libraries keep, once and for all
