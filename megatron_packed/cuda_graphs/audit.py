@@ -17,14 +17,14 @@ keep what they know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.capture import CapturedModule, kept
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.packed.capacity import Cell
@@ -196,9 +196,10 @@ def _run_eagerly(
     temporary = {name: torch.zeros_like(main_grad) for name, main_grad in originals.items()}
     _set_main_grads(named, temporary)
     try:
-        once = CapturedModule(function, module.parameters, captured.slot, _Immediate())
-        once.capture_forward(hidden.clone())
-        once.capture_backward([gradient.clone() for gradient in grads])
+        with kept(module.module.buffers()):
+            once = CapturedModule(function, module.parameters, captured.slot, _Immediate())
+            once.capture_forward(hidden.clone())
+            once.capture_backward([gradient.clone() for gradient in grads])
     finally:
         _set_main_grads(named, originals)
     return _Results(once.outputs, once.grad_input, temporary)
@@ -210,12 +211,14 @@ def _run_replayed(
     for tensor in (*captured.outputs, captured.grad_input):
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))
-    named = _named(module)
-    with _kept(parameter.main_grad for parameter in named.values()):  # type: ignore[attr-defined]
+    gradients = {name: parameter.main_grad for name, parameter in _named(module).items()}  # type: ignore[attr-defined]
+    with kept([*gradients.values(), *module.module.buffers()]):
+        for gradient in gradients.values():
+            gradient.zero_()
         with torch.no_grad():
             outputs = [tensor.clone() for tensor in captured.replay_forward(hidden)]
             input_gradient = captured.replay_backward(grads).clone()
-        gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}  # type: ignore[attr-defined]
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     return _Results(outputs, input_gradient, gradients)
 
 
@@ -226,19 +229,6 @@ def _named(module: GraphedModule) -> dict[str, nn.Parameter]:
 def _set_main_grads(parameters: Mapping[str, nn.Parameter], main_grads: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         parameter.main_grad = main_grads[name]  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _kept(tensors: Iterator[Tensor]) -> Iterator[None]:
-    """Zeros in ``tensors`` for a while, and then what was there before."""
-    kept = [(tensor, tensor.clone()) for tensor in tensors]
-    for tensor, _ in kept:
-        tensor.zero_()
-    try:
-        yield
-    finally:
-        for tensor, before in kept:
-            tensor.copy_(before)
 
 
 def _pairs(

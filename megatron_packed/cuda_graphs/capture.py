@@ -9,7 +9,8 @@ layers' own backward does or, where autograd forms a gradient, in its stead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -185,6 +186,18 @@ class _Replay(torch.autograd.Function):
         grad_hidden = captured.replay_backward(wanted)
         # Autograd keeps a gradient that it is given where it can, in a leaf's ``grad`` for good.
         return grad_hidden if captured.before is not None else grad_hidden.clone(), None
+
+
+@contextmanager
+def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """What lies in ``tensors`` lies there again afterwards, at the same addresses."""
+    before = [(tensor, tensor.detach().clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, values in before:
+                tensor.copy_(values)
 
 
 INDEPENDENT = "the first tensor that a captured module returns must depend on its input"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.capture import CapturedModule, kept
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule, GraphFallbackError
@@ -101,7 +101,8 @@ class GraphRunner:
         self._addresses: list[int] = []
 
     def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Capture every cell, the largest first. Call it between steps: gradients hold garbage afterwards.
+        """Capture every cell, the largest first. Call it between steps: gradients hold garbage afterwards, all
+        else is as before.
 
         Args:
             driver: forward and backward of one micro-batch, as in training.
@@ -112,12 +113,8 @@ class GraphRunner:
         started = time.perf_counter()
         self.forget()
         try:
-            # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
-            dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
-            plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
-            for cell, planned in plans.items():
-                self.slot.fill(dummies[cell], cell)
-                self._capture_cell(cell, planned)
+            with kept(buffer for module in self.modules for buffer in module.module.buffers()):
+                self._capture_all(driver, make_dummy)
         except BaseException:  # what is half captured must not be replayed
             self.forget()
             raise
@@ -200,6 +197,14 @@ class GraphRunner:
         if not self._table_graphs:
             return "no graphs"
         return "no graphs for its capacity" if cell in self.ladder.cells else "built in the size of no cell"
+
+    def _capture_all(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
+        dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
+        plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
+        for cell, planned in plans.items():
+            self.slot.fill(dummies[cell], cell)
+            self._capture_cell(cell, planned)
 
     def _capture_cell(self, cell: Cell, planned: Sequence[Planned]) -> None:
         """Capture one cell, without the modules that turn out to be impossible."""

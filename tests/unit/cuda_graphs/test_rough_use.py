@@ -496,3 +496,41 @@ def test_the_router_alone_with_a_bias_that_moves(names):
         for job, values in zip(jobs, results):
             job.model.update_expert_bias(values[4])
     assert not jobs[1].runner.counters.module_fallbacks and jobs[1].runner.counters.replays == 4
+
+
+class Counting(Foreign):
+    """Counts its calls in a buffer, which graphs write as they write anything, and lets the count into its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden, packed):
+        result = super().forward(hidden, packed) * (self.calls + 1)
+        with torch.no_grad():
+            self.calls += 1
+        return result
+
+
+class CountingEngine(RecordingEngine):
+    """As on a GPU: a capture computes nothing."""
+
+    def capture(self, function):
+        before = [module.calls.clone() for module in self.counting]
+        captured = super().capture(function)
+        for module, calls in zip(self.counting, before):
+            module.calls.copy_(calls)
+        return captured
+
+
+def test_what_a_module_counts_is_neither_capture_nor_audit():
+    modules = [Counting(), Counting()]
+    engine = CountingEngine()
+    engine.counting = modules
+    chain = Chain(*modules, engine=engine).capture()
+    assert [module.calls.item() for module in modules] == [0, 0]
+    for wanted in (1, 2):
+        chain.drive(chain.runner.place(pack(FIRST, ladder=ONE)))
+        assert [module.calls.item() for module in modules] == [wanted, wanted]
+        assert audit(chain.runner, pack(SECOND, ladder=ONE), deterministic=True).modules == 2
+    assert not chain.runner.counters.module_fallbacks
