@@ -1,12 +1,19 @@
 """Shared by all tests: one thread per process, and GPU tests skip with their reason."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.testing import WorkerPools
 
 torch.set_num_threads(1)
 
@@ -18,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA GPUs, {count} here"))
         elif item.get_closest_marker("gpu") and count < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, none here"))
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[WorkerPools]:
+    """Processes that all distributed tests share: ``pools.run(fn, world_size, *args, layout={"tp_size": 2})``."""
+    from megatron_packed.distributed.testing import WorkerPools
+
+    with WorkerPools() as made:
+        yield made

@@ -15,18 +15,18 @@ from typing import Literal
 
 from megatron_packed.config.errors import ConfigError, Problem
 
-DENSE_AXES = ("dp", "cp", "tp")
-EXPERT_AXES = ("expert_dp", "ep", "expert_tp")
+Axis = Literal["tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp_ep", "expert_dp"]
+
+DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
+EXPERT_AXES: tuple[Axis, ...] = ("expert_dp", "ep", "expert_tp")
 """Axes of the two grids, slowest first."""
 
-Axis = Literal["tp", "cp", "dp", "dp_cp", "tp_cp", "ep", "expert_tp", "expert_tp_ep", "expert_dp"]
-
-GROUP_AXES: dict[Axis, tuple[str, ...]] = {
+GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
+    "tp_cp": ("cp", "tp"),
     "dp": ("dp",),
     "dp_cp": ("dp", "cp"),
-    "tp_cp": ("cp", "tp"),
     "ep": ("ep",),
     "expert_tp": ("expert_tp",),
     "expert_tp_ep": ("ep", "expert_tp"),
@@ -107,7 +107,7 @@ class Layout:
         """All groups of this kind, by their first rank: every rank is in exactly one."""
         return sorted({self.ranks(axis, rank) for rank in range(self.world_size)})
 
-    def _grid(self, axis: Axis) -> dict[str, int]:
+    def _grid(self, axis: Axis) -> dict[Axis, int]:
         """Sizes of the grid that ``axis`` belongs to, slowest first."""
         if GROUP_AXES[axis][0] in DENSE_AXES:
             return {"dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}

@@ -2,6 +2,12 @@
 
 A size of 1 is the identity: its group is ``None``, no collective is called, and a run with one process needs no process
 group at all. Everything below ``training/`` receives a ``ParallelGroups`` (or its integers); nothing reads a global.
+
+[Note: who shares a communicator]
+Groups with the same ranks are one group, so that a layout of few axes has few communicators, but never across these two
+kinds: those that a forward or backward pass waits for (``tp``, ``cp``, ``ep``, ...), and those of gradients and weights
+(``dp``, ``dp_cp``, ``expert_dp``). A communicator works through its collectives one by one; gradients on their way
+would hold up the exchange of tokens, however well the two could overlap.
 """
 
 from __future__ import annotations
@@ -11,13 +17,15 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-DATA_PARALLEL_AXIS = "dp"
+from megatron_packed.config.layout import DENSE_AXES, EXPERT_AXES, GROUP_AXES, Axis, Layout
+
+_GRADIENT_AXES: tuple[Axis, ...] = ("dp", "dp_cp", "expert_dp")
 
 
 class BackendConfig(Protocol):
@@ -39,25 +47,48 @@ class ParallelGroups:
     rank: int = 0
     local_rank: int = 0
     """Number of this process on its host."""
+    world_group: dist.ProcessGroup | None = None
+    """All ranks: for what concerns the run as a whole (checkpoints, decisions, the norm of all gradients)."""
     mesh: DeviceMesh | None = None
-    """One axis, ``dp``; ``None`` when the world is one process."""
+    """The dense grid (``dp``, ``cp``, ``tp``, those of more than one rank) over the groups below; ``None`` in a world
+    of one process."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks as experts see them: ``expert_dp``, ``ep``, ``expert_tp``."""
 
-    dp_group: dist.ProcessGroup | None = None
-    dp_size: int = 1
-    dp_rank: int = 0
     tp_group: dist.ProcessGroup | None = None
+    """Ranks that share each matrix of a dense layer."""
     tp_size: int = 1
     tp_rank: int = 0
     cp_group: dist.ProcessGroup | None = None
+    """Ranks that share the tokens of a pack."""
     cp_size: int = 1
     cp_rank: int = 0
-    ep_group: dist.ProcessGroup | None = None
-    ep_size: int = 1
-    ep_rank: int = 0
+    tp_cp_group: dist.ProcessGroup | None = None
+    """Ranks that work on one pack."""
+    tp_cp_size: int = 1
+    tp_cp_rank: int = 0
+    dp_group: dist.ProcessGroup | None = None
+    """Ranks that hold the same shard of dense layers and the same places of different packs."""
+    dp_size: int = 1
+    dp_rank: int = 0
     dp_cp_group: dist.ProcessGroup | None = None
+    """Ranks that hold the same shard of dense layers: their gradients are summed."""
     dp_cp_size: int = 1
     dp_cp_rank: int = 0
+    ep_group: dist.ProcessGroup | None = None
+    """Ranks that share the experts of a layer."""
+    ep_size: int = 1
+    ep_rank: int = 0
+    expert_tp_group: dist.ProcessGroup | None = None
+    """Ranks that share each matrix of an expert."""
+    expert_tp_size: int = 1
+    expert_tp_rank: int = 0
+    expert_tp_ep_group: dist.ProcessGroup | None = None
+    """Ranks that together hold all experts of a layer once."""
+    expert_tp_ep_size: int = 1
+    expert_tp_ep_rank: int = 0
     expert_dp_group: dist.ProcessGroup | None = None
+    """Ranks that hold the same shard of the same experts: their gradients are summed."""
     expert_dp_size: int = 1
     expert_dp_rank: int = 0
 
@@ -75,6 +106,8 @@ class ParallelGroups:
         config: BackendConfig,
         device: torch.device | str,
         environment: Mapping[str, str] | None = None,
+        *,
+        layout: Layout | None = None,
     ) -> ParallelGroups:
         """Join the processes that torchrun started.
 
@@ -85,8 +118,9 @@ class ParallelGroups:
             config: backend (``None`` chooses by device) and timeout of every collective in minutes.
             device: ``cpu`` or ``cuda``.
             environment: in place of ``os.environ``.
+            layout: of ``WORLD_SIZE`` ranks; by default all are data-parallel.
         Raises:
-            ValueError: the environment, the backend or the number of devices does not fit.
+            ValueError: the environment, the backend, the layout or the number of devices does not fit.
         """
         environment = os.environ if environment is None else environment
         world_size = _integer(environment, "WORLD_SIZE", 1)
@@ -94,6 +128,12 @@ class ParallelGroups:
         local_rank = _integer(environment, "LOCAL_RANK", 0)
         if not 0 <= rank < world_size:
             raise ValueError(f"RANK {rank} is not in [0, WORLD_SIZE {world_size}); start the processes with torchrun.")
+        layout = layout or Layout(world_size=world_size)
+        if layout.world_size != world_size:
+            raise ValueError(
+                f"the layout is one of {layout.world_size} processes, but WORLD_SIZE is {world_size}; start as many "
+                "processes as the layout has."
+            )
         device = _claim_device(torch.device(device), local_rank)
         if world_size == 1:
             return cls(device=device, local_rank=local_rank)
@@ -105,26 +145,26 @@ class ParallelGroups:
                 f"torch.distributed is already initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
                 f"the environment says rank {rank} of {world_size}; initialise it in one place only."
             )
+        on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
+        axes = _axis_groups(
+            layout, rank, backend="nccl" if on_nccl else None, timeout=_timeout(config.distributed_timeout_minutes)
+        )
+        fields: dict[str, Any] = {}
+        for axis, group in axes.items():
+            fields[f"{axis}_group"] = group
+            fields[f"{axis}_size"], fields[f"{axis}_rank"] = layout.size(axis), layout.rank_in(axis, rank)
         # A gloo group serves device tensors too, but only a mesh over the CPU takes it as it is.
-        mesh_device = "cuda" if device.type == "cuda" and "nccl" in dist.get_backend_config() else "cpu"
-        mesh = init_device_mesh(mesh_device, (world_size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
-        group = mesh.get_group(DATA_PARALLEL_AXIS)
+        mesh_device = "cuda" if on_nccl else "cpu"
         return cls(
             device=device,
             world_size=world_size,
             rank=rank,
             local_rank=local_rank,
-            mesh=mesh,
-            dp_group=group,
-            dp_size=world_size,
-            dp_rank=rank,
-            dp_cp_group=group,
-            dp_cp_size=world_size,
-            dp_cp_rank=rank,
-            expert_dp_group=group,
-            expert_dp_size=world_size,
-            expert_dp_rank=rank,
+            world_group=dist.group.WORLD,
+            mesh=_mesh(layout, DENSE_AXES, axes, mesh_device),
+            expert_mesh=_mesh(layout, EXPERT_AXES, axes, mesh_device),
             owns_process_group=owns,
+            **fields,
         )
 
     @property
@@ -132,7 +172,7 @@ class ParallelGroups:
         """Where small host-made messages travel: the CPU when a backend serves it, else the device."""
         if self.world_size == 1:
             return torch.device("cpu")
-        config = dist.get_backend_config(self.dp_group)
+        config = dist.get_backend_config(self.world_group)
         return torch.device("cpu") if "cpu:" in config or "gloo" in config else self.device
 
     def shutdown(self, timeout_seconds: float = 10.0) -> bool:
@@ -194,10 +234,55 @@ def _initialize(
     dist.init_process_group(
         # Host tensors (checkpoint manifests, decisions of rank 0) go through gloo and never touch the device's streams.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=_timeout(config.distributed_timeout_minutes),
         world_size=world_size,
         rank=rank,
         device_id=device if backend == "nccl" else None,
+    )
+
+
+def _timeout(minutes: float) -> timedelta:
+    return timedelta(minutes=minutes)
+
+
+def _axis_groups(
+    layout: Layout, rank: int, *, backend: str | None, timeout: timedelta
+) -> dict[Axis, dist.ProcessGroup | None]:
+    """The group of ``rank`` of every kind, ``None`` for one of one rank. A collective call.
+
+    Args:
+        backend: of the new groups; ``None`` takes that of the world.
+        timeout: of every collective; torch would not pass on that of the world.
+    """
+    # See [Note: who shares a communicator].
+    found: dict[Axis, dist.ProcessGroup | None] = {}
+    made: dict[object, dist.ProcessGroup | None] = {}
+    for axis in GROUP_AXES:
+        partition, of_gradients = layout.groups(axis), axis in _GRADIENT_AXES
+        key = (tuple(partition), of_gradients)
+        if layout.size(axis) == 1:
+            made[key] = None
+        elif len(partition) == 1 and of_gradients:
+            made[key] = dist.group.WORLD
+        elif key not in made:
+            made[key], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                [list(ranks) for ranks in partition], timeout=timeout, backend=backend, group_desc=axis
+            )
+        found[axis] = made[key]
+    return found
+
+
+def _mesh(
+    layout: Layout, names: tuple[Axis, ...], groups: Mapping[Axis, dist.ProcessGroup | None], device_type: str
+) -> DeviceMesh:
+    """The grid of the axes ``names``, slowest first, over groups that exist; axes of one rank are left out."""
+    used = [(name, group) for name in names if (group := groups[name]) is not None]
+    shape = [layout.size(name) for name, _ in used]
+    return DeviceMesh.from_group(
+        [group for _, group in used],
+        device_type,
+        mesh=torch.arange(layout.world_size).view(shape),
+        mesh_dim_names=tuple(name for name, _ in used),
     )
 
 

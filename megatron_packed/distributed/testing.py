@@ -1,7 +1,8 @@
-"""Run a function in several processes that form a process group: the harness of the distributed tests.
+"""Run functions in several processes that form a process group: the harness of the distributed tests.
 
 Processes come from a fork server that has torch imported, so a start costs a fraction of a second; it has no CUDA
 context and no threads, so forking it is safe. The rendezvous store lives in the caller: no port is ever guessed.
+A ``WorkerPool`` keeps its processes, and the groups of every layout that was asked for, from one call to the next.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_packed.config.layout import Layout
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import seed_all
 
 _PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.distributed.groups"]
 _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
+_SHUTDOWN_SECONDS = 5.0
 
 
 class DistributedError(AssertionError):
@@ -52,44 +56,141 @@ class _PackedTensor:
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 60.0,
+    layout: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """Call ``fn(groups, *args)`` in ``world_size`` new processes and return what each rank returned.
+    """``WorkerPool.run`` in processes of its own, for what would spoil a pool: deaths, signals, ends of groups."""
+    with WorkerPool(world_size, backend=backend, collective_timeout=timeout) as pool:
+        return pool.run(fn, *args, timeout=timeout, layout=layout)
 
-    Every process has torchrun's environment variables, one thread, and ``groups: ParallelGroups`` over the whole world
-    (with ``world_size`` 1: ``ParallelGroups.single()``), on ``cpu`` for gloo and ``cuda`` for nccl.
+
+class WorkerPool:
+    """``world_size`` processes that form one process group and call functions together.
+
+    Every process has torchrun's environment variables and one thread. A call that fails ends the pool.
 
     Args:
-        fn: a function of a module (not a lambda or a local one), so that the processes can import it.
-        args: passed on; picklable.
-        timeout: seconds for the whole call; the ranks still running are killed then, with their stacks in the error.
-    Returns:
-        One result per rank; tensors come back on the CPU, also inside dicts, lists and tuples.
-    Raises:
-        DistributedError: a rank raised, died, or did not end in time.
+        backend: gloo for the CPU, nccl for CUDA.
+        collective_timeout: seconds after which a collective fails.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    deadline = time.monotonic() + timeout
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory(prefix="run_distributed_") as stacks:
-        ranks: dict[Connection, _Rank] = {}
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", collective_timeout: float = 60.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._stacks = tempfile.TemporaryDirectory(prefix="worker_pool_")
+        self._ranks: dict[Connection, _Rank] = {}
+        setup = _Setup(
+            rank=0,
+            world_size=world_size,
+            port=self._store.port,
+            backend=backend,
+            timeout=collective_timeout,
+            stacks=self._stacks.name,
+        )
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            setup = _Setup(
-                rank=rank, world_size=world_size, port=store.port, backend=backend, timeout=timeout, stacks=stacks
-            )
-            process = context.Process(target=_child, args=(sender, setup, fn, args), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, replace(setup, rank=rank)), daemon=True)
             process.start()
-            sender.close()
-            ranks[receiver] = _Rank(rank, process)
+            theirs.close()
+            self._ranks[ours] = _Rank(rank, process)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether all processes wait for the next call."""
+        return bool(self._ranks)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        layout: Mapping[str, int] | None = None,
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        """Call ``fn(groups, *args)`` in every process and return what each rank returned.
+
+        ``groups: ParallelGroups`` spans the whole pool (with ``world_size`` 1: ``ParallelGroups.single()``), on ``cpu``
+        for gloo and ``cuda`` for nccl. Generators are seeded alike before every call.
+
+        Args:
+            fn: a function of a module (not a lambda or a local one), so that the processes can import it.
+            args: passed on; picklable.
+            layout: sizes of ``config.layout.Layout``, e.g. ``{"tp_size": 2}``; by default all is data-parallel.
+            timeout: seconds for the whole call; ranks still running are killed then, with their stacks in the error.
+        Returns:
+            One result per rank; tensors come back on the CPU, also inside dicts, lists and tuples.
+        Raises:
+            DistributedError: a rank raised, died, or did not end in time.
+        """
+        if not self.usable:
+            raise DistributedError("the processes of this pool have ended; make another one.")
+        deadline = time.monotonic() + timeout
+        sizes = Layout(world_size=len(self._ranks), **(layout or {}))
+        for end in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # it died: said when its answer is read
+                end.send((fn, args, sizes))
         try:
-            return _collect(ranks, deadline, Path(stacks))
-        finally:
-            for entry in ranks.values():
-                if entry.process.is_alive():
-                    entry.process.kill()
-                entry.process.join(10)
+            return _collect(self._ranks, deadline, Path(self._stacks.name))
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """End all processes in order; may be called twice."""
+        for end in self._ranks:
+            with contextlib.suppress(BrokenPipeError):
+                end.send(None)
+        for entry in self._ranks.values():
+            entry.process.join(2 * _SHUTDOWN_SECONDS)
+        self._kill()
+        self._stacks.cleanup()
+
+    def _kill(self) -> None:
+        for end, entry in self._ranks.items():
+            if entry.process.is_alive():
+                entry.process.kill()
+            entry.process.join(10)
+            end.close()
+        self._ranks = {}
+
+
+class WorkerPools:
+    """One pool per world size, made when it is first used and again after a call has failed."""
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __enter__(self) -> WorkerPools:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        layout: Mapping[str, int] | None = None,
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        """``WorkerPool.run`` in the pool of ``world_size`` processes."""
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.usable:
+            pool = self._pools[world_size] = WorkerPool(world_size, backend=self._backend)
+        return pool.run(fn, *args, layout=layout, timeout=timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +244,7 @@ def _collect(ranks: dict[Connection, _Rank], deadline: float, stacks: Path) -> l
 def _receive(end: Connection, entry: _Rank) -> tuple[bool, Any]:
     try:
         ok, value = end.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         entry.process.join(5)
         return False, f"rank {entry.number} died without a word (exit code {entry.process.exitcode})."
     return ok, _unpack(value) if ok else value
@@ -155,7 +256,8 @@ def _stack(stacks: Path, rank: int) -> str:
     return f" Its stacks:\n{text}" if text else ""
 
 
-def _child(sender: Connection, setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _work(caller: Connection, setup: _Setup) -> None:
+    """A process of a pool: calls until there are no more, or until one fails."""
     os.environ.update(
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),
@@ -167,25 +269,36 @@ def _child(sender: Connection, setup: _Setup, fn: Callable[..., Any], args: tupl
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    released = False
     with setup.stack_file().open("w") as stack_file:
         faulthandler.register(signal.SIGUSR2, file=stack_file)
         try:
-            minutes = setup.timeout / 60
-            config = _Backend(distributed_backend=setup.backend, distributed_timeout_minutes=minutes)
-            groups = ParallelGroups.create(config, "cuda" if setup.backend == "nccl" else "cpu")
-            result = _pack(fn(groups, *args))
-            released = groups.shutdown(timeout_seconds=5)
-            message = (True, result)
+            released = _serve(caller, setup)
+        except EOFError:
+            pass  # the caller is gone
         except BaseException:
-            released = False
-            message = (False, f"rank {setup.rank} failed:\n{traceback.format_exc()}")
+            caller.send((False, f"rank {setup.rank} failed:\n{traceback.format_exc()}"))
         faulthandler.unregister(signal.SIGUSR2)
-    sender.send(message)
-    sender.close()
+    caller.close()
     sys.stdout.flush()
     sys.stderr.flush()
     if not released:
         os._exit(1)  # a group with a dead peer may block the interpreter's own exit
+
+
+def _serve(caller: Connection, setup: _Setup) -> bool:
+    """Answer calls until the caller has none left; returns whether the process group ended in order."""
+    config = _Backend(distributed_backend=setup.backend, distributed_timeout_minutes=setup.timeout / 60)
+    device = "cuda" if setup.backend == "nccl" else "cpu"
+    world = ParallelGroups.create(config, device)
+    made = {Layout(world_size=setup.world_size): world}
+    while (call := caller.recv()) is not None:
+        fn, args, layout = call
+        if layout not in made:
+            made[layout] = ParallelGroups.create(config, device, layout=layout)
+        seed_all(0)
+        caller.send((True, _pack(fn(made[layout], *args))))
+    return world.shutdown(timeout_seconds=_SHUTDOWN_SECONDS)
 
 
 def _pack(value: Any) -> Any:

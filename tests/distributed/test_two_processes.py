@@ -19,7 +19,7 @@ from megatron_packed.distributed.collectives import (
 )
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import DistributedError, run_distributed
+from megatron_packed.distributed.testing import DistributedError, WorkerPools, run_distributed
 
 
 def model() -> nn.Module:
@@ -47,8 +47,8 @@ def describe(groups: ParallelGroups) -> dict:
     return result
 
 
-def test_groups_and_collectives() -> None:
-    for rank, found in enumerate(run_distributed(describe, 2)):
+def test_groups_and_collectives(pools: WorkerPools) -> None:
+    for rank, found in enumerate(pools.run(describe, 2)):
         assert found["sizes"] == (2, 2, 2, 2, 1) and found["ranks"] == (rank, rank, rank, rank, 0)
         assert found["axes"] == ("dp",)
         assert found["sum"].tolist() == [3.0] * 3 and found["max"].tolist() == [2.0] * 3
@@ -65,11 +65,11 @@ def take_turns(groups: ParallelGroups, first_of_its_machine: int) -> tuple[float
     return in_turns(replace(groups, local_rank=0 if groups.rank == first_of_its_machine else 1), action)
 
 
-def test_turns_are_rank_0_then_one_per_machine_then_the_rest() -> None:
+def test_turns_are_rank_0_then_one_per_machine_then_the_rest(pools: WorkerPools) -> None:
     def began_after(later: tuple[float, float, int], sooner: tuple[float, float, int]) -> bool:
         return later[0] >= sooner[1]
 
-    zero, one, two, three = results = run_distributed(take_turns, 4, 2)
+    zero, one, two, three = results = pools.run(take_turns, 4, 2)
     assert [rank for _, _, rank in results] == [0, 1, 2, 3]
     assert began_after(two, zero) and began_after(one, two) and began_after(three, two)
 
@@ -100,11 +100,11 @@ def gradients(groups: ParallelGroups) -> dict:
     }
 
 
-def test_two_processes_get_the_gradients_of_one_on_all_batches() -> None:
+def test_two_processes_get_the_gradients_of_one_on_all_batches(pools: WorkerPools) -> None:
     alone = gradients(ParallelGroups.single())
     whole = model()
     whole(torch.cat([batch(0), batch(1)])).square().sum().backward()
-    first, second = run_distributed(gradients, 2)
+    first, second = pools.run(gradients, 2)
     assert alone["all_reduces"] == [] and first["all_reduces"] == [first["elements"]]
     for name, p in whole.named_parameters():
         assert torch.equal(first["grads"][name], second["grads"][name])
@@ -158,8 +158,8 @@ def test_shutdown_after_a_peer_has_gone() -> None:
     assert run_distributed(leave, 2) == [(True, False), (True, False)]
 
 
-def test_results_of_every_dtype_come_back() -> None:
-    for rank, found in enumerate(run_distributed(results, 2)):
+def test_results_of_every_dtype_come_back(pools: WorkerPools) -> None:
+    for rank, found in enumerate(pools.run(results, 2)):
         assert found[0].dtype == torch.bfloat16 and found[0].tolist() == [float(rank)] * 2
         assert found[1]["empty"].shape == (0, 3) and found[1]["scalar"] == rank and found[1]["scalar"].shape == ()
 
@@ -169,3 +169,26 @@ def results(groups: ParallelGroups) -> tuple:
         torch.full((2,), groups.rank, dtype=torch.bfloat16),
         {"empty": torch.empty(0, 3), "scalar": torch.tensor(groups.rank)},
     )
+
+
+def remember(groups: ParallelGroups) -> tuple[int, int, float]:
+    return os.getpid(), id(groups), torch.rand(()).item()
+
+
+def fail_together(groups: ParallelGroups) -> None:
+    raise KeyError(groups.rank)
+
+
+def test_a_pool_keeps_processes_and_groups_until_a_call_fails() -> None:
+    with WorkerPools() as pools:
+        first, again = pools.run(remember, 2), pools.run(remember, 2)
+        assert first == again and first[0][0] != first[1][0] != os.getpid()
+        sharded = pools.run(remember, 2, layout={"tp_size": 2})
+        assert [pid for pid, _, _ in sharded] == [pid for pid, _, _ in first] and sharded != first
+        assert pools.run(remember, 2, layout={"tp_size": 2}) == sharded and pools.run(remember, 2) == first
+        with pytest.raises(DistributedError, match="KeyError"):
+            pools.run(fail_together, 2)
+        assert pools.run(remember, 2)[0][0] != first[0][0]
+    for pid, _, _ in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

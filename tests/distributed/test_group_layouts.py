@@ -1,0 +1,103 @@
+"""Groups of real processes for layouts of four ranks: members, sharing, meshes, timeouts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_packed.config.layout import GROUP_AXES, Layout
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+
+LAYOUTS = [
+    {},
+    {"tp_size": 2},
+    {"tp_size": 4},
+    {"cp_size": 4, "ep_size": 2},
+    {"tp_size": 2, "cp_size": 2, "ep_size": 4, "expert_tp_size": 1},
+    {"tp_size": 2, "ep_size": 2},
+    {"tp_size": 2, "ep_size": 2, "expert_tp_size": 1},
+]
+
+
+def describe(groups: ParallelGroups) -> dict:
+    """Per kind of group: members as the group itself and as a sum over it tell, size, rank; and what is shared."""
+    found, made = {}, {}
+    for axis in GROUP_AXES:
+        group = getattr(groups, f"{axis}_group")
+        total = torch.tensor([10**groups.rank])
+        if group is not None:
+            dist.all_reduce(total, group=group)
+            made[axis] = id(group)
+        found[axis] = (
+            tuple(dist.get_process_group_ranks(group)) if group is not None else (groups.rank,),
+            tuple(rank for rank in range(groups.world_size) if str(int(total))[::-1][rank : rank + 1] == "1"),
+            getattr(groups, f"{axis}_size"),
+            getattr(groups, f"{axis}_rank"),
+        )
+    meshes = {}
+    for mesh in (groups.mesh, groups.expert_mesh):
+        for name in mesh.mesh_dim_names:
+            meshes[name] = tuple(dist.get_process_group_ranks(mesh.get_group(name)))
+            assert mesh.get_group(name) is getattr(groups, f"{name}_group")
+            assert mesh.get_local_rank(name) == getattr(groups, f"{name}_rank")
+        assert mesh.mesh.flatten().tolist() == list(range(groups.world_size))
+    timeouts = {
+        group._get_backend(torch.device("cpu")).options._timeout
+        for axis in GROUP_AXES
+        if (group := getattr(groups, f"{axis}_group")) is not None
+    }
+    return {
+        "axes": found,
+        "made": made,
+        "world": dist.get_process_group_ranks(groups.world_group),
+        "is_world": {axis: identity == id(groups.world_group) for axis, identity in made.items()},
+        "meshes": meshes,
+        "timeouts": timeouts,
+    }
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k[:-5]}{v}" for k, v in sizes.items()) or "dp")
+def test_groups_of_four_ranks(pools: WorkerPools, sizes: dict[str, int]) -> None:
+    layout = Layout(world_size=4, **sizes)
+    for rank, found in enumerate(pools.run(describe, 4, layout=sizes)):
+        assert found["world"] == [0, 1, 2, 3]
+        for axis in GROUP_AXES:
+            members = layout.ranks(axis, rank)
+            assert found["axes"][axis] == (members, members, len(members), members.index(rank)), (rank, axis)
+            if axis in found["meshes"]:
+                assert found["meshes"][axis] == members
+        large = {axis for axis in ("dp", "cp", "tp", "expert_dp", "ep", "expert_tp") if layout.size(axis) > 1}
+        assert set(found["meshes"]) == large
+        # A minute, as the pool asked for; torch's own default is half an hour.
+        assert found["timeouts"] == {timedelta(minutes=1)}
+
+
+def test_equal_groups_are_one_but_gradients_never_wait_behind_tokens(pools: WorkerPools) -> None:
+    found = pools.run(describe, 4, layout={"tp_size": 2, "ep_size": 4, "expert_tp_size": 1})[0]
+    made, is_world = found["made"], found["is_world"]
+    assert made["dp"] == made["dp_cp"] and made["tp"] == made["tp_cp"] and made["ep"] == made["expert_tp_ep"]
+    assert "cp" not in made and "expert_tp" not in made and "expert_dp" not in made
+    assert not any(is_world.values())  # experts are spread over the world: a group of their own
+    spread = pools.run(describe, 4, layout={"ep_size": 4})[0]
+    assert spread["is_world"] == {"dp": True, "dp_cp": True, "ep": False, "expert_tp_ep": False}
+    folded = pools.run(describe, 4, layout={"cp_size": 2, "ep_size": 2})[0]["made"]
+    assert folded["cp"] == folded["ep"] and folded["dp"] == folded["expert_dp"]
+
+
+def refused(groups: ParallelGroups) -> str:
+    from megatron_packed.distributed.testing import _Backend
+
+    with pytest.raises(ValueError) as raised:
+        ParallelGroups.create(
+            _Backend(distributed_backend="gloo", distributed_timeout_minutes=1), "cpu", layout=Layout(world_size=8)
+        )
+    return str(raised.value)
+
+
+def test_a_layout_of_another_world_is_refused(pools: WorkerPools) -> None:
+    message = "the layout is one of 8 processes, but WORLD_SIZE is 2; start as many processes as the layout has."
+    assert pools.run(refused, 2) == [message] * 2
