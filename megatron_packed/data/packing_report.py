@@ -38,6 +38,8 @@ class PackingReport:
     """Capacities that CUDA graphs are captured for; none without graphs."""
     packs_beyond: int = 0
     """Packs with more documents than the largest of those: they run eagerly."""
+    held_empty: bool = False
+    """Packs keep to the largest of those, and one more document of mean length would have fitted into the mean pack."""
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class PackingReport:
             )
         per_pack = packs.documents_per_pack
         total = len(packs) * packer.slots
+        one_more = int(tokens.sum()) * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
         return cls(
             method=packer.method,
             slots=packer.slots,
@@ -80,6 +83,7 @@ class PackingReport:
             padded_tokens=total - int(tokens.sum()),
             graph_capacities=() if ladder is None else ladder.capacities,
             packs_beyond=0 if ladder is None else int((per_pack > ladder.largest).sum()),
+            held_empty=packer.room is not None and int(per_pack.max()) == packer.room and one_more,
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -111,4 +115,10 @@ class PackingReport:
         covered = "every pack" if not self.packs_beyond else f"all but {self.packs_beyond} of {self.packs} packs"
         eager = ", which run eagerly" if self.packs_beyond else ""
         sizes = ", ".join(str(capacity) for capacity in self.graph_capacities)
-        return [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]
+        sentences = [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]
+        if self.held_empty:
+            sentences.append(
+                f"CUDA graphs: packs are only {self.fill:.1%} full because they keep to {self.graph_capacities[-1]} "
+                "documents; a larger --cuda-graph-max-packed-seqs, or auto, fills them."
+            )
+        return sentences

@@ -100,6 +100,23 @@ def test_the_balanced_packer_keeps_to_given_capacities(capacities: tuple[int, ..
         assert packs_of(plan) == packs_of(PLAIN)
 
 
+@pytest.mark.parametrize("capacities, held", [((1,), True), ((1, 3), True), ((64,), False), ((), False)])
+def test_packs_that_capacities_keep_empty_are_spoken_of(capacities: tuple[int, ...], held: bool) -> None:
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
+    _, ladder, report = plan_training(run_config(graphs), TRAIN)
+    assert any(f"keep to {ladder.largest} documents" in line for line in report.sentences()) == held
+    assert (report.fill < 0.9) == held
+
+
+def test_long_documents_are_not_taken_for_held_packs() -> None:
+    """Two of them fit into no pack, so that more room would change nothing."""
+    long = documents(60, seed=3)
+    long.lengths = np.full(60, SLOTS * 3 // 5)
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (1,)}
+    _, _, report = plan_training(run_config(graphs), long)
+    assert report.fill < 0.7 and not report.held_empty
+
+
 def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs() -> None:
     """So that a run can go on with graphs, or without them."""
     without, _, _ = plan_training(run_config(NO_GRAPHS, max_documents_per_pack=5), TRAIN)
