@@ -55,6 +55,7 @@ class CapturedModule:
         slot: where the metadata lies.
         engine: captures.
         before: the module whose first output is the input of this one, both in the same memory.
+        turns: numbers of forward and backward in the order of captures, which that of replays must follow.
         takes_packed: whether the module itself wants the metadata as an argument.
     """
 
@@ -66,18 +67,20 @@ class CapturedModule:
         engine: Engine,
         *,
         before: CapturedModule | None = None,
+        turns: tuple[int, int] = (0, 1),
         takes_packed: bool = True,
     ) -> None:
         self._function, self._parameters, self.slot, self._engine = function, parameters, slot, engine
-        self.before, self.takes_packed = before, takes_packed
+        self.before, self.turns, self.takes_packed = before, turns, takes_packed
         self._live: Outputs | None = None
-        self._replayed = self._pending = -1
-        """Of which generation of the slot the activations are, and of which they still wait for a backward."""
+        self._replayed = -1
+        """Of which generation of the slot the activations are."""
 
     @property
-    def awaits_backward(self) -> bool:
-        """Whether the micro-batch in the slot was replayed forward and needs its activations still."""
-        return self._pending == self.slot.generation
+    def missed_its_turn(self) -> bool:
+        """Whether a replay now would come after one that was captured later, or a second time, in one micro-batch:
+        it might write where that one left what is still needed."""
+        return self.slot.turn >= self.turns[0]
 
     def would_overwrite(self, hidden: Tensor) -> bool:
         """Whether bringing ``hidden`` to its place would write over what the module before has given."""
@@ -139,6 +142,7 @@ class CapturedModule:
 
     def replay(self, hidden: Tensor) -> Any:
         """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch."""
+        self.slot.turn = self.turns[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
@@ -165,7 +169,6 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, captured: CapturedModule) -> tuple[Tensor, ...]:
         outputs = captured.replay_forward(hidden)
         ctx.captured, ctx.generation = captured, captured.slot.generation
-        captured._pending = ctx.generation
         ctx.mark_non_differentiable(*(t for t, differs in zip(outputs, captured.differentiable) if not differs))
         return outputs
 
@@ -179,9 +182,12 @@ class _Replay(torch.autograd.Function):
                 f"{captured.slot.generation}, whose activations lie where its own lay; a micro-batch in a slot must be "
                 "done, forward and backward, before the next."
             )
-        if not captured.awaits_backward:
-            raise RuntimeError("backward through a replayed module ran twice; its activations are used up.")
-        captured._pending = -1
+        if captured.slot.turn >= captured.turns[1]:
+            raise RuntimeError(
+                "backward through a replayed module ran twice, or after that of a module in front of it; its "
+                "activations may be overwritten by now. Replayed modules need one backward, of all losses together."
+            )
+        captured.slot.turn = captured.turns[1]
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
         grad_hidden = captured.replay_backward(wanted)
         # Autograd keeps a gradient that it is given where it can, in a leaf's ``grad`` for good.

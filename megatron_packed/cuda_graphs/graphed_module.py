@@ -45,10 +45,19 @@ class GraphedModule:
         name: for messages.
         module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or nothing else.
         strict: running eagerly within a replayed micro-batch is an error.
+        calls: grows by the module whenever it is observed.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, slot: Slot, engine: Engine, counters: GraphCounters, *, strict: bool
+        self,
+        name: str,
+        module: nn.Module,
+        slot: Slot,
+        engine: Engine,
+        counters: GraphCounters,
+        *,
+        strict: bool,
+        calls: list[GraphedModule],
     ) -> None:
         self.name, self.module, self.slot = name, module, slot
         self.forward = module.forward
@@ -60,7 +69,7 @@ class GraphedModule:
         self.observed: Observation | None = None
         self.problem: str | None = None
         """What an observed call did that a graph cannot."""
-        self._engine, self._counters, self._strict = engine, counters, strict
+        self._engine, self._counters, self._strict, self._calls = engine, counters, strict, calls
         self._forward_was_replaced = "forward" in vars(module)
         module.forward = self
 
@@ -124,13 +133,14 @@ class GraphedModule:
             return IN_EVALUATION_MODE
         if torch.is_grad_enabled() and not hidden.requires_grad:
             return WITHOUT_INPUT_GRADIENT
-        if captured.awaits_backward:
-            return "it runs again before its backward, and its graphs have room for one run"
+        if captured.missed_its_turn:
+            return "it runs again in this micro-batch, or in another order than in the warm-up"
         if captured.would_overwrite(hidden):
             return "its input is no longer what the module before it returned"
         return None
 
     def _observe(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        self._calls.append(self)
         before = self._random_states()
         result = self.forward(*args, **options)
         takes_packed = len(args) > 1 and self.slot.holds(args[1])

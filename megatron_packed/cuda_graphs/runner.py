@@ -7,7 +7,8 @@ ones.
 [Note: order of memory]
 All graphs of a slot share one memory pool. Within a cell they are captured in the order in which they are replayed:
 tables, forward of every module, backward of every module in reverse. What was free at a point of the capture is free at
-that point of every replay. Different cells use the same memory over again, as one micro-batch replays one of them.
+that point of every replay. A call that would break this order runs eagerly (`CapturedModule.turns`), and a backward
+that would is an error. Different cells use the same memory over again, as one micro-batch replays one of them.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class GraphRunner:
     """All graphs of one slot.
 
     Args:
-        modules: name -> module, in the order in which the model runs them. Each takes hidden states, and either the
-            pack's metadata or nothing else. Trainable parameters must have ``main_grad``. No module may draw random
-            numbers (dropout): a graph would replay the same ones.
+        modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing else. Trainable
+            parameters must have ``main_grad``. No module may draw random numbers (dropout): a graph would replay the
+            same ones.
         total_tokens: token slots T of every micro-batch.
         ladder: the cells to capture.
         device: of the modules.
@@ -89,8 +90,9 @@ class GraphRunner:
         self.engine: Engine = CudaEngine(device) if engine is None else engine
         self.slot = Slot(total_tokens, ladder.largest, device)
         self.counters = GraphCounters()
+        self._calls: list[GraphedModule] = []
         self.modules = [
-            GraphedModule(name, module, self.slot, self.engine, self.counters, strict=strict)
+            GraphedModule(name, module, self.slot, self.engine, self.counters, strict=strict, calls=self._calls)
             for name, module in modules.items()
         ]
         self.tables, self._check, self._say = tables, check, say
@@ -264,22 +266,23 @@ class GraphRunner:
         finally:
             self.slot.vacate()
             self.slot.set_tables(cell, {})
+            self._calls.clear()
             for module in self.modules:
                 module.mode, module.observed, module.problem = "replay", None, None
         self._refuse(self.modules, "no module", reason, cell)
         return []
 
     def _plan(self, cell: Cell) -> list[Planned]:
-        """What can be captured, by what the last warm-up has shown; keeps none of its tensors."""
+        """What can be captured, in the order of the calls in the last warm-up; keeps none of its tensors."""
         planned: list[Planned] = []
         before: GraphedModule | None = None
-        for module in self.modules:
+        for module in dict.fromkeys(self._calls):
             found = module.observed
             if module.problem in module.refusals.values():
                 module.refusals[cell] = str(module.problem)  # said before, for a larger cell
             elif module.problem is not None:
                 self._refuse([module], f"{module.name} not", module.problem, cell)
-            elif found is not None:  # else the model did not run it
+            elif found is not None:
                 observed = None if before is None else before.observed
                 source = before if observed is not None and found.hidden is observed.output else None
                 hidden = torch.empty_like(found.hidden, device="meta", requires_grad=False)
@@ -287,6 +290,7 @@ class GraphRunner:
                 before = module
         for module in self.modules:
             module.observed = None  # before the warm-up's memory goes back
+        self._calls.clear()
         return planned
 
     def _capture_tables(self, cell: Cell) -> None:
@@ -299,12 +303,18 @@ class GraphRunner:
     def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
         static = self.slot.static(cell)
         before: CapturedModule | None = None
-        for module, source, hidden, takes_packed in planned:
+        for number, (module, source, hidden, takes_packed) in enumerate(planned):
             if source is None or cell not in source.captured:
                 before = None
             function = _with_packed(module.forward, static) if takes_packed else module.forward
             captured = module.captured[cell] = CapturedModule(
-                function, module.parameters, self.slot, self.engine, before=before, takes_packed=takes_packed
+                function,
+                module.parameters,
+                self.slot,
+                self.engine,
+                before=before,
+                turns=(number, 2 * len(planned) - 1 - number),
+                takes_packed=takes_packed,
             )
             with _capturing(module):
                 captured.capture_forward(

@@ -96,6 +96,8 @@ class Slot:
         """``(num_bytes,)`` uint8, never moved."""
         self.generation = 0
         """Counts fills."""
+        self.turn = -1
+        """Number of the last graph that was replayed over what lies in the slot, in the order of their capture."""
         self.current: SlotPackedSeqParams | None = None
         """What lies in the slot; None while a micro-batch runs outside it."""
         self._tables: dict[Cell, Mapping[str, object]] = {}
@@ -142,6 +144,7 @@ class Slot:
         target = self.bytes_of(cell)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
+        self.turn = -1
         placed = micro_batch.with_buffer(target)
         packed = {field.name: getattr(placed.packed, field.name) for field in dataclasses.fields(PackedSeqParams)}
         packed["max_seqlen"] = cell.max_seqlen

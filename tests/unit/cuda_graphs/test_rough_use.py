@@ -219,6 +219,60 @@ def test_running_again_before_the_backward_keeps_the_activations(between):
     assert sum(chain.runner.counters.module_fallbacks.values()) == 2
 
 
+def test_graphs_are_captured_in_the_order_of_calls_whatever_the_order_of_names():
+    """Else a replay would write over activations: graphs share memory by the order of their captures."""
+
+    class Backwards(Chain):
+        def forward(self, hidden, packed):
+            hidden = hidden * 1
+            for module in reversed(self.modules):
+                hidden = module(hidden, packed)
+            return hidden
+
+    chain = Backwards(Foreign(), Foreign(), Foreign()).capture()
+    chain.check()
+    numbers = [chain.engine.graphs.index(graph) for graph in chain.engine.log[-7:]]
+    assert numbers == list(range(7))
+    last, middle, first = (module.forward.captured[ONE.cells[0]] for module in chain.modules)
+    assert same_memory(first.outputs[0], middle.input) and same_memory(middle.outputs[0], last.input)
+
+
+class Beside(Chain):
+    """Modules that do not follow each other."""
+
+    def forward(self, hidden, packed):
+        return sum(module(hidden * 1, packed) for module in self.modules)
+
+
+OUT_OF_TURN = "it runs again in this micro-batch, or in another order than in the warm-up"
+
+
+def test_another_order_of_calls_runs_eagerly():
+    chain = Beside(Foreign(), Foreign()).capture()
+    chain.check()
+    packed, hidden = chain.place(), hidden_states()
+    for module in reversed(chain.modules):
+        assert torch.equal(module(hidden, packed), module.forward.forward(hidden, packed))
+    assert chain.runner.counters.module_fallbacks == {f"module 0: {OUT_OF_TURN}": 1}
+
+
+def test_forward_after_a_backward_has_begun_runs_eagerly():
+    chain = Beside(Foreign(), Foreign()).capture()
+    packed, hidden = chain.place(), hidden_states()
+    chain.modules[0](hidden * 1, packed).sum().backward()
+    chain.modules[1](hidden * 1, packed)
+    assert chain.runner.counters.module_fallbacks == {f"module 1: {OUT_OF_TURN}": 1}
+
+
+def test_backwards_in_another_order_are_an_error():
+    chain = Beside(Foreign(), Foreign()).capture()
+    packed, hidden = chain.place(), hidden_states()
+    results = [module(hidden * 1, packed) for module in chain.modules]
+    results[0].sum().backward()
+    with pytest.raises(RuntimeError, match=r"after that of a module in front of it.*one backward, of all losses"):
+        results[1].sum().backward()
+
+
 def test_a_step_that_broke_off_leaves_nothing_behind():
     chain = Chain(Foreign(), Foreign()).capture()
     chain.forward(hidden_states(1), chain.place([T]))  # no backward came
