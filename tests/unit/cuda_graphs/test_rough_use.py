@@ -588,3 +588,12 @@ def test_what_a_module_counts_is_neither_capture_nor_audit():
         assert [module.calls.item() for module in modules] == [wanted, wanted]
         assert audit(chain.runner, pack(SECOND, ladder=ONE), deterministic=True).modules == 2
     assert not chain.runner.counters.module_fallbacks
+
+
+def test_a_micro_batch_that_is_placed_again_replays_again():
+    chain = Chain(Foreign(), Foreign()).capture()
+    placed = chain.runner.place(pack(FIRST, ladder=ONE))
+    once = chain.results(placed)
+    again = chain.results(chain.runner.place(placed))
+    assert_equal(once, again)
+    assert chain.runner.counters.replays == 2 and not chain.runner.counters.module_fallbacks
