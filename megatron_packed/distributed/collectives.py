@@ -1,6 +1,7 @@
-"""Small collectives; each is the identity in a world of one process.
+"""Collectives; each is the identity for a group of one rank (``None``).
 
-The JSON ones are for start-up and checkpoints (they wait for the host); they carry text, never pickles.
+Those of tensors queue on the current stream; ``differentiable.py`` builds what autograd passes through on them. The
+JSON ones are for start-up and checkpoints (they wait for the host); they carry text, never pickles.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from megatron_packed.distributed.groups import ParallelGroups
 
 T = TypeVar("T")
 
+# torch 2.13 has renamed these two and warns about the old names, which are the only ones of 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum ``tensor`` over ``group`` in place and return it; ``group`` None is the identity."""
@@ -30,6 +35,64 @@ def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
+
+
+def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``(T / size, ...)`` of every rank, equally many rows each, as ``(T, ...)`` in the order of ranks."""
+    if group is None:
+        return x
+    rows, *rest = x.shape
+    whole = x.new_empty(rows * dist.get_world_size(group), *rest)
+    _all_gather(whole, x.contiguous(), group=group)
+    return whole
+
+
+def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's ``(T / size, ...)`` rows of the sum of every rank's ``x`` ``(T, ...)``.
+
+    Raises:
+        ValueError: the rows do not divide among the ranks.
+    """
+    if group is None:
+        return x
+    mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
+    _reduce_scatter(mine, x.contiguous(), group=group)
+    return mine
+
+
+def own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's ``(T / size, ...)`` of ``x`` ``(T, ...)``, a view; no communication.
+
+    Raises:
+        ValueError: the rows do not divide among the ranks.
+    """
+    return _own(x, group, 0, "rows")
+
+
+def all_gather_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``(..., D / size)`` of every rank, equally many columns each, as ``(..., D)`` in the order of ranks."""
+    if group is None:
+        return x
+    by_rank = all_gather_rows(x.unsqueeze(0), group)  # (size, ..., D / size)
+    return by_rank.movedim(0, -2).flatten(-2)
+
+
+def own_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's ``(..., D / size)`` of ``x`` ``(..., D)``, a view; no communication.
+
+    Raises:
+        ValueError: the columns do not divide among the ranks.
+    """
+    return _own(x, group, -1, "columns")
+
+
+def _own(x: Tensor, group: dist.ProcessGroup | None, dim: int, noun: str) -> Tensor:
+    if group is None:
+        return x
+    size, length = dist.get_world_size(group), x.shape[dim]
+    if length % size:
+        raise ValueError(f"{length} {noun} do not divide among the {size} ranks of the group {group.group_desc!r}.")
+    return x.narrow(dim, dist.get_rank(group) * (length // size), length // size)
 
 
 def barrier(groups: ParallelGroups) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_packed.config.layout import GROUP_AXES, Layout
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.distributed.testing import WorkerPools, run_distributed
 
 LAYOUTS = [
     {},
@@ -28,7 +28,7 @@ def describe(groups: ParallelGroups) -> dict:
     found, made = {}, {}
     for axis in GROUP_AXES:
         group = getattr(groups, f"{axis}_group")
-        total = torch.tensor([10**groups.rank])
+        total = torch.tensor([10**groups.rank], device=groups.device)
         if group is not None:
             dist.all_reduce(total, group=group)
             made[axis] = id(group)
@@ -46,7 +46,7 @@ def describe(groups: ParallelGroups) -> dict:
             assert mesh.get_local_rank(name) == getattr(groups, f"{name}_rank")
         assert mesh.mesh.flatten().tolist() == list(range(groups.world_size))
     timeouts = {
-        group._get_backend(torch.device("cpu")).options._timeout
+        group._get_backend(groups.device).options._timeout
         for axis in GROUP_AXES
         if (group := getattr(groups, f"{axis}_group")) is not None
     }
@@ -62,9 +62,19 @@ def describe(groups: ParallelGroups) -> dict:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k[:-5]}{v}" for k, v in sizes.items()) or "dp")
 def test_groups_of_four_ranks(pools: WorkerPools, sizes: dict[str, int]) -> None:
-    layout = Layout(world_size=4, **sizes)
-    for rank, found in enumerate(pools.run(describe, 4, layout=sizes)):
-        assert found["world"] == [0, 1, 2, 3]
+    check(Layout(world_size=4, **sizes), pools.run(describe, 4, layout=sizes), timedelta(minutes=1))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2, "ep_size": 2}], ids=str)
+def test_groups_of_two_gpus(sizes: dict[str, int]) -> None:
+    found = run_distributed(describe, 2, backend="nccl", layout=sizes, timeout=120)
+    check(Layout(world_size=2, **sizes), found, timedelta(minutes=2))
+
+
+def check(layout: Layout, ranks: list[dict], timeout: timedelta) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["world"] == list(range(layout.world_size))
         for axis in GROUP_AXES:
             members = layout.ranks(axis, rank)
             assert found["axes"][axis] == (members, members, len(members), members.index(rank)), (rank, axis)
@@ -72,8 +82,8 @@ def test_groups_of_four_ranks(pools: WorkerPools, sizes: dict[str, int]) -> None
                 assert found["meshes"][axis] == members
         large = {axis for axis in ("dp", "cp", "tp", "expert_dp", "ep", "expert_tp") if layout.size(axis) > 1}
         assert set(found["meshes"]) == large
-        # A minute, as the pool asked for; torch's own default is half an hour.
-        assert found["timeouts"] == {timedelta(minutes=1)}
+        # What was asked for; torch's own defaults are half an hour for gloo, ten minutes for NCCL.
+        assert found["timeouts"] == {timeout}
 
 
 def test_equal_groups_are_one_but_gradients_never_wait_behind_tokens(pools: WorkerPools) -> None:

@@ -1,0 +1,318 @@
+"""Differentiable collectives: what they mean for one process, exact adjoints, and small models split in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_packed.distributed.all_to_all import exchange_rows, heads_to_rows, rows_to_columns, rows_to_heads
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.differentiable import (
+    copy_to,
+    gather_last,
+    gather_rows,
+    reduce_from,
+    scatter_rows,
+    split_last,
+    split_rows,
+)
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools, run_distributed
+
+SHARED, OWN = "shared", "own"
+
+
+def fused_to_heads(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``(T/c, 12 + 4 + 8)``: four heads of 3, four of 1, and two of 4 that are copied where there are more ranks."""
+    x, dt, b = x_TW.split([12, 4, 8], dim=1)
+    return torch.cat([y.flatten(1) for y in rows_to_heads([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)], 1)  # noqa: E501  # fmt: skip
+
+
+def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    x, dt, b = x_TW.split([12, 4, 8], dim=1)
+    return rows_to_columns([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)
+
+
+def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``(T, 6 + 2)``: two heads of 3 and two of 1 on every rank."""
+    y, z = x_TW.split([6, 2], dim=1)
+    return torch.cat([y.flatten(1) for y in heads_to_rows([y.unflatten(1, (2, 3)), z], group)], dim=1)
+
+
+def counts(source: int, destination: int) -> int:
+    return (3 * source + 2 * destination) % 4  # some are 0
+
+
+def by_counts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return x
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sent = [counts(rank, other) for other in range(size)]
+    return exchange_rows(x[: sum(sent)], sent, [counts(other, rank) for other in range(size)], group)
+
+
+@dataclass(frozen=True)
+class Case:
+    function: Callable[[Tensor, Any], Tensor]
+    domain: str
+    image: str
+    shape: tuple[int, ...] = (16, 3, 8)
+
+
+CASES = {
+    "copy_to": Case(copy_to, SHARED, OWN),
+    "reduce_from": Case(reduce_from, OWN, SHARED),
+    "gather_rows": Case(gather_rows, OWN, OWN),
+    "scatter_rows": Case(scatter_rows, OWN, OWN),
+    "split_rows": Case(split_rows, SHARED, OWN),
+    "gather_last": Case(gather_last, OWN, SHARED),
+    "split_last": Case(split_last, SHARED, OWN),
+    "rows_to_heads": Case(fused_to_heads, OWN, OWN, (5, 24)),
+    "rows_to_columns": Case(fused_to_columns, OWN, OWN, (5, 24)),
+    "heads_to_rows": Case(fused_to_rows, OWN, OWN, (16, 8)),
+    "exchange_rows": Case(by_counts, OWN, OWN, (12, 3)),
+}
+
+
+def draw(shape: tuple[int, ...], state: str, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + (rank if state == OWN else 99))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def inner(a: Tensor, b: Tensor, state: str, group: dist.ProcessGroup) -> float:
+    """Of the whole tensors: a shared one counts once, parts add up."""
+    product = (a * b).sum()
+    return float(all_reduce_sum(product, group) if state == OWN else product)
+
+
+def adjointness(groups: ParallelGroups) -> dict[str, tuple[float, float, bool, bool]]:
+    group, rank = groups.tp_group, groups.tp_rank
+    assert group is not None
+    found = {}
+    for name, case in CASES.items():
+        x = draw(case.shape, case.domain, rank, 1).to(groups.device).requires_grad_()
+        before = x.detach().clone()
+        y = case.function(x, group)
+        v = draw(tuple(y.shape), case.image, rank, 2).to(groups.device)
+        v_before = v.clone()
+        (u,) = torch.autograd.grad(y, x, v)
+        found[name] = (
+            inner(y.detach(), v, case.image, group),
+            inner(x.detach(), u, case.domain, group),
+            torch.equal(x, before) and torch.equal(v, v_before),
+            case.domain == OWN or _equal_everywhere(u, group),
+        )
+    return found
+
+
+def _equal_everywhere(x: Tensor, group: dist.ProcessGroup) -> bool:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return all(torch.equal(part, x) for part in parts)
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), [(2, 2), (4, 4), (4, 2)])
+def test_backward_is_the_adjoint(pools: WorkerPools, world_size: int, tp_size: int) -> None:
+    check_adjointness(pools.run(adjointness, world_size, layout={"tp_size": tp_size}))
+
+
+@pytest.mark.multi_gpu
+def test_backward_is_the_adjoint_on_gpus() -> None:
+    check_adjointness(run_distributed(adjointness, 2, backend="nccl", layout={"tp_size": 2}, timeout=120))
+
+
+def check_adjointness(ranks: list[dict[str, tuple[float, float, bool, bool]]]) -> None:
+    for found in ranks:
+        assert set(found) == set(CASES)
+        for name, (forward, backward, untouched, shared) in found.items():
+            assert abs(forward) > 0.1 and abs(forward - backward) <= 1e-12 * abs(forward), name
+            assert untouched and shared, name
+
+
+def outputs(groups: ParallelGroups, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Inputs and outputs; small integers, so that sums are exact in every dtype."""
+    found = {}
+    for name, case in CASES.items():
+        x = (4 * draw(case.shape, case.domain, groups.tp_rank, 3)).round().to(dtype)
+        found[name] = (x, case.function(x, groups.tp_group))
+    return found
+
+
+def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
+    """What rank ``rank`` of a group is to get for the inputs ``x`` of all its ranks."""
+    size = len(x)
+    if name == "copy_to":
+        return x[rank]
+    if name == "reduce_from":
+        return torch.stack(x).sum(0)
+    if name == "gather_rows":
+        return torch.cat(x)
+    if name == "scatter_rows":
+        return torch.stack(x).sum(0).chunk(size)[rank]
+    if name == "split_rows":
+        return x[rank].chunk(size)[rank]
+    if name == "gather_last":
+        return torch.cat(x, dim=-1)
+    if name == "split_last":
+        return x[rank].chunk(size, dim=-1)[rank]
+    if name in ("rows_to_heads", "rows_to_columns"):
+        heads, dt, b = torch.cat(x).split([12, 4, 8], dim=1)
+        group = rank * 2 // size
+        b = b.chunk(2, dim=1)[rank] if size == 2 else b[:, 4 * group : 4 * group + 4]
+        return torch.cat([heads.chunk(size, dim=1)[rank], dt.chunk(size, dim=1)[rank], b], dim=1)
+    if name == "heads_to_rows":
+        rows = [part.chunk(size)[rank].split([6, 2], dim=1) for part in x]
+        return torch.cat([*(y for y, _ in rows), *(z for _, z in rows)], dim=1)
+    assert name == "exchange_rows"
+    starts = [sum(counts(source, other) for other in range(rank)) for source in range(size)]
+    return torch.cat(
+        [part[start : start + counts(source, rank)] for source, (part, start) in enumerate(zip(x, starts))]
+    )
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_forward_is_what_one_process_would_compute(
+    pools: WorkerPools, dtype: torch.dtype, world_size: int, tp_size: int
+) -> None:
+    ranks = pools.run(outputs, world_size, dtype, layout={"tp_size": tp_size})
+    for first in range(0, world_size, tp_size):
+        members = ranks[first : first + tp_size]
+        for name in CASES:
+            x = [found[name][0] for found in members]
+            for rank, found in enumerate(members):
+                assert found[name][1].dtype == dtype
+                torch.testing.assert_close(found[name][1], meaning(name, x, rank), rtol=0, atol=0, msg=f"{name} {rank}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_gets_its_own_tensor_back(name: str) -> None:
+    x = draw((8, 24), OWN, 0, 1)
+    case = CASES[name]
+    result = case.function(x[:, :8] if name == "heads_to_rows" else x, None)
+    assert torch.equal(result, x[:, :8] if name == "heads_to_rows" else x)
+    if name not in ("rows_to_heads", "rows_to_columns", "heads_to_rows"):
+        assert result is x
+
+
+# A layer that knows only its groups, so that the same lines run on one process and on any number.
+
+
+def mlp(x: Tensor, w1: Tensor, w2: Tensor, groups: ParallelGroups, how: str) -> Tensor:
+    """Column-parallel, then row-parallel; ``x`` and the result are shared, or rows under sequence parallelism."""
+    group = groups.tp_group
+    w1, w2 = _mine(w1, groups.tp_rank, groups.tp_size, 0), _mine(w2, groups.tp_rank, groups.tp_size, 1)
+    if how == "sequence parallel":
+        return scatter_rows(F.gelu(gather_rows(x, group) @ w1.T) @ w2.T, group)
+    if how == "gathered":
+        h = gather_last(F.gelu(copy_to(x, group) @ w1.T), group)
+        return reduce_from(split_last(h, group) @ w2.T, group)
+    return reduce_from(F.gelu(copy_to(x, group) @ w1.T) @ w2.T, group)
+
+
+def mixer(x_TW: Tensor, decay_N: Tensor, groups: ParallelGroups) -> Tensor:
+    """A running sum over all tokens per head, scaled by a group of heads: ``(T/c, 4 x 3 + 2 x 3)`` -> ``(T/c, 12)``."""
+    group, ranks, rank = groups.tp_group, groups.tp_size, groups.tp_rank
+    x, b = x_TW.split([12, 6], dim=1)
+    x, b = rows_to_heads([x.unflatten(1, (4, 3)), b.unflatten(1, (2, 3))], group)
+    heads = x.shape[1]
+    b = b.repeat_interleave(heads // b.shape[1], dim=1)
+    y = torch.cumsum(x * b.sigmoid(), dim=0) * _mine(decay_N, rank, ranks, 0)[:, None]
+    return heads_to_rows([y], group)[0].flatten(1)
+
+
+def _mine(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
+    return x.chunk(size, dim)[rank]
+
+
+def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
+    """Loss and gradients of every weight by the loss of all tokens, summed over ranks: those of one process."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (16, 18), "w1": (20, 18), "w2": (18, 20), "decay": (4,), "out": (12,)}
+    weights = {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    group, rank, size = groups.tp_group, groups.tp_rank, groups.tp_size
+    rows = how == "sequence parallel"
+    x = _mine(weights["x"], rank, size, 0) if rows else weights["x"]
+    h = x + mlp(x, weights["w1"], weights["w2"], groups, how)
+    h = h if rows else split_rows(h, group)
+    loss = (mixer(h, weights["decay"], groups) * weights["out"]).sum().tanh() if size == 1 else None
+    if loss is None:
+        # The same loss: its sum over tokens is one over ranks.
+        loss = reduce_from((mixer(h, weights["decay"], groups) * weights["out"]).sum(), group).tanh()
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, weight in weights.items():
+        gradient = weight.grad.clone()
+        shared = name == "x" and not rows  # its gradient is already that of the one loss
+        found[name] = gradient if shared else all_reduce_sum(gradient, group)
+    return found
+
+
+@pytest.mark.parametrize("how", ["shared", "gathered", "sequence parallel"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_are_those_of_one_process(pools: WorkerPools, world_size: int, how: str) -> None:
+    alone = train(ParallelGroups.single(), how)
+    for found in pools.run(train, world_size, how, layout={"tp_size": world_size}):
+        for name, expected in alone.items():
+            torch.testing.assert_close(
+                found[name], expected, rtol=0, atol=1e-12 * float(expected.abs().max()), msg=name
+            )
+
+
+def count_calls(groups: ParallelGroups) -> list[int]:
+    calls = []
+    original = dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    try:
+        x = torch.randn(4, 24, requires_grad=True)
+        y = fused_to_heads(x, groups.tp_group)
+        forward = len(calls)
+        y.sum().backward()
+    finally:
+        dist.all_to_all_single = original
+    return [forward, len(calls) - forward]
+
+
+def test_all_tensors_travel_in_one_message(pools: WorkerPools) -> None:
+    assert pools.run(count_calls, 2, layout={"tp_size": 2}) == [[1, 1]] * 2
+
+
+def refusals(groups: ParallelGroups) -> list[str]:
+    group = groups.tp_group
+    attempts = [
+        lambda: scatter_rows(torch.ones(5, 2), group),
+        lambda: split_rows(torch.ones(5, 2), group),
+        lambda: split_last(torch.ones(2, 5), group),
+        lambda: rows_to_heads([torch.ones(3, 3)], group),
+        lambda: rows_to_heads([torch.ones(3, 2), torch.ones(4, 2)], group),
+        lambda: rows_to_heads([torch.ones(3, 2), torch.ones(3, 2).double()], group),
+        lambda: heads_to_rows([torch.ones(3, 2)], group),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(ValueError) as raised:
+            attempt()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_what_does_not_divide_is_said_before_anything_is_sent(pools: WorkerPools) -> None:
+    assert pools.run(refusals, 2, layout={"tp_size": 2})[0] == [
+        "5 rows do not divide among the 2 ranks of the group 'tp'.",
+        "5 rows do not divide among the 2 ranks of the group 'tp'.",
+        "5 columns do not divide among the 2 ranks of the group 'tp'.",
+        "3 heads do not fit 2 ranks: they must be a multiple of the ranks, or divide them.",
+        "tensors of one exchange have the same tokens and dtype, not (3, 2) torch.float32, (4, 2) torch.float32.",
+        "tensors of one exchange have the same tokens and dtype, not (3, 2) torch.float32, (3, 2) torch.float64.",
+        "3 tokens do not divide among the 2 ranks of the group 'tp'.",
+    ]
