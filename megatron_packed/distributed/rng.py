@@ -23,12 +23,32 @@ def seed_for(seed: int, purpose: str, *keys: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_all(seed: int, dp_rank: int = 0) -> None:
-    """Seed python, numpy and torch (all devices) for this rank: data-parallel ranks draw different dropout masks.
+def seed_for_ranks(seed: int, purpose: str, *, dp_rank: int = 0, **ranks: int) -> int:
+    """A seed for one purpose that differs between the ranks of the given axes and of no others.
+
+    An axis on which ranks must draw alike is left out. Rank 0 of an axis is as good as none, so that a layout with the
+    axis continues what one without it draws on its first ranks.
+
+    Args:
+        dp_rank: the data-parallel rank.
+        ranks: of further axes, e.g. ``cp_rank=1, tp_rank=0, ep_rank=3``.
+    Example:
+        Dropout of hidden states, seeded by ``seed_for_ranks(1234, "dropout", dp_rank=2, cp_rank=1)``, is the same on
+        all tensor-parallel ranks, which hold the same tokens without sequence parallelism.
+    """
+    return seed_for(seed, purpose, dp_rank, *(f"{axis}={rank}" for axis, rank in sorted(ranks.items()) if rank))
+
+
+def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0) -> None:
+    """Seed python, numpy and torch (all devices) for this rank: ranks with different tokens draw different masks.
 
     Parameters and data do not draw from these streams: their seeds come from ``seed_for`` and no rank enters them.
+
+    Args:
+        tp_rank: given under sequence parallelism alone: without it, tensor-parallel ranks hold the same hidden states
+            and must drop the same of them.
     """
-    mixed = seed_for(seed, "dropout", dp_rank)
+    mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
     random.seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
     torch.manual_seed(mixed)

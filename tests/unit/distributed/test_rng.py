@@ -1,5 +1,6 @@
 """Seeds that depend on nothing but their arguments, and generators that continue bit for bit."""
 
+import itertools
 import json
 import random
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed.distributed.rng import RngState, seed_all, seed_for
+from megatron_packed.distributed.rng import RngState, seed_all, seed_for, seed_for_ranks
 
 
 def draw() -> list[float]:
@@ -31,6 +32,30 @@ def test_ranks_draw_different_masks_and_the_same_rank_the_same() -> None:
     assert first(7, 0) == first(7, 0)
     assert all(a != b for a, b in zip(first(7, 0), first(7, 1)))
     assert all(a != b for a, b in zip(first(7, 0), first(8, 0)))
+
+
+def test_seeds_of_ranks_differ_along_the_axes_that_are_given_and_no_others() -> None:
+    axes = {"cp_rank": 3, "tp_rank": 4, "ep_rank": 2, "expert_tp_rank": 2}
+    places = [dict(zip(axes, place)) for place in itertools.product(*map(range, axes.values()))]
+    seeds = {seed_for_ranks(5, "dropout", dp_rank=dp_rank, **place) for dp_rank in range(3) for place in places}
+    assert len(seeds) == 3 * len(places)
+    assert seed_for_ranks(5, "dropout", dp_rank=1, tp_rank=2, cp_rank=1) == seed_for_ranks(
+        5, "dropout", cp_rank=1, tp_rank=2, dp_rank=1
+    )
+    assert seed_for_ranks(5, "dropout", cp_rank=1) != seed_for_ranks(5, "router", cp_rank=1)
+    # A layout without an axis draws what it always drew, and what the first ranks of that axis draw.
+    assert seed_for_ranks(5, "dropout", dp_rank=2, cp_rank=0, tp_rank=0) == seed_for(5, "dropout", 2)
+    assert seed_for_ranks(1234, "dropout", dp_rank=1, cp_rank=2, tp_rank=3) == 6869045188395099249
+
+
+@pytest.mark.parametrize("axis", ["dp_rank", "cp_rank", "tp_rank"])
+def test_generators_differ_along_every_axis_that_splits_tokens(axis: str) -> None:
+    def first(**ranks: int) -> list[float]:
+        seed_all(7, **ranks)
+        return draw()
+
+    assert first(**{axis: 0}) == first() != first(**{axis: 1}) == first(**{axis: 1})
+    assert len({first(**{name: 1})[-1] for name in ("dp_rank", "cp_rank", "tp_rank")}) == 3
 
 
 def test_state_round_trip_continues_every_generator() -> None:
