@@ -120,9 +120,10 @@ def choose_capacities(
     counts = np.asarray(documents_per_pack, dtype=np.int64)
     if counts.size == 0:
         raise ValueError("there are no packs, so no capacity to choose.")
-    if counts.min() < 0 or document_cost < 0 or rung_cost < 0 or most_rungs < 1:
+    least = int(np.min(counts))
+    if least < 0 or document_cost < 0 or rung_cost < 0 or most_rungs < 1:
         raise ValueError(
-            f"counts (the least is {counts.min()}) and costs (document {document_cost}, rung {rung_cost}) must not be "
+            f"counts (the least is {least}) and costs (document {document_cost}, rung {rung_cost}) must not be "
             f"negative, and there must be at least one rung (most_rungs is {most_rungs})."
         )
     distinct, packs = np.unique(np.maximum(counts, 1), return_counts=True)

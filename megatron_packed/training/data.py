@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.runner import GraphFallbackError
 from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.chat import ChatFormat, chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, TokenizedDataset, open_dataset
@@ -95,8 +96,16 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
             raise DataError(f"--valid-data-path: {error}") from None
         evaluation = plan_validation(config, valid, groups.dp_size)
     plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation)
-    for line in [*packing.sentences(), *_beyond_in_validation(ladder, evaluation)]:
+    beyond = _beyond_in_validation(ladder, evaluation)
+    for line in [*packing.sentences(), *beyond]:
         say(line)
+    if config.cuda_graph.cuda_graph_strict and ladder is not None and (packing.packs_beyond or beyond):
+        raise GraphFallbackError(
+            f"packs would run eagerly, which --cuda-graph-strict forbids: {packing.packs_beyond:,} of "
+            f"{packing.packs:,} packs of the first epoch hold more than the {ladder.largest} documents of the largest "
+            f"capacity{', and some of validation do' if beyond else ''}; raise --cuda-graph-max-packed-seqs or cap the "
+            "packer by --max-documents-per-pack."
+        )
     return RunData(
         tokenizer=tokenizer,
         chat=chat,

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
@@ -40,12 +40,17 @@ def build_graphs(
         ladder: the sizes of the job's micro-batches; None without graphs.
         say: learns why there are no graphs although they were asked for, and of the progress of captures.
         engine: captures; by default torch's CUDA graphs, which need a GPU.
+    Raises:
+        GraphFallbackError: ``--cuda-graph-strict`` where nothing can be captured.
     """
     options = config.cuda_graph
     if not options.enabled:
         return None
     if engine is None and groups.device.type != "cuda":
-        say(options.eager_reason(groups.device.type))
+        reason = options.eager_reason(groups.device.type)
+        if options.cuda_graph_strict:
+            raise GraphFallbackError(f"{reason} --cuda-graph-strict forbids that; leave it out on a CPU.")
+        say(reason)
         return None
     assert ladder is not None, "data for graphs comes in the sizes of a ladder"
     return GraphRunner(

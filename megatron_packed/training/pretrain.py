@@ -214,7 +214,7 @@ def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job
     capture = partial(capture_graphs, graphs, job.step, config.packs_per_step())
     # Warm-up compiles and tunes kernels for sizes that the self-test did not use.
     in_turns(groups, capture) if groups.device.type == "cuda" else capture()
-    console.say(f"CUDA graphs: {graphs.counters.captures} captured in {graphs.counters.capture_seconds:.1f} s")
+    console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
     captured = all_gather_json(graphs.counters.captures, groups)
     for rank, count in enumerate(captured):
         if count < max(captured):  # only rank 0 has said what it could not capture

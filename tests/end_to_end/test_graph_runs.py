@@ -242,22 +242,29 @@ def test_without_a_gpu_the_run_is_eager_and_says_why(graphs: dict[str, Any], eag
     assert_same_run(tmp_path, eager)
 
 
-def test_strict_ends_the_run_by_a_sentence(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(graphs: dict[str, Any], tmp_path: Path) -> None:
     prepare = partial(capture_on_cpu, diary=tmp_path / "diary")
     finished = run({**graphs, "cuda_graph_strict": True, **saving(tmp_path)}, tmp_path, prepare=prepare)
     assert finished.exit_code == FALLBACK, finished.console
-    assert "Traceback" not in finished.console
-    assert finished.console.count("more than 5 documents; raise --cuda-graph-max-packed-seqs") == 1
+    assert "Traceback" not in finished.console and "capturing" not in finished.console
+    assert finished.console.count("hold more than the 5 documents of the largest capacity") == 2  # data, and the end
     status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())
-    assert status["exit_code"] == FALLBACK and status["reason"].startswith("CUDA graph fallback in step ")
-    assert (tmp_path / "diary").read_text().splitlines()[-1] == "report, 0 graphs"
+    assert status["exit_code"] == FALLBACK and status["reason"].startswith("CUDA graph fallback")
+
+
+def test_strict_on_a_cpu_is_refused(graphs: dict[str, Any], tmp_path: Path) -> None:
+    options = {**graphs, "cuda_graph_strict": True, "cuda_graph_max_packed_seqs": 128, **saving(tmp_path)}
+    finished = run(options, tmp_path)
+    assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
+    assert finished.console.count("--cuda-graph-strict forbids that; leave it out on a CPU") == 1
 
 
 def test_strict_ends_a_run_whose_capture_fails(graphs: dict[str, Any], tmp_path: Path) -> None:
     prepare = partial(capture_on_cpu, fail_at=(3,), diary=tmp_path / "diary")
-    finished = run({**graphs, "cuda_graph_strict": True, **saving(tmp_path)}, tmp_path, prepare=prepare)
+    options = {**graphs, "cuda_graph_strict": True, "cuda_graph_max_packed_seqs": 128, **saving(tmp_path)}
+    finished = run(options, tmp_path, prepare=prepare)
     assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
-    assert finished.console.count("CUDA graph fallback: layers.2 not captured for up to 5 documents") == 1
+    assert finished.console.count("CUDA graph fallback: layers.2 not captured for up to 128 documents") == 1
     assert (tmp_path / "diary").read_text().splitlines() == ["report, 0 graphs"]
 
 
