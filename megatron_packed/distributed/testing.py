@@ -142,7 +142,7 @@ class WorkerPool:
         try:
             return _collect(self._ranks, deadline, Path(self._stacks.name))
         except BaseException:
-            self._kill()
+            self._end()
             raise
 
     def close(self) -> None:
@@ -152,16 +152,16 @@ class WorkerPool:
                 end.send(None)
         for entry in self._ranks.values():
             entry.process.join(2 * _SHUTDOWN_SECONDS)
-        self._kill()
-        self._stacks.cleanup()
+        self._end()
 
-    def _kill(self) -> None:
+    def _end(self) -> None:
         for end, entry in self._ranks.items():
             if entry.process.is_alive():
                 entry.process.kill()
             entry.process.join(10)
             end.close()
         self._ranks = {}
+        self._stacks.cleanup()
 
 
 class WorkerPools:
