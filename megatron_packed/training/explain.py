@@ -187,7 +187,7 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         else:
             yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules", f"add {module}")
     if graphs.capacities is None:
-        yield Capability("  capacities", ON, "auto: chosen from the plan of the first epoch, so that each of its packs has one")
+        yield Capability("  capacities", ON, "auto: chosen from the first epoch's plan, so that each of its packs fits")
     else:
         numbers = " ".join(map(str, graphs.capacities))
         yield Capability("  capacities", ON, f"{numbers} documents; what has more runs eagerly",
