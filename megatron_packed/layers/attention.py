@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.sharding import Piece, Segment, Shard
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.linear import Linear
+from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.packed.params import PackedSeqParams
@@ -45,12 +47,47 @@ class Rotary(nn.Module):
         return rotated
 
 
+def query_heads(config: ModelConfig) -> Segment:
+    """Columns of the output projection."""
+    return Segment(noun="attention heads", count=config.num_attention_heads, width=config.head_dim)
+
+
+def key_value_heads(config: ModelConfig) -> Segment:
+    """Groups of the fused projection's rows: the query heads of a key-value head, and the keys and values."""
+    heads_per_group = config.num_attention_heads // config.num_query_groups
+    width = (heads_per_group + 2) * config.head_dim
+    return Segment(noun="key-value heads", count=config.num_query_groups, width=width, shareable=True)
+
+
+def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
+    """This rank's rows of the fused projection: whole groups, or some query heads of one group and its key and value.
+
+    Raises:
+        ValueError: the heads do not fit the ranks.
+    Example:
+        4 query heads and 2 key-value heads on rank 1 of 4: the second query head of the first group (rows H to 2H), and
+        that group's key and value (2H to 4H), which rank 0 has too.
+    """
+    queries = tp.local_count(query_heads(config)) * config.head_dim
+    groups = tp.shard(key_value_heads(config))
+    (group,) = groups.pieces
+    if group.shared_by == 1:
+        return groups
+    first = group.start + tp.rank % group.shared_by * queries
+    keys = group.start + group.length - 2 * config.head_dim
+    pieces = (
+        Piece(start=first, length=queries),
+        Piece(start=keys, length=2 * config.head_dim, shared_by=group.shared_by),
+    )
+    return Shard(dim=0, length=groups.length, pieces=pieces)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with one fused projection.
 
     The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its N/K query heads,
     then the key head, then the value head (``q q k v | q q k v | ...``), H rows each. A tensor-parallel rank therefore
-    owns a contiguous range of rows.
+    owns a contiguous range of rows where there are enough groups; where not, ranks share one (`qkv_shard`).
 
     Args:
         config: sizes and biases.
@@ -63,32 +100,31 @@ class Attention(nn.Module):
         *,
         rotary: Rotary | None,
         backends: Backends,
+        tp: TensorParallel = SINGLE,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_groups = config.num_attention_heads, config.num_query_groups
+        rows = qkv_shard(config, tp)
+        self.num_heads = tp.local_count(query_heads(config))
+        self.num_groups = tp.local_count(key_value_heads(config))
         self.head_dim = config.head_dim
         self.backends = backends
         self.rotary = rotary
         heads_per_group = self.num_heads // self.num_groups
         self.split_sizes = [heads_per_group * self.head_dim, self.head_dim, self.head_dim]
-        self.qkv = Linear(
-            config.hidden_size,
-            self.num_groups * sum(self.split_sizes),
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.proj = Linear(
-            self.num_heads * self.head_dim, config.hidden_size, bias=config.add_bias_linear, device=device, dtype=dtype
-        )
+        qkv_bias = config.add_bias_linear or config.add_qkv_bias
+        options = {"tp": tp, "device": device, "dtype": dtype}
+        self.qkv = ColumnParallelLinear(config.hidden_size, rows, bias=qkv_bias, **options)
+        columns = tp.shard(query_heads(config), dim=1)
+        self.proj = RowParallelLinear(columns, config.hidden_size, bias=config.add_bias_linear, **options)
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
-        tokens = x_TD.shape[0]
+        qkv_TO = self.qkv(x_TD)
+        tokens = qkv_TO.shape[0]
         # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward is one copy
-        q, k_TKH, v_TKH = self.qkv(x_TD).view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
+        q, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
         q_TNH = q.reshape(tokens, self.num_heads, self.head_dim)
         if self.rotary is not None:
             positions_T = packed.tables.get("rope_position_ids", packed.position_ids)

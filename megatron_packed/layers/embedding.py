@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.sharding import Segment, Shard, set_shard
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.parameters import new_parameter
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
 
 @torch.no_grad()
@@ -43,20 +45,44 @@ class _EmbeddingIntoMainGrad(torch.autograd.Function):
         return None, None
 
 
+def vocab_shard(num_rows: int, tp: TensorParallel) -> Shard:
+    """This rank's rows of a table over the padded vocabulary."""
+    return tp.shard(Segment(noun="rows of the padded vocabulary", count=num_rows))
+
+
 class Embedding(nn.Module):
-    """Rows of a table by token number.
+    """Rows of a table by token number; each tensor-parallel rank has a range of the rows.
 
     Args:
         num_rows: V, the padded vocabulary.
         hidden_size: D.
     """
 
-    def __init__(self, num_rows: int, hidden_size: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        *,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
-        self.weight = new_parameter(num_rows, hidden_size, device=device, dtype=dtype)
+        self.tp, rows = tp, vocab_shard(num_rows, tp)
+        self.first_row, self.num_rows = rows.pieces[0].start, rows.local_length
+        self.weight = set_shard(new_parameter(self.num_rows, hidden_size, device=device, dtype=dtype), rows)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        """``(T,)`` int32 or int64 token numbers -> ``(T, D)``."""
+        """``(T,)`` int32 or int64 token numbers -> ``(T, D)``, the hidden state between layers."""
+        if self.tp.group is None:
+            return self._rows(tokens_T)
+        rows_T = tokens_T - self.first_row
+        elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
+        found_TD = self._rows(rows_T.masked_fill(elsewhere_T, 0))
+        # Backward: zeros for tokens of other ranks, so row 0 gets nothing from them.
+        return self.tp.leave(found_TD.masked_fill(elsewhere_T.unsqueeze(-1), 0))
+
+    def _rows(self, tokens_T: Tensor) -> Tensor:
         if main_grad_of(self.weight) is not None and torch.is_grad_enabled():
             result: Tensor = _EmbeddingIntoMainGrad.apply(tokens_T, self.weight)
             return result

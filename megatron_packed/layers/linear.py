@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.sharding import Shard, set_shard
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.tensor_parallel import TensorParallel
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
@@ -116,3 +118,66 @@ class Linear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return linear(x_TI, self.weight, self.bias)
+
+
+class ColumnParallelLinear(Linear):
+    """A projection whose outputs are split: each rank has rows of the weight, and its own columns of the result.
+
+    ``(T, I) -> (T, O of this rank)``, from the hidden state between layers (`TensorParallel.enter`).
+
+    Args:
+        rows: this rank's part of the output features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        rows: Shard,
+        *,
+        bias: bool,
+        tp: TensorParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(in_features, rows.local_length, bias=bias, device=device, dtype=dtype)
+        self.tp = tp
+        set_shard(self.weight, rows)
+        if self.bias is not None:
+            set_shard(self.bias, rows)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return linear(self.tp.enter(x_TI), self.weight, self.bias)
+
+
+class RowParallelLinear(Linear):
+    """A projection whose inputs are split: each rank has columns of the weight, and a term of the result.
+
+    ``(T, I of this rank) -> (T, O)``, into the hidden state between layers (`TensorParallel.leave`). The bias is added
+    once, to the sum.
+
+    Args:
+        columns: this rank's part of the input features, along dimension 1.
+    """
+
+    def __init__(
+        self,
+        columns: Shard,
+        out_features: int,
+        *,
+        bias: bool,
+        tp: TensorParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(columns.local_length, out_features, bias=bias, device=device, dtype=dtype)
+        assert tp.group is not None or tp.size == 1 or not bias, "a bias belongs to the sum of all ranks"
+        self.tp = tp
+        set_shard(self.weight, columns)
+        if self.bias is not None:
+            tp.use_on_rows(self.bias)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        if self.tp.group is None:
+            return linear(x_TI, self.weight, self.bias)
+        y_TO = self.tp.leave(linear(x_TI, self.weight))
+        return y_TO if self.bias is None else y_TO + self.bias

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mamba_mixer import MambaMixer
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_layer import layer_norm_of
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -17,12 +18,18 @@ class MambaLayer(nn.Module):
     """``h + dropout(mamba(norm(h)))``."""
 
     def __init__(
-        self, config: ModelConfig, *, backends: Backends, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        *,
+        backends: Backends,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.norm = layer_norm_of(config, backends, device, dtype)
-        self.mixer = MambaMixer(config, backends=backends, device=device, dtype=dtype)
+        self.norm = layer_norm_of(config, backends, device, dtype, tp)
+        self.mixer = MambaMixer(config, backends=backends, tp=tp, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)

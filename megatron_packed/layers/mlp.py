@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.distributed.sharding import Segment
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.linear import Linear
+from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.activation.api import activation
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -16,8 +18,13 @@ def fc1_width(inner_size: int, kind: str) -> int:
     return 2 * inner_size if kind == "swiglu" else inner_size
 
 
+def inner_segments(inner_size: int, kind: str) -> list[Segment]:
+    """Rows of the first projection; a rank has the same channels of gate and value."""
+    return [Segment(noun="inner channels of an MLP", count=inner_size)] * (fc1_width(inner_size, kind) // inner_size)
+
+
 class MLP(nn.Module):
-    """Two projections around an activation.
+    """Two projections around an activation; tensor-parallel ranks share the inner channels.
 
     Args:
         hidden_size: D.
@@ -34,13 +41,16 @@ class MLP(nn.Module):
         kind: str,
         bias: bool,
         backends: Backends,
+        tp: TensorParallel = SINGLE,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.kind, self.backend = kind, backends.activation
-        self.fc1 = Linear(hidden_size, fc1_width(inner_size, kind), bias=bias, device=device, dtype=dtype)
-        self.fc2 = Linear(inner_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        segments = inner_segments(inner_size, kind)
+        rows, columns = tp.shard(*segments), tp.shard(segments[0], dim=1)
+        self.fc1 = ColumnParallelLinear(hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype)
+        self.fc2 = RowParallelLinear(columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
 
 
@@ -16,6 +17,7 @@ class Norm(nn.Module):
         hidden_size: D.
         kind: ``RMSNorm`` or ``LayerNorm``.
         eps: added to the variance (or mean square).
+        tp: with sequence parallelism each rank normalises its own rows.
     """
 
     def __init__(
@@ -27,14 +29,17 @@ class Norm(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype,
         backend: str = "auto",
+        tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
         assert kind in ("RMSNorm", "LayerNorm"), kind
         self.eps, self.backend = eps, backend
         self.weight = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
+        tp.use_on_rows(self.weight)
         self.bias: nn.Parameter | None = None
         if kind == "LayerNorm":
             self.bias = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
+            tp.use_on_rows(self.bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.bias is None:

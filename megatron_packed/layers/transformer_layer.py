@@ -15,10 +15,17 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput
 from megatron_packed.layers.norm import Norm
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
 
-def layer_norm_of(config: ModelConfig, backends: Backends, device: torch.device | str, dtype: torch.dtype) -> Norm:
+def layer_norm_of(
+    config: ModelConfig,
+    backends: Backends,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    tp: TensorParallel = SINGLE,
+) -> Norm:
     """The norm in front of a mixer, or behind the last layer."""
     return Norm(
         config.hidden_size,
@@ -27,6 +34,7 @@ def layer_norm_of(config: ModelConfig, backends: Backends, device: torch.device 
         device=device,
         dtype=dtype,
         backend=backends.rms_norm,
+        tp=tp,
     )
 
 
@@ -45,15 +53,16 @@ class TransformerLayer(nn.Module):
         *,
         rotary: Rotary | None,
         backends: Backends,
+        tp: TensorParallel = SINGLE,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.norm = layer_norm_of(config, backends, device, dtype)
+        self.norm = layer_norm_of(config, backends, device, dtype, tp)
         self.mixer: nn.Module
         if symbol == "*":
-            self.mixer = Attention(config, rotary=rotary, backends=backends, device=device, dtype=dtype)
+            self.mixer = Attention(config, rotary=rotary, backends=backends, tp=tp, device=device, dtype=dtype)
         else:
             assert symbol == "-", symbol
             self.mixer = MLP(
@@ -62,6 +71,7 @@ class TransformerLayer(nn.Module):
                 kind=config.activation,
                 bias=config.add_bias_linear,
                 backends=backends,
+                tp=tp,
                 device=device,
                 dtype=dtype,
             )
@@ -76,12 +86,18 @@ class MoETransformerLayer(nn.Module):
     """``h + dropout(moe(norm(h)))`` (``E``), with what the mixture reports passed on."""
 
     def __init__(
-        self, config: ModelConfig, *, backends: Backends, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        *,
+        backends: Backends,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.norm = layer_norm_of(config, backends, device, dtype)
-        self.mixer = MoE(config, backends=backends, device=device, dtype=dtype)
+        self.norm = layer_norm_of(config, backends, device, dtype, tp)
+        self.mixer = MoE(config, backends=backends, tp=tp, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)

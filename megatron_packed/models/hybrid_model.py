@@ -17,18 +17,22 @@ from torch import Tensor, nn
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
+from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.layers.attention import Rotary
+from megatron_packed.distributed.sharding import ShardedParameter, SharedGradients, set_shard, sharded_parameters
+from megatron_packed.layers.attention import Rotary, key_value_heads, query_heads
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.embedding import Embedding
+from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.mamba_layer import MambaLayer
 from megatron_packed.layers.moe.layer import MoEOutput, count_valid
 from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.parameters import new_parameter
+from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
 from megatron_packed.models.init import initialize
-from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
+from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -52,9 +56,12 @@ class HybridOutput(NamedTuple):
 class Output(nn.Module):
     """Weight of an untied output projection; the product is part of the loss (`ops.cross_entropy`)."""
 
-    def __init__(self, num_rows: int, hidden_size: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_rows: int, hidden_size: int, *, tp: TensorParallel, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.weight = new_parameter(num_rows, hidden_size, device=device, dtype=dtype)
+        rows = vocab_shard(num_rows, tp)
+        self.weight = set_shard(new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows)
 
 
 class HybridModel(nn.Module):
@@ -68,7 +75,9 @@ class HybridModel(nn.Module):
         vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size)`` rows; rows beyond
             ``vocab_size`` take no part in the loss.
         max_positions: longest document, P; only rotary positions need it.
-        groups: of this rank. Sizes other than 1 are possible for data parallelism alone.
+        groups: of this rank. Tensor-parallel ranks share every matrix and get the same micro-batch; other sizes than 1
+            are possible for data parallelism alone. Parameters are those of one process, cut.
+        sequence_parallel: between the layers, each tensor-parallel rank has its rows of the hidden state only.
         device: where parameters live.
         dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias, router).
         seed: of the initial values.
@@ -84,27 +93,30 @@ class HybridModel(nn.Module):
         vocab_size: int,
         max_positions: int,
         groups: ParallelGroups | None = None,
+        sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int = 1234,
         backends: Backends | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        _refuse_model_parallelism(groups)
+        _refuse_what_is_not_built(groups, config)
+        self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.config, self.vocab_size, self.max_positions, self.dtype = config, vocab_size, max_positions, dtype
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size)
-        self.embedding = Embedding(num_rows, config.hidden_size, device=device, dtype=dtype)
+        self.embedding = Embedding(num_rows, config.hidden_size, tp=self.tp, device=device, dtype=dtype)
         self.rotary = self._build_rotary(device)
         self.layers = nn.ModuleList(self._build_layer(symbol, device) for symbol in config.layer_types)
-        self.final_norm = layer_norm_of(config, self.backends, device, dtype)
+        self.final_norm = layer_norm_of(config, self.backends, device, dtype, self.tp)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
-            self.output = Output(num_rows, config.hidden_size, device=device, dtype=dtype)
+            self.output = Output(num_rows, config.hidden_size, tp=self.tp, device=device, dtype=dtype)
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoETransformerLayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
-        initialize(self, config, seed)
+        self.vocab_shard = self._vocab_shard(num_rows)
+        initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
 
     def _build_rotary(self, device: torch.device | str) -> Rotary | None:
         config = self.config
@@ -119,12 +131,34 @@ class HybridModel(nn.Module):
         )
 
     def _build_layer(self, symbol: str, device: torch.device | str) -> nn.Module:
-        options = {"backends": self.backends, "device": device, "dtype": self.dtype}
+        options = {"backends": self.backends, "tp": self.tp, "device": device, "dtype": self.dtype}
         if symbol == MAMBA:
             return MambaLayer(self.config, **options)
         if symbol == MOE:
             return MoETransformerLayer(self.config, **options)
         return TransformerLayer(symbol, self.config, rotary=self.rotary, **options)
+
+    def _vocab_shard(self, num_rows: int) -> VocabShard | None:
+        group = self.tp.group
+        if group is None:
+            return None
+        return VocabShard(
+            first_row=self.embedding.first_row,
+            total_rows=num_rows,
+            sum_over_ranks=lambda x: all_reduce_sum(x, group),
+            max_over_ranks=lambda x: all_reduce_max(x, group),
+        )
+
+    def sharded_parameters(self) -> dict[str, ShardedParameter]:
+        """Every parameter by its name: the shape of the whole, and which part of it this rank holds."""
+        return sharded_parameters(self, self.tp.rank, self.tp.size)
+
+    def shared_gradients(self) -> SharedGradients:
+        """Sums over tensor-parallel ranks what each found of the gradients of parameters they hold together.
+
+        Its ``sum()`` belongs behind the last backward pass of a step and before the sum over data-parallel ranks.
+        """
+        return SharedGradients(self.parameters(), self.tp.group, tp_rank=self.tp.rank, tp_size=self.tp.size)
 
     @property
     def num_moe_layers(self) -> int:
@@ -132,12 +166,12 @@ class HybridModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers; tied weights count once."""
+        """Trainable numbers that this rank holds; tied weights count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """``(padded vocabulary, D)``."""
+        """``(padded vocabulary, D)``; this rank's rows of it."""
         return self.embedding.weight if self.output is None else self.output.weight
 
     def prepare(self, packed: PackedSeqParams) -> PackedSeqParams:
@@ -174,8 +208,8 @@ class HybridModel(nn.Module):
                 self.backends.varlen_attention,
                 packed.seq_idx,
                 packed.cu_seqlens,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_query_groups,
+                num_heads=self.tp.local_count(query_heads(config)),
+                num_kv_heads=self.tp.local_count(key_value_heads(config)),
                 head_dim=config.head_dim,
                 dtype=self.dtype,
                 deterministic=self.backends.deterministic,
@@ -188,7 +222,10 @@ class HybridModel(nn.Module):
         return tables
 
     def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEOutput]]:
-        """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included)."""
+        """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included).
+
+        With sequence parallelism the rows of this rank, ``(T / size, D)``.
+        """
         hidden_TD = self.embedding(tokens_T)
         reports = []
         for layer in self.layers:
@@ -212,12 +249,13 @@ class HybridModel(nn.Module):
         weight_VD = self.output_weight
         promised = self.training and torch.is_grad_enabled() and main_grad_of(weight_VD) is not None
         loss_sum, per_token_loss_T = linear_cross_entropy(
-            hidden_TD,
+            self.tp.enter(hidden_TD),
             weight_VD,
             micro_batch.labels,
             micro_batch.loss_mask,
             vocab_size=self.vocab_size,
             grad_scale=loss_scale if promised else None,
+            shard=self.vocab_shard,
             backend=self.backends.cross_entropy,
         )
         loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
@@ -231,7 +269,10 @@ class HybridModel(nn.Module):
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once."""
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
-        return F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
+        if self.tp.group is None:
+            return F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
+        logits_TV = gather_last(F.linear(self.tp.enter(hidden_TD), self.output_weight), self.tp.group)
+        return logits_TV[:, : self.vocab_size].float()
 
     def update_expert_bias(self, tokens_per_expert: Tensor, *, skip: Tensor | None = None) -> None:
         """Nudge the expert biases of all E layers after an optimizer step; nothing without them.
@@ -246,8 +287,15 @@ class HybridModel(nn.Module):
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)
 
 
-def _refuse_model_parallelism(groups: ParallelGroups | None) -> None:
-    for name in ("tp_size", "cp_size", "ep_size"):
-        size = 1 if groups is None else getattr(groups, name)
+def _refuse_what_is_not_built(groups: ParallelGroups | None, config: ModelConfig) -> None:
+    if groups is None:
+        return
+    for name in ("cp_size", "ep_size"):
+        size = getattr(groups, name)
         if size != 1:
-            raise ValueError(f"{name} is {size}; this model runs data parallel only, so it must be 1.")
+            raise ValueError(f"{name} is {size}; this model runs tensor and data parallel only, so it must be 1.")
+    if MOE in config.layer_types and groups.expert_tp_size != groups.tp_size:
+        raise ValueError(
+            f"expert_tp_size is {groups.expert_tp_size} and tp_size {groups.tp_size}; experts are split as the other "
+            "layers are, so they must be equal."
+        )

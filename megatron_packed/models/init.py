@@ -21,6 +21,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.sharding import sharded_parameters
 
 Fill = Callable[[Tensor, Generator, ModelConfig], None]
 
@@ -108,7 +109,7 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter of ``model``, in place, one at a time."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, parameter.shape, config, seed))
+def initialize(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1) -> None:
+    """Fill every parameter of ``model``, in place, one at a time, with this rank's part of the whole tensor."""
+    for name, sharded in sharded_parameters(model, tp_rank, tp_size).items():
+        sharded.parameter.copy_(sharded.shard.take(initial_value(name, sharded.global_shape, config, seed)))

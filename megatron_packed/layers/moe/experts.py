@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.distributed.sharding import set_shard
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.mlp import fc1_width
+from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.parameters import new_parameter
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 
 
@@ -18,6 +20,7 @@ class GroupedExperts(nn.Module):
     """Every expert on its own range of rows, in one grouped matrix product per projection.
 
     ``fc1`` is ``(E, F, D)`` (``(E, 2F, D)`` ``[gate | up]`` for SwiGLU), ``fc2`` is ``(E, D, F)``. There are no biases.
+    Tensor-parallel ranks share the inner channels of every expert; the result is then this rank's term of a sum.
     """
 
     def __init__(
@@ -28,13 +31,18 @@ class GroupedExperts(nn.Module):
         *,
         kind: str,
         backends: Backends,
+        tp: TensorParallel = SINGLE,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.kind, self.backend = kind, backends.grouped_mlp
-        self.fc1 = new_parameter(num_experts, fc1_width(inner_size, kind), hidden_size, device=device, dtype=dtype)
-        self.fc2 = new_parameter(num_experts, hidden_size, inner_size, device=device, dtype=dtype)
+        segments = inner_segments(inner_size, kind)
+        rows, columns = tp.shard(*segments, dim=1), tp.shard(segments[0], dim=2)
+        self.fc1 = new_parameter(num_experts, rows.local_length, hidden_size, device=device, dtype=dtype)
+        self.fc2 = new_parameter(num_experts, hidden_size, columns.local_length, device=device, dtype=dtype)
+        set_shard(self.fc1, rows)
+        set_shard(self.fc2, columns)
 
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
         """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""

@@ -22,6 +22,7 @@ from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.dispatcher import LocalDispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.router import Router
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -47,16 +48,26 @@ def count_valid(packed: PackedSeqParams) -> Tensor:
 class MoE(nn.Module):
     """Router, dispatcher, experts, shared expert.
 
+    Tensor-parallel ranks route all tokens alike and share the inner channels of the experts.
+
     Args:
         config: sizes and routing options; experts have no biases.
     """
 
     def __init__(
-        self, config: ModelConfig, *, backends: Backends, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        *,
+        backends: Backends,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.tp = tp
         options = {"kind": config.activation, "backends": backends, "device": device, "dtype": dtype}
-        self.router = Router(config, device=device)
+        options["tp"] = tp.inside()  # experts and shared expert enter and leave together
+        self.router = Router(config, tp=tp, device=device)
         self.dispatcher = LocalDispatcher(self.router.num_experts, backends)
         self.experts = GroupedExperts(
             self.router.num_experts, config.hidden_size, config.moe_ffn_hidden_size, **options
@@ -68,6 +79,7 @@ class MoE(nn.Module):
             )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
+        x_TD = self.tp.enter(x_TD)
         routing = self.router(x_TD)
         permuted = self.dispatcher.dispatch(x_TD, routing.topk_expert_ids_TK, packed.valid)
         y_RD = self.experts(permuted.x_RD, permuted.offsets_E)
@@ -76,4 +88,4 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared_expert(x_TD)
         counts_E = permuted.tokens_per_expert_E.float()
         aux_loss = self.router.aux_loss(routing, counts_E, packed.valid, count_valid(packed))
-        return MoEOutput(y_TD, aux_loss, counts_E)
+        return MoEOutput(self.tp.leave(y_TD), self.tp.counted_once(aux_loss), counts_E)

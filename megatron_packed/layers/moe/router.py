@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.layers.linear import linear
 from megatron_packed.layers.parameters import keep_fp32, new_parameter
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
 EPSILON = 1e-20
 """Keeps a division by a sum of sigmoids finite when all of them underflow."""
@@ -145,18 +146,19 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, *, device: torch.device | str) -> None:
+    def __init__(self, config: ModelConfig, *, tp: TensorParallel = SINGLE, device: torch.device | str) -> None:
         super().__init__()
         assert config.num_experts is not None, "a config with an E layer has num_experts"
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.score_function = config.moe_router_score_function
         fp32 = {"device": device, "dtype": torch.float32}
         self.weight = keep_fp32(new_parameter(self.num_experts, config.hidden_size, **fp32))
+        tp.use_inside(self.weight)
         bias_E = torch.zeros(self.num_experts, **fp32) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        logits_TE = linear(x_TD.float(), self.weight)
+        logits_TE = linear(x_TD.to(self.weight.dtype), self.weight)
         weights_TK, ids_TK = topk_routing(
             logits_TE,
             self.topk,

@@ -5,7 +5,9 @@ Shapes: T token slots, D hidden features, V rows of the output weight (the vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,24 @@ class Inputs:
     vocab_rows: int
     dtype: torch.dtype
     device_type: str
+    split: bool = False
+    """Whether the vocabulary is spread over several ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """Where the rows of a weight lie in the whole vocabulary, and how ranks with the other rows agree.
+
+    Every rank has the same hidden states, labels and mask. The losses are those of the whole vocabulary, equal on all
+    ranks; the hidden gradient is this rank's term of a sum.
+    """
+
+    first_row: int
+    total_rows: int
+    sum_over_ranks: Callable[[Tensor], object]
+    """In place."""
+    max_over_ranks: Callable[[Tensor], object]
+    """In place."""
 
 
 def linear_cross_entropy(
@@ -42,6 +62,7 @@ def linear_cross_entropy(
     vocab_size: int,
     chunk_tokens: int | None = None,
     grad_scale: Tensor | None = None,
+    shard: VocabShard | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``sum_t loss_mask[t] * -log softmax(hidden[t] @ weight[:vocab_size].T)[labels[t]]``.
@@ -61,21 +82,26 @@ def linear_cross_entropy(
             this upstream gradient (``(loss_sum * grad_scale).backward()``). With it the weight's gradient goes straight
             into ``weight.main_grad`` in forward, which saves a V x D fp32 buffer and a pass over it. A broken
             promise makes the hidden gradient NaN.
+        shard: of a weight whose rows are a part of the vocabulary's; ``vocab_size`` is still that of the whole.
     Returns:
         ``loss_sum``, fp32 0-d, differentiable; ``per_token_loss_T``, fp32, detached, already weighted by the mask.
         If ``weight.main_grad`` (fp32) exists, backward adds the weight's gradient there and returns None for it.
     Raises:
         ValueError: shapes, dtypes or sizes that do not fit each other.
     """
-    _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size)
+    total_rows = weight_VD.shape[0] if shard is None else shard.total_rows
+    _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, total_rows)
     tokens, vocab_rows = hidden_TD.shape[0], weight_VD.shape[0]
     chunk = default_chunk_tokens(tokens, vocab_rows) if chunk_tokens is None else chunk_tokens
     if chunk < 1:
         raise ValueError(f"chunk_tokens ({chunk}) must be at least 1, or None for a measured choice.")
-    inputs = Inputs(vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type)
-    outputs: tuple[Tensor, Tensor] = OP.run(inputs, backend)(
-        hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size=vocab_size, chunk_tokens=chunk, grad_scale=grad_scale
+    inputs = Inputs(
+        vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type, split=shard is not None
     )
+    options: dict[str, Any] = {"vocab_size": vocab_size, "chunk_tokens": chunk, "grad_scale": grad_scale}
+    if shard is not None:
+        options["shard"] = shard
+    outputs: tuple[Tensor, Tensor] = OP.run(inputs, backend)(hidden_TD, weight_VD, labels_T, loss_mask_T, **options)
     return outputs
 
 
@@ -91,7 +117,9 @@ def default_chunk_tokens(tokens: int, vocab_rows: int) -> int:
     return max(1, min(chunk, -(-half // 128) * 128 if half > 128 else half))
 
 
-def _check(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_mask_T: Tensor, vocab_size: int) -> None:
+def _check(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_mask_T: Tensor, vocab_size: int, total_rows: int
+) -> None:
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
             f"Expected hidden (T, D) and weight (V, D); got {tuple(hidden_TD.shape)}, {tuple(weight_VD.shape)}."
@@ -100,8 +128,8 @@ def _check(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_mask_T: 
         raise ValueError(
             f"hidden is {hidden_TD.dtype} and weight {weight_VD.dtype}; cast hidden to the weight's dtype."
         )
-    if not 1 <= vocab_size <= weight_VD.shape[0]:
-        raise ValueError(f"vocab_size ({vocab_size}) must be between 1 and the weight's {weight_VD.shape[0]} rows.")
+    if not 1 <= vocab_size <= total_rows:
+        raise ValueError(f"vocab_size ({vocab_size}) must be between 1 and the weight's {total_rows} rows.")
     expected = hidden_TD.shape[:1]
     if labels_T.shape != expected or loss_mask_T.shape != expected:
         raise ValueError(

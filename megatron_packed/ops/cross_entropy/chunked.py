@@ -66,7 +66,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         in_forward = for_weight and main_grad is not None and grad_scale is not None
         dhidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if for_hidden else None
         dweight_VD = _weight_gradient_buffer(weight_VD, main_grad if in_forward else None) if for_weight else None
-        loss_T = torch.empty(tokens, dtype=torch.float32, device=hidden_TD.device)
+        precise = torch.promote_types(hidden_TD.dtype, torch.float32)
+        loss_T = torch.empty(tokens, dtype=precise, device=hidden_TD.device)
         buffer_CV = hidden_TD.new_empty(min(chunk_tokens, tokens), vocab_rows)
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, tokens))
@@ -95,14 +96,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_TD, dweight_VD, grad_scale = ctx.saved_tensors
         if grad_scale is None:
-            factor = grad_loss.float()
+            factor = grad_loss.to(torch.promote_types(grad_loss.dtype, torch.float32))
         else:  # already inside; 1 if the caller kept the promise, NaN if not
             factor = torch.where(grad_loss == grad_scale, 1.0, float("nan"))
         if dhidden_TD is not None:
             # In fp32: a 0-d factor would be rounded to the gradient's dtype first, one common error for all of it.
-            dhidden_TD = (
-                (dhidden_TD * factor) if grad_scale is not None else (dhidden_TD.float() * factor).to(dhidden_TD.dtype)
+            dtype = dhidden_TD.dtype
+            precise_TD = (
+                dhidden_TD if grad_scale is not None else dhidden_TD.to(torch.promote_types(dtype, torch.float32))
             )
+            dhidden_TD = (precise_TD * factor).to(dtype)
         if dweight_VD is not None:
             if ctx.main_grad is not None:
                 ctx.main_grad.addcmul_(dweight_VD, factor)

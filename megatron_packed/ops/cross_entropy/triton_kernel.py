@@ -25,6 +25,8 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = device_reasons(inputs.device_type)
     if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
+    if inputs.split:
+        reasons.append("it does not sum over the ranks that share the vocabulary")
     if inputs.vocab_rows >= 2**31:
         reasons.append(f"a row of {inputs.vocab_rows} logits exceeds 32-bit offsets")
     return reasons

@@ -5,7 +5,9 @@ Letters: T tokens, D channels.  Source: Mamba-2 with ``norm_before_gate=False``,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +33,19 @@ class Inputs:
     """Whether neighbouring channels lie next to each other in both x and z."""
     dtype: torch.dtype
     device_type: str
+    split_group: bool = False
+    """Whether the channels are a part of one group, whose other channels are on other ranks."""
 
 
 def gated_rms_norm(
-    x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size: int, backend: str = "auto"
+    x_TD: Tensor,
+    z_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    group_size: int,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Gate x by silu(z), then divide every group of channels by its root mean square and multiply by the weight.
 
@@ -44,6 +55,8 @@ def gated_rms_norm(
         weight_D: ``(D,)``.
         eps: added to the mean square.
         group_size: channels normalised together; divides D.
+        sum_over_ranks: where the D channels are a part of one group of ``group_size``: the differentiable sum of
+            ``(T,)`` over all its parts.
     Returns:
         ``(T, D)`` in x's dtype, contiguous. The arithmetic is fp32 (float64 for float64 inputs).
     Raises:
@@ -55,7 +68,10 @@ def gated_rms_norm(
             f"gated_rms_norm: x has shape {list(x_TD.shape)}, z {list(z_TD.shape)} and weight {list(weight_D.shape)}; "
             "they must be (T, D), (T, D) and (D,)."
         )
-    if group_size < 1 or x_TD.shape[1] % group_size:
+    split = sum_over_ranks is not None
+    if split and (x_TD.shape[1] < 1 or group_size % x_TD.shape[1]):
+        raise ValueError(f"gated_rms_norm: {x_TD.shape[1]} channels are no equal part of group_size {group_size}.")
+    if not split and (group_size < 1 or x_TD.shape[1] % group_size):
         raise ValueError(f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}.")
     inputs = Inputs(
         channels=x_TD.shape[1],
@@ -63,6 +79,8 @@ def gated_rms_norm(
         unit_channel_stride=x_TD.stride(1) == z_TD.stride(1) == 1,
         dtype=x_TD.dtype,
         device_type=x_TD.device.type,
+        split_group=split,
     )
-    y_TD: Tensor = OP.run(inputs, backend)(x_TD, z_TD, weight_D, eps, group_size=group_size)
+    options: dict[str, Any] = {"sum_over_ranks": sum_over_ranks} if split else {}
+    y_TD: Tensor = OP.run(inputs, backend)(x_TD, z_TD, weight_D, eps, group_size=group_size, **options)
     return y_TD

@@ -36,6 +36,8 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
         reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
     if inputs.group_size > _LARGEST_GROUP:
         reasons.append(f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the most that fits in registers")
+    if inputs.split_group:
+        reasons.append("it does not sum over the ranks that share a group")
     if not inputs.unit_channel_stride:
         reasons.append("neighbouring channels of x and z must lie next to each other")
     return reasons

@@ -194,7 +194,15 @@ def test_a_forced_backend_reaches_its_op():
             model(batch)
 
 
-def test_layouts_that_are_not_built_are_refused():
-    groups = ParallelGroups(device=torch.device("cpu"), tp_size=2)
-    with pytest.raises(ValueError, match="tp_size is 2"):
-        HybridModel(cases.tiny_config("M"), vocab_size=10, max_positions=8, groups=groups)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"cp_size": 2}, "cp_size is 2"),
+        ({"ep_size": 2}, "ep_size is 2"),
+        ({"tp_size": 2, "expert_tp_size": 1}, "expert_tp_size is 1 and tp_size 2"),
+    ],
+)
+def test_layouts_that_are_not_built_are_refused(sizes, message):
+    groups = ParallelGroups(device=torch.device("cpu"), **sizes)
+    with pytest.raises(ValueError, match=message):
+        HybridModel(cases.tiny_config("E"), vocab_size=10, max_positions=8, groups=groups)

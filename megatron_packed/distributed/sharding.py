@@ -1,0 +1,243 @@
+"""Which part of each parameter a tensor-parallel rank holds, and the sum of the gradients of what several ranks hold.
+
+A parameter is split along one dimension, segment by segment: ``[z | x | B | C | dt]`` of a Mamba projection becomes the
+rank's heads of z, of x, its groups of B and C, and its heads of dt, side by side. What has fewer items than there are
+ranks (groups of B and C, key-value heads) is held by several neighbouring ranks.
+
+[Note: gradients of shared parameters]
+Ranks that hold a copy each find their own term of its gradient where they use it for different heads or different rows.
+The terms are summed once per step, after the last micro-batch and before data parallelism's sum, all of them in one
+all-reduce (``SharedGradients``), so that accumulation stays local and the weight gradients' kernels stay as they are.
+Every rank sums the same terms in the same order, so that copies stay bitwise equal. Parameters that all ranks use alike
+(norms without sequence parallelism) get equal gradients by themselves and are not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_packed.distributed.collectives import all_reduce_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Items of equal width that follow each other along the split dimension of a whole parameter."""
+
+    noun: str
+    """What they are, for messages."""
+    count: int
+    width: int = 1
+    shareable: bool = False
+    """Whether neighbouring ranks may hold copies when there are fewer items than ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Positions ``[start, start + length)`` of the whole; ``shared_by`` neighbouring ranks hold the same."""
+
+    start: int
+    length: int
+    shared_by: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The part of a parameter that one rank holds: ``pieces`` of dimension ``dim``, side by side in their order."""
+
+    dim: int
+    length: int
+    """Of dimension ``dim`` of the whole."""
+    pieces: tuple[Piece, ...]
+    own_gradients: bool = True
+    """Whether each of the ranks that share a piece finds its own term of its gradient; else all find all of it."""
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], rank: int, size: int, *, dim: int = 0) -> Shard:
+        """Rank ``rank`` of ``size``'s part of consecutive segments.
+
+        Raises:
+            ValueError: the items of a segment do not fit the ranks.
+        Example:
+            Two groups of 16 on rank 3 of 4: positions 16 to 32, shared by 2 ranks.
+        """
+        starts = list(accumulate((s.count * s.width for s in segments), initial=0))
+        pieces = tuple(_piece(segment, start, rank, size) for segment, start in zip(segments, starts))
+        return cls(dim=dim, length=starts[-1], pieces=pieces)
+
+    @classmethod
+    def replicated(cls, length: int, size: int, *, own_gradients: bool) -> Shard:
+        """The whole on each of ``size`` ranks; ``length`` is that of dimension 0."""
+        return cls(
+            dim=0, length=length, pieces=(Piece(start=0, length=length, shared_by=size),), own_gradients=own_gradients
+        )
+
+    @property
+    def local_length(self) -> int:
+        """Of dimension ``dim`` on this rank."""
+        return sum(piece.length for piece in self.pieces)
+
+    def local_pieces(self) -> Iterator[tuple[int, Piece]]:
+        """Each piece with the position where it begins on this rank."""
+        return zip(accumulate((piece.length for piece in self.pieces), initial=0), self.pieces)
+
+    def global_shape(self, local_shape: Sequence[int]) -> torch.Size:
+        """The shape of the whole."""
+        assert local_shape[self.dim] == self.local_length, (tuple(local_shape), self)
+        return torch.Size((*local_shape[: self.dim], self.length, *local_shape[self.dim + 1 :]))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of ``whole``."""
+        assert whole.shape[self.dim] == self.length, (tuple(whole.shape), self)
+        return torch.cat([whole.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim)
+
+    def place(self, local: Tensor, whole: Tensor) -> None:
+        """Write this rank's part into ``whole``, in place: the inverse of ``take``."""
+        for begin, piece in self.local_pieces():
+            whole.narrow(self.dim, piece.start, piece.length).copy_(local.narrow(self.dim, begin, piece.length))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatPiece:
+    """Consecutive elements of a rank's part of a parameter and where they lie in the whole, both counted flat."""
+
+    local_start: int
+    global_start: int
+    length: int
+    owned: bool
+    """Whether this rank is the first of those that hold it: owned pieces of all ranks are the whole, once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedParameter:
+    """One parameter of this rank as a part of a whole."""
+
+    name: str
+    """The same on all ranks and in every layout."""
+    parameter: nn.Parameter
+    shard: Shard
+    rank: int
+    """Tensor-parallel rank."""
+
+    @property
+    def global_shape(self) -> torch.Size:
+        return self.shard.global_shape(self.parameter.shape)
+
+    def flat_pieces(self) -> list[FlatPiece]:
+        """What this rank holds as ranges of flat elements, in the order of the whole's outer dimensions."""
+        shard, shape = self.shard, self.parameter.shape
+        inner = prod(shape[shard.dim + 1 :])
+        outer = range(prod(shape[: shard.dim]))
+        return [
+            FlatPiece(
+                local_start=(row * shard.local_length + begin) * inner,
+                global_start=(row * shard.length + piece.start) * inner,
+                length=piece.length * inner,
+                owned=self.rank % piece.shared_by == 0,
+            )
+            for row, (begin, piece) in product(outer, list(shard.local_pieces()))
+        ]
+
+
+def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """Say which part of a whole ``parameter`` is."""
+    parameter.tensor_parallel_shard = shard  # type: ignore[attr-defined]
+    return parameter
+
+
+def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:
+    """What ``set_shard`` said; by default every rank holds the whole and finds all of its gradient."""
+    shard: Shard | None = getattr(parameter, "tensor_parallel_shard", None)
+    if shard is None:
+        return Shard.replicated(parameter.shape[0], tp_size, own_gradients=False)
+    return shard
+
+
+def sharded_parameters(module: nn.Module, tp_rank: int, tp_size: int) -> dict[str, ShardedParameter]:
+    """Every parameter of ``module`` by name, a tied one once: its whole shape and this rank's part of it."""
+    return {
+        name: ShardedParameter(name=name, parameter=parameter, shard=shard_of(parameter, tp_size), rank=tp_rank)
+        for name, parameter in module.named_parameters()
+    }
+
+
+class SharedGradients:
+    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they hold together.
+
+    Call ``sum`` once per optimizer step, when the last micro-batch's gradients are there and before they are summed
+    over data-parallel ranks. Static shapes, one all-reduce, no host read; nothing at all for one rank.
+    See [Note: gradients of shared parameters].
+
+    Args:
+        parameters: all of the model, in the same order on all ranks.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, *, tp_rank: int, tp_size: int
+    ) -> None:
+        self.group, self.numel = group, 0
+        self._places: list[_Place] = []
+        for parameter in parameters:
+            shard = shard_of(parameter, tp_size)
+            for begin, piece in shard.local_pieces():
+                if piece.shared_by > 1 and shard.own_gradients and parameter.requires_grad:
+                    self._add(parameter, shard.dim, begin, piece, tp_rank, tp_size)
+
+    def _add(self, parameter: nn.Parameter, dim: int, begin: int, piece: Piece, rank: int, size: int) -> None:
+        numel = parameter.narrow(dim, begin, piece.length).numel()
+        # Other ranks share other pieces of the same kind: each has a place of its own in the one buffer.
+        mine = self.numel + rank // piece.shared_by * numel
+        self._places.append(_Place(parameter, dim, begin, piece.length, mine, mine + numel))
+        self.numel += size // piece.shared_by * numel
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those with something to sum, each once."""
+        return list({id(place.parameter): place.parameter for place in self._places}.values())
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Sum ``main_grad`` where a parameter has one, else ``grad``, in place; in float32 (float64 for float64)."""
+        found = [(place, gradient) for place in self._places if (gradient := _gradient(place.parameter)) is not None]
+        if self.group is None or not found:
+            return
+        gradients = [gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found]
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+        buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
+        terms = [buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)]
+        torch._foreach_copy_(terms, gradients)
+        all_reduce_sum(buffer, self.group)
+        torch._foreach_copy_(gradients, terms)
+
+
+@dataclass(frozen=True)
+class _Place:
+    parameter: nn.Parameter
+    dim: int
+    begin: int
+    length: int
+    start: int
+    """Of this rank's term in the buffer, in elements."""
+    end: int
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def _piece(segment: Segment, start: int, rank: int, size: int) -> Piece:
+    count, width = segment.count, segment.width
+    if count % size == 0:
+        length = count // size * width
+        return Piece(start=start + rank * length, length=length)
+    if segment.shareable and size % count == 0:
+        return Piece(start=start + rank * count // size * width, length=width, shared_by=size // count)
+    cure = "a divisor or a multiple of it" if segment.shareable else "a divisor of it"
+    raise ValueError(f"tp_size ({size}) does not fit the number of {segment.noun} ({count}); choose {cure}.")

@@ -1,0 +1,393 @@
+"""Tensor and sequence parallelism: every layout computes what one process computes, and no sum can be left out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_packed.layers.tensor_parallel as tensor_parallel
+from megatron_packed.distributed.collectives import all_gather_rows, own_rows
+from megatron_packed.distributed.differentiable import linear_map, reduce_from
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.sharding import Piece, Segment, Shard, SharedGradients
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models.hybrid_model import HybridModel
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
+import hybrid_cases as cases
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+LAYOUTS = [(2, 2), (4, 4), (4, 2)]
+"""World size and tp_size; the third has two replicas."""
+TAIL = 13
+AUX_SCALE = 0.5
+
+ONE_GROUP = {"mamba_num_groups": 1, "num_query_groups": 1}
+TIED = {"untie_embeddings_and_output_weights": False}
+ROPE = {"position_embedding_type": "rope", "rotary_percent": 0.5}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied, layer norm, biases, gelu, rope": {
+        **TIED, **ROPE, "normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True,
+    },
+    "one group for all, swiglu": {**ONE_GROUP, "squared_relu": False, "swiglu": True, "add_qkv_bias": True},
+    "ranks with padding rows only, tied": {**TIED, "make_vocab_size_divisible_by": 128},
+    "a group for each head": {"mamba_num_groups": 4, "num_query_groups": 4},
+}  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "softmax router, losses": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, **TIED},
+    "sigmoid router, bias, shared expert, swiglu": {
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 3,
+        "moe_shared_expert_intermediate_size": 24, "squared_relu": False, "swiglu": True, "moe_aux_loss_coeff": 0.1,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model and how it is run."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    pattern: str = "M*-M"
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float64
+    flat: bool = False
+    """Gradients in flat buffers (``main_grad``), else by autograd alone."""
+    mutation: str | None = None
+
+
+def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
+    model = HybridModel(
+        cases.tiny_config(run.pattern, **run.changes),
+        vocab_size=cases.VOCAB,
+        max_positions=64,
+        groups=groups,
+        sequence_parallel=run.sequence_parallel,
+        dtype=run.dtype,
+        seed=7,
+    ).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # zeros and ones would hide which part a rank holds
+            if name.endswith("bias") or "norm" in name:
+                shard = model.sharded_parameters()[name]
+                whole = torch.linspace(0.5, 1.5, shard.global_shape.numel()).view(shard.global_shape)
+                parameter.copy_(shard.shard.take(whole))
+        for layer in model.moe_layers:
+            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
+    if run.dtype == torch.float64:  # those that stay float32 too: their gradients are compared as closely as all others
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    return model
+
+
+def packs() -> list[Any]:
+    first, second = cases.make_documents(cases.AWKWARD), cases.make_documents(list(reversed(cases.AWKWARD)), seed=1)
+    targets = cases.count_targets(first) + cases.count_targets(second)
+    return [
+        cases.make_pack(documents, tail=TAIL, spare=2, aux_scale=AUX_SCALE, targets=targets)
+        for documents in (first, second)
+    ]
+
+
+def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
+    """Two micro-batches: their losses, logits, and this rank's parts of all parameters and gradients."""
+    with mutated(run.mutation):
+        model = build(run, groups)
+        buffers = FlatBuffers(model) if run.flat else None
+        shared = model.shared_gradients()
+        if run.mutation is not None and run.mutation.startswith("unsummed "):
+            skip(shared, model, run.mutation.removeprefix("unsummed "))
+        losses = []
+        for batch in packs():
+            output = model(batch)
+            output.loss.backward()
+            losses += [output.loss.detach(), output.aux_loss, output.per_token_loss_T, output.tokens_per_expert]
+        shared.sum()
+        batch = packs()[0]
+        with torch.no_grad():
+            logits = model.logits(batch.tokens, batch.packed)
+        sharded = model.sharded_parameters()
+        gradients = {n: p.main_grad if buffers else p.grad for n, p in model.named_parameters()}
+        return {
+            "losses": losses,
+            "logits": logits,
+            "shards": {n: (p.shard, tuple(p.global_shape), p.flat_pieces()) for n, p in sharded.items()},
+            "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
+            "gradients": {n: g.detach().clone() for n, g in gradients.items()},
+        }
+
+
+def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
+    return [train(run, groups) for run in runs]
+
+
+def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
+    """The tensor of one process, from the parts of all tensor-parallel ranks; copies must agree bit for bit."""
+    _, shape, _ = ranks[0]["shards"][name]
+    result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
+    by_ranges = torch.full_like(result, float("nan")).flatten()
+    for rank in ranks:
+        shard, its_shape, flat_pieces = rank["shards"][name]
+        assert its_shape == shape
+        local = rank[kind][name]
+        taken = shard.take(result)
+        assert torch.equal(torch.where(taken.isnan(), local, taken), local), f"{name}: copies differ"
+        shard.place(local, result)
+        for piece in flat_pieces:
+            if piece.owned:
+                place = by_ranges[piece.global_start : piece.global_start + piece.length]
+                assert place.isnan().all(), f"{name}: two ranks own a range"
+                place.copy_(local.flatten()[piece.local_start : piece.local_start + piece.length])
+    assert torch.equal(by_ranges.view(shape), result), f"{name}: flat ranges and pieces differ"
+    return result
+
+
+def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of everything that one process computes; and that parameters are the same to the bit."""
+    found = {}
+    for rank in ranks:
+        for i, (loss, expected) in enumerate(zip(rank["losses"], reference["losses"], strict=True)):
+            if expected.numel():
+                found[f"loss {i}"] = cases.relative_error(loss, expected)
+        found["logits"] = cases.relative_error(rank["logits"], reference["logits"])
+    for name, parameter in reference["parameters"].items():
+        assert torch.equal(whole(ranks, "parameters", name), parameter), name
+    return found
+
+
+def gradient_errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
+    expected = reference["gradients"]
+    assert all(gradient.abs().max() > 0 for gradient in expected.values()), "a gradient that is 0 shows nothing"
+    return {name: cases.relative_error(whole(ranks, "gradients", name), g) for name, g in expected.items()}
+
+
+def check(pools: WorkerPools, world_size: int, tp_size: int, runs: list[Run]) -> None:
+    results = pools.run(train_ranks, world_size, runs, layout={"tp_size": tp_size})
+    for i, run in enumerate(runs):
+        reference = train(replace(run, sequence_parallel=False))
+        for first in range(0, world_size, tp_size):
+            ranks = [results[first + r][i] for r in range(tp_size)]
+            found = errors(ranks, reference) | gradient_errors(ranks, reference)
+            where = max(found, key=found.__getitem__)
+            assert found[where] <= TOLERANCES[run.dtype], f"{run}: {where} differs by {found[where]:.2e}"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
+@pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS)
+def test_ranks_compute_what_one_process_computes(
+    pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool
+) -> None:
+    check(pools, world_size, tp_size, [Run(changes, "M*-M", sequence_parallel) for changes in CASES.values()])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
+@pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
+def test_gradients_in_flat_buffers(pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool) -> None:
+    runs = [
+        Run(changes, "M*-", sequence_parallel, torch.float32, flat)
+        for changes in CASES.values()
+        for flat in (True, False)
+    ]
+    check(pools, world_size, tp_size, runs)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
+@pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
+def test_experts(pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool) -> None:
+    runs = [Run(changes, "ME*E", sequence_parallel) for changes in EXPERTS.values()]
+    runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
+    check(pools, world_size, tp_size, runs)
+
+
+# -- no sum can be left out ------------------------------------------------------------------------
+
+
+def _identity(x: Tensor, *_: object) -> Tensor:
+    return x
+
+
+def _gathered_without_sum(x: Tensor, group: Any) -> Tensor:
+    return linear_map(x, group, all_gather_rows, own_rows)
+
+
+def _only_own_rows(x: Tensor, group: Any) -> Tensor:
+    return linear_map(x, group, own_rows, all_gather_rows)
+
+
+def _forward_sum_only(tp: TensorParallel, x: Tensor) -> Tensor:
+    return reduce_from(x, tp.group)
+
+
+def _own_value(tp: TensorParallel, x: Tensor) -> Tensor:
+    return x
+
+
+PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "entering without a sum in backward": (tensor_parallel, "copy_to", _identity),
+    "leaving without a sum": (tensor_parallel, "reduce_from", _identity),
+    "gathering without a sum in backward": (tensor_parallel, "gather_rows", _gathered_without_sum),
+    "scattering without a sum": (tensor_parallel, "scatter_rows", _only_own_rows),
+    "norm of a group without a sum": (TensorParallel, "sum_over_ranks", _own_value),
+    "norm of a group without a sum in backward": (TensorParallel, "sum_over_ranks", _forward_sum_only),
+    "auxiliary loss counted by each rank": (TensorParallel, "counted_once", _own_value),
+    "softmax without a sum": (sys.modules[HybridModel.__module__], "all_reduce_sum", _identity),
+}
+
+
+@contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        if name in PATCHES:
+            owner, attribute, replacement = PATCHES[name]
+            stack.enter_context(mock.patch.object(owner, attribute, replacement))
+        yield
+
+
+def skip(shared: SharedGradients, model: HybridModel, ending: str) -> None:
+    """Leave the parameters whose names end so out of the sum."""
+    chosen = {id(p) for n, p in model.named_parameters() if n.endswith(ending)}
+    kept = [place for place in shared._places if id(place.parameter) not in chosen]
+    assert len(kept) < len(shared._places), f"no gradient of {ending} is summed"
+    shared._places[:] = kept
+
+
+BIASES = CASES["tied, layer norm, biases, gelu, rope"] | ONE_GROUP
+LOSSES = EXPERTS["softmax router, losses"]
+MUTATIONS = [
+    *(Run(BIASES, "M*-", mutation=name) for name in list(PATCHES)[:2]),
+    *(Run(BIASES, "M*-", True, mutation=name) for name in list(PATCHES)[2:4]),
+    Run(ONE_GROUP, "M", mutation="norm of a group without a sum"),
+    Run(ONE_GROUP, "M", mutation="norm of a group without a sum in backward"),
+    Run(LOSSES, "E", mutation="auxiliary loss counted by each rank"),
+    Run(TIED, "-", mutation="softmax without a sum"),
+    Run(LOSSES, "E", mutation="unsummed router.weight"),
+    Run(LOSSES, "E", True, mutation="unsummed router.weight"),
+    *(
+        Run(BIASES, "M*-", mutation=f"unsummed {name}")
+        for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias", "qkv.weight", "qkv.bias")
+    ),
+    *(
+        Run(BIASES, "M*-", True, mutation=f"unsummed {name}")
+        for name in ("0.norm.weight", "1.norm.bias", "final_norm.weight", "final_norm.bias", "proj.bias", "fc2.bias")
+    ),
+]
+
+
+def test_a_missing_sum_is_seen(pools: WorkerPools) -> None:
+    results = pools.run(train_ranks, 2, MUTATIONS, layout={"tp_size": 2})
+    unmutated = pools.run(train_ranks, 2, [replace(run, mutation=None) for run in MUTATIONS], layout={"tp_size": 2})
+    for i, run in enumerate(MUTATIONS):
+        reference = train(replace(run, sequence_parallel=False, mutation=None))
+        sound = [rank[i] for rank in unmutated]
+        assert max((errors(sound, reference) | gradient_errors(sound, reference)).values()) <= 1e-9, run
+        assert worst_error([rank[i] for rank in results], reference) > 1e-4, run
+
+
+def worst_error(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> float:
+    """As `errors`, but of each rank's own part: copies that differ are an error like any other."""
+    found = list(errors(ranks, reference).values())
+    for rank in ranks:
+        for name, gradient in reference["gradients"].items():
+            shard = rank["shards"][name][0]
+            found.append(cases.relative_error(rank["gradients"][name], shard.take(gradient)))
+    return max(found)
+
+
+# -- isolation -------------------------------------------------------------------------------------
+
+LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
+"""37 tokens and 7 of the tail: the ranks' rows begin inside documents."""
+
+
+def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
+    """What a changed token of the second document moves: in the others, and (to see that it is seen) in its own."""
+    found = []
+    for run in runs:
+        model = build(run, groups)
+        batch = cases.make_pack(cases.make_documents(LENGTHS), tail=7, spare=2)
+        at = LENGTHS[0] + 4
+        buffer = batch.buffer.clone()
+        other = batch.with_buffer(buffer)
+        other.tokens[at] = (other.tokens[at] + 1) % cases.VOCAB
+        other.labels[at - 1] = other.tokens[at]
+        before, after = observe(model, batch), observe(model, other)
+        others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
+        changes = {}
+        for name in before:
+            rows_T = others_T
+            if name == "input gradients" and run.sequence_parallel:
+                rows_T = own_rows(others_T, groups.tp_group)
+            changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
+        changes["own"] = float((before["outputs"][~others_T] - after["outputs"][~others_T]).abs().max())
+        found.append(changes)
+    return found
+
+
+def observe(model: HybridModel, batch: Any) -> dict[str, Tensor]:
+    inputs: list[Tensor] = []
+    with torch.no_grad():
+        logits_TV = model.logits(batch.tokens, batch.packed)
+    handle = model.embedding.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
+    output = model(batch)
+    handle.remove()
+    (gradient,) = torch.autograd.grad(output.loss, inputs)
+    return {"outputs": logits_TV, "loss": output.per_token_loss_T, "input gradients": gradient}
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
+def test_other_documents_do_not_change_by_a_bit(pools: WorkerPools, world_size: int, tp_size: int) -> None:
+    runs = [
+        Run(changes, "M*-M", sequence_parallel, torch.float32)
+        for changes in (CASES["plain"], BIASES)
+        for sequence_parallel in (False, True)
+    ]
+    for rank in pools.run(leaks, world_size, runs, layout={"tp_size": tp_size}):
+        for changes in rank:
+            assert changes.pop("own") > 0
+            assert set(changes.values()) == {0.0}
+
+
+# -- arithmetic and refusals, in one process -------------------------------------------------------
+
+
+def test_pieces_of_segments() -> None:
+    B = Segment(noun="groups", count=2, width=16, shareable=True)
+    x = Segment(noun="heads", count=8, width=4)
+    shard = Shard.of([x, B], rank=3, size=4)
+    assert shard.pieces == (Piece(start=24, length=8), Piece(start=32 + 16, length=16, shared_by=2))
+    assert (shard.length, shard.local_length) == (64, 24)
+    values = torch.arange(64)
+    assert shard.take(values).tolist() == [*range(24, 32), *range(48, 64)]
+
+
+def test_ranges_along_an_inner_dimension() -> None:
+    shard = Shard.of([Segment(noun="channels", count=6)], rank=1, size=2, dim=1)
+    assert shard.global_shape((2, 3, 5)) == (2, 6, 5)
+    assert torch.equal(shard.take(torch.arange(60).view(2, 6, 5)), torch.arange(60).view(2, 6, 5)[:, 3:])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "tp_size", "message"),
+    [
+        ("*", {}, 3, r"tp_size \(3\) does not fit the number of rows of the padded vocabulary \(64\)"),
+        ("*", {}, 8, r"tp_size \(8\) does not fit the number of attention heads \(4\)"),
+        ("M", {}, 8, r"tp_size \(8\) does not fit the number of Mamba heads \(4\)"),
+        ("-", {"ffn_hidden_size": 50}, 4, r"tp_size \(4\) does not fit the number of inner channels of an MLP \(50\)"),
+        ("*", {"num_attention_heads": 12, "num_query_groups": 3}, 4, r"key-value heads \(3\); choose a divisor or a"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(pattern: str, changes: dict[str, Any], tp_size: int, message: str) -> None:
+    groups = ParallelGroups(device=torch.device("cpu"), tp_size=tp_size, expert_tp_size=tp_size)
+    with pytest.raises(ValueError, match=message):
+        HybridModel(cases.tiny_config(pattern, **changes), vocab_size=cases.VOCAB, max_positions=8, groups=groups)
