@@ -24,6 +24,9 @@ class ParallelConfig(Section, title="parallel"):
     context_parallel_size: int = option(1, "Ranks that share each pack; 1.", unit="ranks", minimum=1)
     expert_model_parallel_size: int = option(1, "Ranks that share the experts; 1.", unit="ranks", minimum=1)
     pipeline_model_parallel_size: int = option(1, "Ranks that share the layers; 1.", unit="ranks", minimum=1)
+    use_distributed_optimizer: bool = option(
+        False, "Each data-parallel rank keeps and updates its part of the fp32 masters and moments (ZeRO-1)."
+    )
     distributed_backend: str | None = option(
         None, "Library for collectives; by default nccl on GPUs and gloo on CPUs.", choices=("nccl", "gloo")
     )

@@ -60,6 +60,26 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return mine
 
 
+def reduce_scatter_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum ``(T,)`` over ``group``: rank r's own ``T / size`` elements hold the sum afterwards, the others no promise.
+
+    Raises:
+        ValueError: the elements do not divide among the ranks.
+    """
+    if group is not None:
+        _reduce_scatter(own_rows(flat, group), flat, group=group)
+
+
+def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill ``(T,)`` with every rank's own ``T / size`` elements.
+
+    Raises:
+        ValueError: the elements do not divide among the ranks.
+    """
+    if group is not None:
+        _all_gather(flat, own_rows(flat, group), group=group)
+
+
 def own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's ``(T / size, ...)`` of ``x`` ``(T, ...)``, a view; no communication.
 

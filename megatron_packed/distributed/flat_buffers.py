@@ -6,31 +6,59 @@ few kernels over whole slices, and data parallelism is one collective.
 
 Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from their dtype's start)::
 
-    bf16 with decay | bf16 without | fp32 with decay | fp32 without, padded to 4,096 | extras | counters
+    bf16 with decay | bf16 without | padding | fp32 with decay | fp32 without | padding | extras | counters
 
 Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is zero and stays zero.
+
+[Note: ownership]
+With an ``Ownership`` of N ranks each rank owns one part of the parameters (ZeRO-1): it alone receives the sum of their
+gradients, keeps their masters and moments and updates them. A dtype's span is padded to a multiple of 4,096 N elements
+and cut into N equal parts wherever that falls, inside a parameter too; rank r owns the r-th part of each span. So the
+parts of all ranks have one size, as collectives want it, and start at multiples of 128 bytes; both collectives work in
+place; and each row of 4,096 gradients, of which the norm is made, is the same for every N.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_packed.distributed.collectives import all_gather_in_place
 from megatron_packed.distributed.counters import LIMBS, ExactCounter
-from megatron_packed.distributed.grad_sync import all_reduce_gradients, attach_accumulation
+from megatron_packed.distributed.grad_sync import (
+    all_reduce_gradients,
+    attach_accumulation,
+    reduce_scatter_gradients,
+)
 from megatron_packed.distributed.groups import ParallelGroups
 
 ALIGN_BYTES = 128
 ALIGN_ELEMENTS = 64
 """128 bytes of bf16: one offset in elements serves a parameter and its float32 gradient."""
 GRAIN_ELEMENTS = 4096
-"""The gradients' total is a multiple of this, so that their norm can be taken in rows (``optim/clipping.py``)."""
+"""A rank's part of each dtype is a multiple of this, so that norms can be taken in rows (``optim/clipping.py``)."""
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ownership:
+    """Who owns what of flat buffers; by default a rank owns all. Reads: [Note: ownership]."""
+
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the same parameters and share the work of updating them."""
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def over(cls, groups: ParallelGroups) -> Ownership:
+        """Each rank that holds the same dense parameters owns a part of them."""
+        return cls(group=groups.dp_cp_group, rank=groups.dp_cp_rank, size=groups.dp_cp_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +86,17 @@ class FlatRange:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Order and place of every parameter; a pure function of names, shapes, dtypes and decay rules."""
+    """Order and place of every parameter; a pure function of names, shapes, dtypes, decay rules and owners."""
 
     slots: tuple[ParamSlot, ...]
     ranges: tuple[FlatRange, ...]
     numel: int
+    num_owners: int = 1
 
     @classmethod
-    def plan(cls, parameters: Iterable[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> FlatLayout:
+    def plan(
+        cls, parameters: Iterable[tuple[str, tuple[int, ...], torch.dtype, bool]], num_owners: int = 1
+    ) -> FlatLayout:
         """Lay out ``(name, shape, dtype, decay)`` in the order given, grouped by (dtype, decay).
 
         Raises:
@@ -90,15 +121,31 @@ class FlatLayout:
                         offset = _round_up(end, ALIGN_ELEMENTS)
                 if offset > begin:
                     ranges.append(FlatRange(dtype=dtype, decay=decay, start=begin, end=offset))
-        numel = _round_up(offset, GRAIN_ELEMENTS)
-        last = ranges.pop()
-        ranges.append(FlatRange(dtype=last.dtype, decay=last.decay, start=last.start, end=numel))
-        return cls(slots=tuple(slots), ranges=tuple(ranges), numel=numel)
+            offset = _round_up(offset, GRAIN_ELEMENTS * num_owners)
+            if ranges:
+                ranges[-1] = replace(ranges[-1], end=offset)
+        return cls(slots=tuple(slots), ranges=tuple(ranges), numel=offset, num_owners=num_owners)
 
     def span(self, dtype: torch.dtype) -> tuple[int, int]:
         """First and last element of all parameters of ``dtype``; (0, 0) when there are none."""
         ranges = [item for item in self.ranges if item.dtype == dtype]
         return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
+
+    def owned_span(self, dtype: torch.dtype, rank: int) -> tuple[int, int]:
+        """First and last element of the part of ``span(dtype)`` that ``rank`` owns. Reads: [Note: ownership]."""
+        start, end = self.span(dtype)
+        part = (end - start) // self.num_owners
+        return start + rank * part, start + (rank + 1) * part
+
+    def owned_ranges(self, rank: int) -> list[FlatRange]:
+        """What ``rank`` owns of ``ranges``."""
+        owned = []
+        for item in self.ranges:
+            first, last = self.owned_span(item.dtype, rank)
+            start, end = max(item.start, first), min(item.end, last)
+            if start < end:
+                owned.append(replace(item, start=start, end=end))
+        return owned
 
 
 class FlatBuffers:
@@ -113,17 +160,23 @@ class FlatBuffers:
         module: its trainable parameters must share one device.
         extras: name -> number of float32 slots that ride on the gradient all-reduce (a sum): losses, flags.
         counters: name -> number of exact integer counters; use them for counts that may pass 2**24 in one step.
+        ownership: which part of the parameters this rank updates; by default all. Reads: [Note: ownership].
     Raises:
         ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters sharing memory.
     """
 
     def __init__(
-        self, module: nn.Module, extras: Mapping[str, int] | None = None, counters: Mapping[str, int] | None = None
+        self,
+        module: nn.Module,
+        extras: Mapping[str, int] | None = None,
+        counters: Mapping[str, int] | None = None,
+        *,
+        ownership: Ownership | None = None,
     ) -> None:
+        self.ownership = ownership or Ownership()
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.layout = FlatLayout.plan(
-            (name, tuple(p.shape), p.dtype, not getattr(p, "no_weight_decay", False)) for name, p in trainable.items()
-        )
+        described = ((name, tuple(p.shape), p.dtype, _has_decay(p)) for name, p in trainable.items())
+        self.layout = FlatLayout.plan(described, self.ownership.size)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
         )
@@ -173,8 +226,37 @@ class FlatBuffers:
         self.storage.zero_()
 
     def all_reduce(self, groups: ParallelGroups) -> None:
-        """Sum gradients, extras and counters over the data-parallel group in one collective (identity for one rank)."""
+        """Sum gradients, extras and counters over all ranks in one collective (identity for one rank)."""
         all_reduce_gradients(self.storage, groups)
+
+    def reduce(self, groups: ParallelGroups) -> None:
+        """Sum gradients where their owner reads them, extras and counters everywhere; the identity for one rank.
+
+        For an only owner that is ``all_reduce``. Among several, ``owned_grads`` hold sums afterwards and no other
+        gradient means anything.
+        """
+        if self.ownership.size == 1:
+            self.all_reduce(groups)
+            return
+        spans = [self.grads[slice(*self.layout.span(dtype))] for dtype in self.params]
+        reduce_scatter_gradients(spans, self.ownership.group, self.storage[self.layout.numel :], groups)
+
+    def owned_grads(self) -> list[Tensor]:
+        """The gradients that this rank owns: a view per dtype, each a multiple of ``GRAIN_ELEMENTS`` long."""
+        if self.ownership.size == 1:
+            return [self.grads]
+        return [self.grads[slice(*self.layout.owned_span(dtype, self.ownership.rank))] for dtype in self.params]
+
+    def owned_params(self, dtype: torch.dtype) -> Tensor:
+        """1-D view of the elements of ``params[dtype]`` that this rank owns."""
+        offset = self.layout.span(dtype)[0]
+        start, end = self.layout.owned_span(dtype, self.ownership.rank)
+        return self.params[dtype][start - offset : end - offset]
+
+    def gather_params(self) -> None:
+        """Fill all parameters with what their owners hold; a collective, the identity for an only owner."""
+        for flat in self.params.values():
+            all_gather_in_place(flat, self.ownership.group)
 
     def check_addresses(self) -> None:
         """Host-only check that no parameter has left its place.
@@ -188,6 +270,10 @@ class FlatBuffers:
                     f"parameter {name} left its flat buffer (module.to(), .data = or load with assign=True after "
                     "FlatBuffers was built); copy values in place instead: parameter.data.copy_(...)."
                 )
+
+
+def _has_decay(parameter: nn.Parameter) -> bool:
+    return not getattr(parameter, "no_weight_decay", False)
 
 
 def _round_up(value: int, multiple: int) -> int:

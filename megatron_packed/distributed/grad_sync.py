@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.collectives import all_reduce_sum, reduce_scatter_in_place
 from megatron_packed.distributed.groups import ParallelGroups
 
 
@@ -42,11 +43,26 @@ def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHan
 
 
 def all_reduce_gradients(storage: Tensor, groups: ParallelGroups) -> None:
-    """One all-reduce (sum) of the flat gradients and the slots behind them over the data-parallel group.
+    """One all-reduce (sum) of the flat gradients and the slots behind them over all ranks with the same parameters.
 
     A sum and no mean: losses are already divided by the target tokens of the whole global batch.
 
     Args:
         storage: ``(gradients + extras,)`` float32, summed in place. Queued on the current stream on CUDA.
     """
-    all_reduce_sum(storage, groups.dp_group)
+    all_reduce_sum(storage, groups.dp_cp_group)
+
+
+def reduce_scatter_gradients(
+    spans: Iterable[Tensor], group: dist.ProcessGroup | None, tail: Tensor, groups: ParallelGroups
+) -> None:
+    """Sum each span over ``group``, every rank its own equal part of it; sum ``tail`` everywhere.
+
+    Args:
+        spans: 1-D float32 gradients, in place. What lies outside of a rank's own part is undefined afterwards.
+        tail: the slots behind the gradients, as in ``all_reduce_gradients``.
+    """
+    for span in spans:
+        reduce_scatter_in_place(span, group)
+    if tail.numel():
+        all_reduce_sum(tail, groups.dp_cp_group)

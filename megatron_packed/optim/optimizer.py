@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_packed.distributed.flat_buffers import FlatBuffers, FlatRange, ParamSlot
+from megatron_packed.distributed.flat_buffers import DTYPES, FlatBuffers, FlatRange, ParamSlot
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
 from megatron_packed.optim.clipping import clip_divisor, global_norm, nonfinite_flag
 
@@ -33,8 +34,12 @@ class Optimizer:
     bf16 parameters have a float32 master and are rewritten from it after each step by one copy; float32 parameters are
     their own master. Learning rate, step count, flag and state live on the device at fixed addresses.
 
+    Among several owners (ZeRO-1) a rank keeps masters and moments of the parameters that it owns and updates those; all
+    ranks then gather the parameters. ``step``, ``write_params`` and ``load_state`` are collectives there.
+    Reads: [Note: ownership].
+
     Args:
-        buffers: parameters and gradients; gradients must be summed over ranks before ``step``.
+        buffers: parameters and gradients; gradients must be summed over ranks (``buffers.reduce``) before ``step``.
         beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); weight decay skips parameters marked
             ``no_weight_decay``.
         clip_grad: largest global norm; 0 or less: no clipping.
@@ -69,12 +74,16 @@ class Optimizer:
         self._betas, self._eps = (beta1, beta2), eps
 
         device, layout = buffers.device, buffers.layout
-        low_start, low_end = layout.span(torch.bfloat16)
-        assert low_start == 0
-        self._low = buffers.params[torch.bfloat16] if low_end else None
-        self._low_master = torch.zeros(low_end, dtype=torch.float32, device=device)
-        self.exp_avg = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        self.exp_avg_sq = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self._owned = {dtype: layout.owned_span(dtype, buffers.ownership.rank) for dtype in DTYPES}
+        low, high = (end - start for start, end in self._owned.values())
+        self._state_base = dict(zip(DTYPES, (0, low)))
+        self._low_master = torch.zeros(low, dtype=torch.float32, device=device)
+        self._masters = {torch.bfloat16: self._low_master}
+        if high:
+            self._masters[torch.float32] = buffers.owned_params(torch.float32)
+        self.exp_avg = torch.zeros(low + high, dtype=torch.float32, device=device)
+        """First moments of what this rank owns: the bf16 parameters' and behind them the float32 ones'."""
+        self.exp_avg_sq = torch.zeros(low + high, dtype=torch.float32, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         """Steps taken, skipped ones not counted."""
@@ -83,10 +92,11 @@ class Optimizer:
             nonfinite=torch.zeros((), dtype=torch.float32, device=device),
         )
         self.reset_masters()
+        ranges = layout.owned_ranges(buffers.ownership.rank)
         self._slices = [
-            self._slices_of([item for item in layout.ranges if item.decay == decay], weight_decay if decay else 0.0)
+            self._slices_of([item for item in ranges if item.decay == decay], weight_decay if decay else 0.0)
             for decay in (True, False)
-            if any(item.decay == decay for item in layout.ranges)
+            if any(item.decay == decay for item in ranges)
         ]
 
     @classmethod
@@ -118,7 +128,7 @@ class Optimizer:
         """
         if lr is not None:
             self.set_lr(lr)
-        norm = global_norm(self.buffers.grads)
+        norm = global_norm(*self.buffers.owned_grads(), group=self.buffers.ownership.group)
         skip = nonfinite_flag(norm, loss)
         self.steps.add_(1.0 - skip)
         control = Control(
@@ -138,32 +148,46 @@ class Optimizer:
 
     @torch.no_grad()
     def write_params(self) -> None:
-        """Rewrite the bf16 parameters from their masters (one copy). Call it after masters were loaded in place."""
-        if self._low is not None:
-            self._low.copy_(self._low_master)
+        """Rewrite the parameters from their masters (one copy). Call it after masters were loaded in place."""
+        if self._low_master.numel():
+            self.buffers.owned_params(torch.bfloat16).copy_(self._low_master)
+        self.buffers.gather_params()
 
     @torch.no_grad()
     def reset_masters(self) -> None:
         """Take the masters from the bf16 parameters. Call it after weights were loaded into the module without them."""
-        if self._low is not None:
-            self._low_master.copy_(self._low)
+        if self._low_master.numel():
+            self._low_master.copy_(self.buffers.owned_params(torch.bfloat16))
 
     def state_shards(self) -> dict[str, Tensor]:
-        """The whole state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.
+        """This rank's state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.
 
         ``master/<name>`` (for a float32 parameter that is the parameter itself), ``exp_avg/<name>``,
-        ``exp_avg_sq/<name>`` and ``step`` (one element). Together they also determine every parameter.
+        ``exp_avg_sq/<name>`` and ``step`` (one element, alike on all ranks). Together those of all ranks also determine
+        every parameter. An only owner has every tensor whole; among several it begins where ``state_starts`` says, and
+        names of which the rank owns nothing are absent.
         """
         shards = {}
         for slot in self.buffers.layout.slots:
-            shards[f"master/{slot.name}"] = self._master(slot)
-            shards[f"exp_avg/{slot.name}"] = self.exp_avg[slot.start : slot.end]
-            shards[f"exp_avg_sq/{slot.name}"] = self.exp_avg_sq[slot.start : slot.end]
+            if (owned := self._owned_part(slot)) is not None:
+                in_state = self._state_slice(slot.dtype, *owned)
+                shards[f"master/{slot.name}"] = self._master(slot.dtype, *owned)
+                shards[f"exp_avg/{slot.name}"] = self.exp_avg[in_state]
+                shards[f"exp_avg_sq/{slot.name}"] = self.exp_avg_sq[in_state]
         shards["step"] = self.steps.view(1)
         return shards
 
+    def state_starts(self) -> dict[str, int]:
+        """Where in the flattened tensor each entry of ``state_shards`` begins."""
+        starts = {"step": 0}
+        for slot in self.buffers.layout.slots:
+            if (owned := self._owned_part(slot)) is not None:
+                kinds = ("master", "exp_avg", "exp_avg_sq")
+                starts |= {f"{kind}/{slot.name}": owned[0] - slot.start for kind in kinds}
+        return starts
+
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the tensor that each entry of ``state_shards`` flattens."""
+        """Shape of each tensor of the whole state, whichever ranks own it."""
         shapes: dict[str, tuple[int, ...]] = {"step": (1,)}
         for slot in self.buffers.layout.slots:
             shapes |= {f"{kind}/{slot.name}": slot.shape for kind in ("master", "exp_avg", "exp_avg_sq")}
@@ -171,26 +195,36 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a whole state (names of ``state_shards``, any shape of the right size) in place.
+        """Copy a whole state (names of ``global_shapes``, any shape of the right size) in place.
 
         Raises:
             ValueError: names are missing or unknown, or a size differs; nothing was changed then.
         """
-        shards = self.state_shards()
-        missing, unknown = sorted(shards.keys() - state.keys()), sorted(state.keys() - shards.keys())
+        shapes = self.global_shapes()
+        missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
         if missing or unknown:
             raise ValueError(f"the optimizer state does not fit: missing {missing}, unknown {unknown}.")
-        for name, view in shards.items():
-            if state[name].numel() != view.numel():
-                raise ValueError(f"optimizer state {name} has {state[name].numel()} elements, expected {view.numel()}.")
-        for name, view in shards.items():
-            view.copy_(state[name].reshape(-1))
+        for name, shape in shapes.items():
+            if state[name].numel() != math.prod(shape):
+                raise ValueError(
+                    f"optimizer state {name} has {state[name].numel()} elements, expected {math.prod(shape)}."
+                )
+        starts = self.state_starts()
+        for name, view in self.state_shards().items():
+            view.copy_(state[name].reshape(-1)[starts[name] : starts[name] + view.numel()])
         self.write_params()
 
-    def _master(self, slot: ParamSlot) -> Tensor:
-        if slot.dtype == torch.float32:
-            return self.buffers.param_view(slot)
-        return self._low_master[slot.start : slot.end]
+    def _owned_part(self, slot: ParamSlot) -> tuple[int, int] | None:
+        """Elements of ``slot`` that this rank owns; an empty parameter is the first rank's."""
+        if slot.start == slot.end:
+            return (slot.start, slot.end) if self.buffers.ownership.rank == 0 else None
+        start, end = max(slot.start, self._owned[slot.dtype][0]), min(slot.end, self._owned[slot.dtype][1])
+        return (start, end) if start < end else None
+
+    def _state_slice(self, dtype: torch.dtype, start: int, end: int) -> slice:
+        """Elements ``[start, end)`` of the gradient buffer, as they are numbered in the moments."""
+        shift = self._state_base[dtype] - self._owned[dtype][0]
+        return slice(start + shift, end + shift)
 
     def _slices_of(self, ranges: list[FlatRange], weight_decay: float) -> Slices:
         pieces = [
@@ -200,14 +234,13 @@ class Optimizer:
         ]
         return Slices(
             weight_decay=weight_decay,
-            params=[self._master_range(dtype, start, end) for dtype, start, end in pieces],
+            params=[self._master(dtype, start, end) for dtype, start, end in pieces],
             grads=[self.buffers.grads[start:end] for _, start, end in pieces],
-            exp_avgs=[self.exp_avg[start:end] for _, start, end in pieces],
-            exp_avg_sqs=[self.exp_avg_sq[start:end] for _, start, end in pieces],
+            exp_avgs=[self.exp_avg[self._state_slice(*piece)] for piece in pieces],
+            exp_avg_sqs=[self.exp_avg_sq[self._state_slice(*piece)] for piece in pieces],
         )
 
-    def _master_range(self, dtype: torch.dtype, start: int, end: int) -> Tensor:
-        if dtype == torch.bfloat16:
-            return self._low_master[start:end]
-        offset = self.buffers.layout.span(dtype)[0]
-        return self.buffers.params[dtype][start - offset : end - offset]
+    def _master(self, dtype: torch.dtype, start: int, end: int) -> Tensor:
+        """Masters of elements ``[start, end)`` of the gradient buffer."""
+        offset = self._owned[dtype][0]
+        return self._masters[dtype][start - offset : end - offset]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -56,6 +56,11 @@ class Job:
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Model, flat buffers, optimizer and step on this rank's device."""
     model = build_model(config, vocab_size, groups.device, groups).train()
-    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
+    buffers = FlatBuffers(
+        model,
+        extras=extra_slots(groups),
+        counters=counter_slots(model),
+        ownership=Ownership.over(groups) if config.parallel.use_distributed_optimizer else None,
+    )
     optimizer = Optimizer.from_config(buffers, config.optim)
     return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))

@@ -199,7 +199,12 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
 
 
 def _parallelism(config: RunConfig) -> Iterator[Capability]:
-    yield Capability("data parallelism", ON, "all processes; gradients by one all-reduce")
+    sharded = config.parallel.use_distributed_optimizer
+    collective = "reduce-scatter" if sharded else "all-reduce"
+    yield Capability("data parallelism", ON, f"all processes; gradients by one {collective}")
+    yield Capability("distributed optimizer", ON if sharded else OFF,
+                     f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
+                     "" if sharded else "--use-distributed-optimizer")
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not built yet")
 

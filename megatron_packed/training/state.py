@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron_packed.checkpoint.ranks import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
-from megatron_packed.checkpoint.state import split_replicated, whole_tensors
+from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.serialise import model_differences
@@ -50,14 +50,41 @@ def model_tensors(model: HybridModel) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by global name and shape. A float32 parameter is its own master and is not listed twice."""
+    """The part of the optimizer's state that all ranks hold alike, by global name and shape.
+
+    With a distributed optimizer that is the step count alone; the rest is in ``optimizer_shards``.
+    """
     shapes = optimizer.global_shapes()
-    own_master = {f"master/{slot.name}" for slot in optimizer.buffers.layout.slots if slot.dtype == torch.float32}
+    sharded = optimizer.buffers.ownership.size > 1
     return {
         f"optimizer/{name}": view.view(shapes[name])
-        for name, view in optimizer.state_shards().items()
-        if name not in own_master
+        for name, view in _own_state(optimizer).items()
+        if not sharded or name == "step"
     }
+
+
+def optimizer_shards(optimizer: Optimizer) -> list[TensorShard]:
+    """The part of the optimizer's state that this rank alone holds; empty without a distributed optimizer."""
+    if optimizer.buffers.ownership.size == 1:
+        return []
+    shapes, starts = optimizer.global_shapes(), optimizer.state_starts()
+    return [
+        TensorShard(
+            name=f"optimizer/{name}",
+            global_shape=shapes[name],
+            start=starts[name],
+            end=starts[name] + view.numel(),
+            tensor=view,
+        )
+        for name, view in _own_state(optimizer).items()
+        if name != "step"
+    ]
+
+
+def _own_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What there is beside the model: a float32 parameter is its own master and is not listed twice."""
+    own_master = {f"master/{slot.name}" for slot in optimizer.buffers.layout.slots if slot.dtype == torch.float32}
+    return {name: view for name, view in optimizer.state_shards().items() if name not in own_master}
 
 
 def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
@@ -111,7 +138,7 @@ class RunState:
             torch.cuda.synchronize(self._device)
         replicated = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         rng = RngState.capture(self._device)
-        shards = split_replicated(replicated, rank, world_size)
+        shards = split_replicated(replicated, rank, world_size) + optimizer_shards(self.optimizer)
         shards += whole_tensors({f"rng/rank_{rank}/{name}": tensor for name, tensor in rng.tensors.items()})
         metadata = {
             "progress": vars(self.progress).copy(),
@@ -146,14 +173,14 @@ class RunState:
             CheckpointMismatchError: it belongs to another model, to other data, or to another order of the data.
             CheckpointError: none is sound.
         """
-        wanted = model_tensors(self.model)
-        if not options.finetune:
-            wanted |= optimizer_tensors(self.optimizer)
         rng = RngState.capture(self._device)
-        names = {f"rng/rank_{self.groups.rank}/{name}": tensor for name, tensor in rng.tensors.items()}
+        wanted = whole_tensors(model_tensors(self.model))
+        if not options.finetune:
+            wanted += whole_tensors(optimizer_tensors(self.optimizer)) + optimizer_shards(self.optimizer)
+            wanted += whole_tensors({f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()})
         loaded = load_checkpoint(
             options.load,
-            whole_tensors(wanted if options.finetune else wanted | names),
+            wanted,
             rank=self.groups.rank,
             world_size=self.groups.world_size,
             group=self.groups.dp_group,

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of every micro-batch, one all-reduce, one predicated update.
+"""One optimizer step: forward and backward of every micro-batch, one reduction, one predicated update.
 
 Nothing here waits for the device. What the host wants to know leaves as one small vector
 (``training/late_metrics.py``).
@@ -40,7 +40,7 @@ class StepValues(NamedTuple):
 
 
 def extra_slots(groups: ParallelGroups) -> dict[str, int]:
-    """Float32 slots that ride on the gradient all-reduce: name -> number of elements."""
+    """Float32 slots that are summed with the gradients: name -> number of elements."""
     return {
         "loss": 1,
         "aux_loss": 1,
@@ -50,7 +50,7 @@ def extra_slots(groups: ParallelGroups) -> dict[str, int]:
 
 
 def counter_slots(model: HybridModel) -> dict[str, int]:
-    """Exact integer counters on the same all-reduce: name -> number."""
+    """Exact integer counters that are summed with them: name -> number."""
     return {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
 
 
@@ -95,8 +95,8 @@ class TrainStep:
         self.buffers.extras["stop"].copy_(self._stop, non_blocking=True)
         for number, micro_batch in enumerate(micro_batches):
             self._accumulate(micro_batch, number)
-        with record_function("dp::all_reduce"):
-            self.buffers.all_reduce(self.groups)
+        with record_function("dp::reduce"):
+            self.buffers.reduce(self.groups)
         extras = self.buffers.extras
         with record_function("optim::step"):
             stats = self.optimizer.step(lr, loss=extras["loss"])

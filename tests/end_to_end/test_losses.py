@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import LAST, Data, command_line, final_state, in_folder, losses, run, steps, tiny_options
+from runs import LAST, Data, assert_same_state, command_line, final_state, in_folder, losses, run, steps, tiny_options
 
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
@@ -54,6 +54,18 @@ def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) ->
     assert valid is not None
     last = valid.plan.step(valid.plan.num_steps - 1)
     assert 0 < last.global_packs < 4 == len(last.packs[0])
+
+
+def test_the_distributed_optimizer_changes_no_bit(data: Data, folders: dict[int, Path], tmp_path: Path) -> None:
+    """Of the log and the last checkpoint of two processes, begun with it and gone on without it."""
+    options = tiny_options(
+        data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11, **in_folder(tmp_path)
+    )
+    for more in ({"use_distributed_optimizer": True, "exit_interval": LAST // 2}, {}):
+        finished = run({**options, **more}, tmp_path, 2)
+        assert finished.exit_code == 0, finished.console
+    assert steps(tmp_path / "log.jsonl") == steps(folders[2] / "log.jsonl")
+    assert_same_state(tmp_path / "checkpoints", folders[2] / "checkpoints", LAST)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

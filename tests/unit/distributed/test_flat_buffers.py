@@ -1,5 +1,7 @@
 """Flat buffers: the layout, fixed addresses, and gradients that arrive exactly once."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -58,16 +60,46 @@ def test_layout_orders_by_dtype_then_decay_and_aligns() -> None:
         ]
     )
     assert [(s.name, s.start, s.end) for s in layout.slots] == [
-        ("w", 0, 130), ("v", 192, 196), ("norm", 256, 261), ("router", 320, 341), ("a", 384, 385),
+        ("w", 0, 130), ("v", 192, 196), ("norm", 256, 261), ("router", 4096, 4117), ("a", 4160, 4161),
     ]  # fmt: skip
     assert [(r.dtype, r.decay, r.start, r.end) for r in layout.ranges] == [
         (torch.bfloat16, True, 0, 256),
-        (torch.bfloat16, False, 256, 320),
-        (torch.float32, True, 320, 384),
-        (torch.float32, False, 384, 4096),
+        (torch.bfloat16, False, 256, 4096),
+        (torch.float32, True, 4096, 4160),
+        (torch.float32, False, 4160, 8192),
     ]
-    assert layout.span(torch.bfloat16) == (0, 320)
-    assert layout.span(torch.float32) == (320, 4096)
+    assert layout.span(torch.bfloat16) == (0, 4096)
+    assert layout.span(torch.float32) == (4096, 8192)
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 4])
+def test_shards_have_one_size_cut_parameters_and_cover_everything_once(num_owners: int) -> None:
+    parameters = [
+        ("long", (70, 119), torch.bfloat16, True),
+        ("norm", (5,), torch.bfloat16, False),
+        ("router", (3, 7), torch.float32, True),
+        ("longer", (67, 191), torch.float32, False),
+    ]
+    layout = FlatLayout.plan(parameters, num_owners)
+    owned = [layout.owned_ranges(rank) for rank in range(num_owners)]
+    for dtype in (torch.bfloat16, torch.float32):
+        spans = [layout.owned_span(dtype, rank) for rank in range(num_owners)]
+        assert {(end - start) % 4096 for start, end in spans} == {0} and len({e - s for s, e in spans}) == 1
+        assert [spans[0][0], *(end for _, end in spans)] == [*(start for start, _ in spans), layout.span(dtype)[1]]
+    pieces = sorted((item for ranges in owned for item in ranges), key=lambda item: item.start)
+    assert pieces[0].start == 0 and pieces[-1].end == layout.numel
+    assert all(one.end == two.start for one, two in pairwise(pieces))
+    for piece in pieces:
+        assert any(
+            (r.dtype, r.decay) == (piece.dtype, piece.decay) and r.start <= piece.start and piece.end <= r.end
+            for r in layout.ranges
+        )
+    cuts = {layout.owned_span(dtype, rank)[0] for dtype in layout_dtypes(layout) for rank in range(1, num_owners)}
+    assert num_owners == 1 or any(slot.start < cut < slot.end for slot in layout.slots for cut in cuts)
+
+
+def layout_dtypes(layout: FlatLayout) -> set[torch.dtype]:
+    return {slot.dtype for slot in layout.slots}
 
 
 def test_parameters_become_aligned_views_with_the_same_values() -> None:

@@ -1,0 +1,364 @@
+"""``--use-distributed-optimizer``: every rank updates its part of the weights, and the numbers stay what they were.
+
+Sums of two numbers do not depend on their order, so with two ranks, and with four of which two have nothing to add, all
+is compared bit for bit. In sums of four gloo's reduce-scatter and all-reduce round differently: there the comparison
+has a tolerance, and one with gradients whose sums are exact has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import to_dict
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed import collectives
+from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools, run_distributed
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.state import RunState, model_tensors, optimizer_shards, optimizer_tensors
+
+SLOTS, VOCAB = 48, 211
+MODEL = ModelConfig(
+    hybrid_layer_pattern="M*-E", hidden_size=40, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=56,
+    mamba_head_dim=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8, add_bias_linear=False,
+    normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=5, moe_ffn_hidden_size=24,
+    moe_aux_loss_coeff=1e-2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+)  # fmt: skip
+Found = dict[str, Any]
+
+
+def job_of(groups: ParallelGroups, distributed: bool, *, bf16: bool, clip: float = 0.5, seed: int = 1) -> Job:
+    return build_job(config_of(distributed, bf16=bf16, clip=clip, seed=seed), groups, VOCAB)
+
+
+def config_of(distributed: bool, *, bf16: bool, clip: float, seed: int) -> RunConfig:
+    return RunConfig(
+        model=MODEL,
+        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
+        packing=PackingConfig(seq_length=SLOTS, global_batch_size=4),
+        optim=OptimizerConfig(lr=1e-2, clip_grad=clip),
+        parallel=ParallelConfig(use_distributed_optimizer=distributed),
+        training=TrainingConfig(train_iters=5, device="cpu", bf16=bf16, seed=seed),
+    )
+
+
+def micro_batches(step: int, rank: int, count: int, *, empty: bool = False) -> list[MicroBatch]:
+    draw = np.random.default_rng([step, rank])
+    packs = [[] if empty else [(draw.integers(0, VOCAB, n), None) for n in (19, 8, 3)] for _ in range(count)]
+    return [MicroBatch.build(pack, SLOTS, scales=(1 / 100, 1 / 8)) for pack in packs]
+
+
+def everything(job: Job) -> Found:
+    """Weights and expert biases, and this rank's ranges of the optimizer's state."""
+    whole = [(name, tensor.shape, 0, tensor.reshape(-1)) for name, tensor in optimizer_tensors(job.optimizer).items()]
+    parts = [(shard.name, shard.global_shape, shard.start, shard.tensor) for shard in optimizer_shards(job.optimizer)]
+    state = [(name, tuple(shape), start, tensor.clone()) for name, shape, start, tensor in whole + parts]
+    return {"model": {name: tensor.clone() for name, tensor in model_tensors(job.model).items()}, "state": state}
+
+
+def assembled(ranks: list[Found]) -> dict[str, Tensor]:
+    """Model and optimizer state of all ranks, each element from its owner; ranks must agree on what they share."""
+    whole = dict(ranks[0]["model"])
+    for found in ranks[1:]:
+        assert found["model"].keys() == ranks[0]["model"].keys()
+        assert all(same_bits(tensor, whole[name]) for name, tensor in found["model"].items())
+    seen: dict[str, Tensor] = {}
+    for found in ranks:
+        for name, shape, start, part in found["state"]:
+            tensor = whole.setdefault(name, torch.zeros(shape))
+            filled = seen.setdefault(name, torch.zeros(tensor.numel(), dtype=torch.bool))
+            place = slice(start, start + part.numel())
+            assert not filled[place].any() or same_bits(tensor.view(-1)[place], part), name
+            tensor.view(-1)[place] = part
+            filled[place] = True
+    assert all(filled.all() for filled in seen.values())
+    return whole
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not same_bits(one[name], other[name])] == []
+
+
+def train(
+    groups: ParallelGroups, distributed: bool, bf16: bool, clip: float, accumulate: int, two_work: bool, bad_step: int
+) -> Found:
+    """Four steps; in ``bad_step`` the last rank has an infinite gradient where the first rank is the owner."""
+    job = job_of(groups, distributed, bf16=bf16, clip=clip)
+    reduce, metrics = job.buffers.reduce, []
+
+    def spoilt(over: ParallelGroups) -> None:
+        if groups.rank == groups.world_size - 1:
+            job.buffers.grads[3] = float("inf")
+        reduce(over)
+
+    for step in range(4):
+        job.buffers.reduce = spoilt if step == bad_step else reduce  # type: ignore[method-assign]
+        before = everything(job)
+        idle = two_work and groups.rank not in (0, groups.world_size - 1)
+        metrics.append(job.step(micro_batches(step, groups.rank, accumulate, empty=idle), 1e-2).clone())
+        if step == bad_step:
+            after = everything(job)
+            assert all(same_bits(after["model"][name], tensor) for name, tensor in before["model"].items())
+            assert all(same_bits(a[3], b[3]) for a, b in zip(after["state"], before["state"]))
+    return {"metrics": torch.stack(metrics), "steps": job.optimizer.steps.item(), **everything(job)}
+
+
+CASES = [(bf16, clip, accumulate) for bf16 in (False, True) for clip, accumulate in ((0.0, 1), (0.05, 3))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("bf16", "clip", "accumulate"), CASES)
+def test_steps_are_those_of_the_all_reduce(
+    world_size: int, bf16: bool, clip: float, accumulate: int, pools: WorkerPools
+) -> None:
+    """Losses, norms, weights, masters and moments, bit for bit; the third of four steps is not finite."""
+    expected, found = (
+        pools.run(train, world_size, distributed, bf16, clip, accumulate, world_size == 4, 2)
+        for distributed in (False, True)
+    )
+    for one, other in zip(expected, found):
+        assert same_bits(one["metrics"], other["metrics"])
+        losses, norms, skipped = (other["metrics"][:, column] for column in (0, 2, 3))
+        assert skipped.tolist() == [0, 0, 1, 0] and other["steps"] == 3
+        assert losses.min() > 0 and losses.unique().numel() == 4 and (clip == 0 or norms.min() > clip)
+    assert_same_bits(assembled(expected), assembled(found))
+
+
+def test_four_ranks_that_all_have_work(pools: WorkerPools) -> None:
+    """Sums of four round differently in gloo's two collectives, and Adam's first steps magnify that."""
+    expected, found = (pools.run(train, 4, distributed, False, 0.05, 1, False, -1) for distributed in (False, True))
+    torch.testing.assert_close(found[0]["metrics"], expected[0]["metrics"], rtol=1e-5, atol=1e-6)
+    whole, other = assembled(expected), assembled(found)
+    for name, tensor in whole.items():
+        scale = tensor.abs().max().item()
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-4 * max(scale, 1e-6), msg=name)
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides; parts of 2 and of 4 ranks end inside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        sizes = {"one": (83, 111), "two": (9001,), "three": (7,), "none": (0, 3)}
+        for dtype, kind in ((torch.bfloat16, "low"), (torch.float32, "high")):
+            for name, size in sizes.items():
+                values = torch.randn(size, generator=draw).to(dtype)
+                self.register_parameter(f"{kind}_{name}", nn.Parameter(values))
+                self.get_parameter(f"{kind}_{name}").no_weight_decay = name == "two"  # type: ignore[attr-defined]
+
+
+def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> Found:
+    """Three steps on gradients of few bits, and what memory and collectives they take. On a GPU nothing waits."""
+    module = Odd().to(groups.device)
+    ownership = Ownership.over(groups) if distributed else None
+    buffers = FlatBuffers(module, extras={"loss": 1}, counters={"experts": 3}, ownership=ownership)
+    optimizer = Optimizer(buffers, clip_grad=clip, weight_decay=0.1)
+    addresses = [p.data_ptr() for p in module.parameters()]
+    calls: list[tuple[str, int]] = []
+    norms = []
+    for step in range(3):
+        buffers.zero_grad()
+        for name, parameter in buffers.parameters.items():
+            draw = torch.Generator().manual_seed(97 * step + groups.rank + 7 * len(name))
+            parameter.main_grad.copy_(torch.randint(-64, 65, parameter.shape, generator=draw) / 256)
+        buffers.extras["loss"].fill_(groups.rank + 1)
+        buffers.counters["experts"].add_(torch.tensor([2**24 + 1, 0, groups.rank], device=groups.device))
+        with noted(calls), no_wait(groups.device if step else torch.device("cpu")):
+            buffers.reduce(groups)
+            norms.append(optimizer.step(1e-2, loss=buffers.extras["loss"]).grad_norm.clone())
+    starts = optimizer.state_starts()
+    return {
+        "model": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "state": [
+            (name, optimizer.global_shapes()[name], starts[name], view.clone())
+            for name, view in optimizer.state_shards().items()
+        ],
+        "norms": torch.stack(norms),
+        "extras": [buffers.extras["loss"].tolist(), buffers.counters["experts"].value().tolist()],
+        "calls": calls,
+        "moved": addresses != [p.data_ptr() for p in module.parameters()],
+        "sizes": {
+            "elements": buffers.layout.numel,
+            "bf16": buffers.params[torch.bfloat16].numel(),
+            "master": optimizer._low_master.numel(),
+            "moments": (optimizer.exp_avg.numel(), optimizer.exp_avg_sq.numel()),
+            "updated": sum(t.numel() for group in optimizer._slices for t in group.params),
+        },
+    }
+
+
+@contextmanager
+def no_wait(device: torch.device) -> Iterator[None]:
+    """On a GPU, an operation that waits for it is an error inside."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def noted(calls: list[tuple[str, int]]) -> Iterator[None]:
+    """Appends (name, elements of the whole) for every collective that is called inside."""
+
+    def noting(name: str, whole: int, call: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, args[whole].numel()))
+            return call(*args, **kwargs)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noting("all_reduce", 0, dist.all_reduce))
+        patch.setattr(collectives, "_reduce_scatter", noting("reduce_scatter", 1, collectives._reduce_scatter))
+        patch.setattr(collectives, "_all_gather", noting("all_gather", 0, collectives._all_gather))
+        yield
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_odd_sizes_with_sums_that_are_exact(world_size: int, clip: float, pools: WorkerPools) -> None:
+    expected, found = (pools.run(exact_gradients, world_size, distributed, clip) for distributed in (False, True))
+    assert_same_bits(assembled(expected), assembled(found))
+    ranks = range(world_size)
+    for one, other in zip(expected, found):
+        assert same_bits(one["norms"], other["norms"]) and one["norms"].min() > 1 and not other["moved"]
+        assert one["extras"] == other["extras"] == [
+            [world_size * (world_size + 1) / 2], [world_size * (2**24 + 1), 0, sum(ranks)],
+        ]  # fmt: skip
+
+
+@pytest.mark.multi_gpu
+def test_odd_sizes_on_two_gpus() -> None:
+    expected, found = (run_distributed(exact_gradients, 2, flag, 1.0, backend="nccl") for flag in (False, True))
+    assert_same_bits(assembled(expected), assembled(found))
+    for one, other in zip(expected, found):
+        assert same_bits(one["norms"], other["norms"]) and one["extras"] == other["extras"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> None:
+    """Masters and moments take 1 / ranks of the memory, and no collective moves all gradients to all ranks."""
+    found = pools.run(exact_gradients, world_size, True, 1.0)
+    for result in found:
+        sizes, calls = result["sizes"], result["calls"]
+        assert sizes["master"] * world_size == sizes["bf16"] and sizes["updated"] * world_size == sizes["elements"]
+        assert sizes["moments"] == (sizes["elements"] // world_size,) * 2
+        low, high = sizes["bf16"], sizes["elements"] - sizes["bf16"]
+        one_step = [
+            ("reduce_scatter", low), ("reduce_scatter", high), ("all_reduce", 64), ("all_reduce", 1),
+            ("all_gather", low), ("all_gather", high),
+        ]  # fmt: skip
+        assert calls == (3 * one_step if world_size > 1 else [])
+    starts = [start for result in found for name, _, start, _ in result["state"] if name.startswith("exp_avg/")]
+    assert world_size == 1 or any(start % 111 for start in starts)  # a cut inside a row of a matrix
+
+
+def run_state(job: Job, groups: ParallelGroups, distributed: bool, bf16: bool) -> RunState:
+    config = to_dict(config_of(distributed, bf16=bf16, clip=0.5, seed=1))
+    return RunState(job.model, job.optimizer, groups, plan_hash="", config=config, model_hash="")
+
+
+def save(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool) -> Found:
+    """Two steps, a save, and one step more."""
+    job = job_of(groups, distributed, bf16=bf16)
+    for step in range(2):
+        job.step(micro_batches(step, groups.rank, 1), 1e-2)
+    saved = run_state(job, groups, distributed, bf16).save(CheckpointConfig(save=folder))
+    sizes = [file.stat().st_size for file in sorted(saved.path.glob("rank_*"))]
+    then = everything(job)
+    job.step(micro_batches(2, groups.rank, 1), 1e-2)
+    return {**then, "later": everything(job), "sizes": sizes}
+
+
+def load(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool, finetune: bool = False) -> Found:
+    """What a job with other weights restores, and where its next step leads."""
+    job = job_of(groups, distributed, bf16=bf16, seed=2)
+    addresses = [p.data_ptr() for p in job.model.parameters()]
+    run_state(job, groups, distributed, bf16).load(CheckpointConfig(load=folder, finetune=finetune))
+    then = everything(job)
+    job.step(micro_batches(2, groups.rank, 1), 1e-2)
+    assert addresses == [p.data_ptr() for p in job.model.parameters()]
+    return {**then, "later": everything(job)}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_checkpoints_load_into_any_number_of_ranks(
+    distributed: bool, bf16: bool, tmp_path: Path, pools: WorkerPools
+) -> None:
+    written = pools.run(save, 2, str(tmp_path), distributed, bf16)
+    expected, later = assembled(written), assembled([rank["later"] for rank in written])
+    assert any(tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/"))
+    one, two = written[0]["sizes"]
+    assert max(one, two) < 1.5 * min(one, two)  # both write
+    for world_size in (1, 2, 4):
+        for into_distributed in (False, True):
+            found = pools.run(load, world_size, str(tmp_path), into_distributed, bf16)
+            assert_same_bits(assembled(found), expected)
+            if world_size == 2:  # sums of two do not depend on the way they travel
+                assert_same_bits(assembled([rank["later"] for rank in found]), later)
+
+
+def test_finetuning_takes_masters_from_the_weights(tmp_path: Path, pools: WorkerPools) -> None:
+    expected = assembled(pools.run(save, 2, str(tmp_path), False, True))
+    found = pools.run(load, 2, str(tmp_path), True, True, True)
+    state = assembled(found)
+    for name, tensor in state.items():
+        if name.startswith("optimizer/master/"):
+            weight = expected[name.replace("optimizer/master/", "model/")]
+            assert torch.equal(tensor, weight.float()), name
+        elif name.startswith("optimizer/"):
+            assert not tensor.any()
+    plain = pools.run(load, 2, str(tmp_path), False, True, True)
+    assert_same_bits(assembled([r["later"] for r in plain]), assembled([r["later"] for r in found]))
+
+
+def whole_state(groups: ParallelGroups, distributed: bool) -> Found:
+    """``load_state`` takes whole tensors, whatever the rank keeps of them, and gathers the weights."""
+    module = Odd()
+    optimizer = Optimizer(FlatBuffers(module, ownership=Ownership.over(groups) if distributed else None))
+    shapes = optimizer.global_shapes()
+    draw = torch.Generator().manual_seed(5)
+    state = {name: torch.rand(shape, generator=draw) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=r"missing \['step'\]"):
+        optimizer.load_state({name: tensor for name, tensor in state.items() if name != "step"})
+    optimizer.load_state(state)
+    parts = optimizer.state_shards()
+    return {
+        "model": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "state": [(name, shapes[name], optimizer.state_starts()[name], part.clone()) for name, part in parts.items()],
+    }
+
+
+def test_a_whole_state_is_loaded_by_its_owners(pools: WorkerPools) -> None:
+    expected = assembled(pools.run(whole_state, 1, False))
+    for world_size in (2, 4):
+        assert_same_bits(assembled(pools.run(whole_state, world_size, True)), expected)
