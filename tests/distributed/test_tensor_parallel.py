@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.layers.tensor_parallel as tensor_parallel
 from megatron_packed.distributed.collectives import all_gather_rows, own_rows
@@ -208,6 +209,81 @@ def test_experts(pools: WorkerPools, world_size: int, tp_size: int, sequence_par
     runs = [Run(changes, "ME*E", sequence_parallel) for changes in EXPERTS.values()]
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
     check(pools, world_size, tp_size, runs)
+
+
+def train_replicas(groups: ParallelGroups, run: Run) -> dict[str, Any]:
+    """One pack on each replica, gradients summed over tensor-parallel ranks, then over replicas."""
+    model = build(run, groups)
+    buffers, shared = FlatBuffers(model), model.shared_gradients()
+    losses = torch.zeros(2)
+    for _ in range(2):  # the second finds what the first has left
+        buffers.zero_grad()
+        output = model(packs()[groups.dp_rank])
+        output.loss.backward()
+        shared.sum()
+        buffers.all_reduce(groups)
+        losses[groups.dp_rank] = output.loss.detach()
+    return {
+        "losses": [losses],
+        "shards": {n: (p.shard, tuple(p.global_shape), p.flat_pieces()) for n, p in model.sharded_parameters().items()},
+        "gradients": {n: p.main_grad.clone() for n, p in model.named_parameters()},
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
+def test_replicas(pools: WorkerPools, sequence_parallel: bool) -> None:
+    run = Run(CASES["one group for all, swiglu"] | TIED, "M*-", sequence_parallel, torch.float32, flat=True)
+    results = pools.run(train_replicas, 4, run, layout={"tp_size": 2})
+    reference = train(replace(run, sequence_parallel=False))
+    for ranks in (results[:2], results[2:]):
+        assert max(gradient_errors(ranks, reference).values()) <= TOLERANCES[torch.float32]
+    for r, rank in enumerate(results):
+        assert rank["losses"][0][r // 2] == pytest.approx(float(reference["losses"][4 * (r // 2)]), rel=1e-5)
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation with the shapes of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
+        return result
+
+
+def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
+    """What two packs of one layout call, with flat gradients."""
+    found = []
+    for run in runs:
+        model = build(run, groups)
+        FlatBuffers(model)
+        shared = model.shared_gradients()
+        calls = []
+        for lengths, tail, spare in (([5, 20, 3, 1, 30], 5, 2), ([40, 2], 22, 5)):
+            batch = cases.make_pack(cases.make_documents(lengths), tail=tail, spare=spare, aux_scale=1.0)
+            with Recorder() as recorder:
+                model(batch).loss.backward()
+                shared.sum()
+            calls.append(recorder.calls)
+        found.append(calls)
+    return found
+
+
+def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
+    """Without attention, whose reference reads the offsets on a CPU to compute each document alone."""
+    questions = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
+    changes = ONE_GROUP | EXPERTS["softmax router, losses"]
+    runs = [Run(changes, "ME-", sequence_parallel, torch.float32) for sequence_parallel in (False, True)]
+    for rank in pools.run(recorded_calls, 2, runs, layout={"tp_size": 2}):
+        for first, second in rank:
+            names = {name for name, _ in first}
+            assert first == second and len(first) > 100
+            assert any("c10d" in name for name in names), "the collectives must be seen"
+            assert not any(question in name for question in questions for name in names)
 
 
 # -- no sum can be left out ------------------------------------------------------------------------

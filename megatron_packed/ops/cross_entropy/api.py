@@ -33,8 +33,6 @@ class Inputs:
     vocab_rows: int
     dtype: torch.dtype
     device_type: str
-    split: bool = False
-    """Whether the vocabulary is spread over several ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +93,7 @@ def linear_cross_entropy(
     chunk = default_chunk_tokens(tokens, vocab_rows) if chunk_tokens is None else chunk_tokens
     if chunk < 1:
         raise ValueError(f"chunk_tokens ({chunk}) must be at least 1, or None for a measured choice.")
-    inputs = Inputs(
-        vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type, split=shard is not None
-    )
+    inputs = Inputs(vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type)
     options: dict[str, Any] = {"vocab_size": vocab_size, "chunk_tokens": chunk, "grad_scale": grad_scale}
     if shard is not None:
         options["shard"] = shard

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from megatron_packed.ops.cross_entropy.api import Inputs, VocabShard
 from megatron_packed.ops.cross_entropy.chunked import run_chunked
+from megatron_packed.ops.cross_entropy.split import split_step
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
@@ -27,7 +26,7 @@ def run(
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     return run_chunked(
-        softmax_step if shard is None else partial(split_softmax_step, shard),
+        softmax_step if shard is None else split_step(statistics, gradient, shard),
         hidden_TD,
         weight_VD,
         labels_T,
@@ -64,39 +63,32 @@ def softmax_step(
     logits_CV[:, vocab_size:].zero_()
 
 
-def split_softmax_step(
-    shard: VocabShard,
+def statistics(logits_CV: Tensor, row_C: Tensor, real: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``split.Statistics``."""
+    precise_CV = _precise(logits_CV, real)
+    largest_C = precise_CV.amax(-1).clamp(min=torch.finfo(precise_CV.dtype).min)
+    label_C = precise_CV.gather(1, row_C.clamp(min=0)[:, None])[:, 0]
+    return largest_C, (precise_CV - largest_C[:, None]).exp_().sum(-1), label_C
+
+
+def gradient(
     logits_CV: Tensor,
-    labels_C: Tensor,
+    row_C: Tensor,
+    real: int,
+    largest_C: Tensor,
+    total_C: Tensor,
+    scale_C: Tensor,
     loss_mask_C: Tensor,
-    grad_scale: Tensor | None,
-    vocab_size: int,
-    loss_C: Tensor,
-    with_gradient: bool,
 ) -> None:
-    """``softmax_step`` for a part of the vocabulary: two small collectives for each chunk."""
-    rows = logits_CV.shape[1]
-    real = min(max(vocab_size - shard.first_row, 0), rows)
+    """See ``split.Gradient``."""
+    p_CV = (_precise(logits_CV, real) - largest_C[:, None]).exp_() / total_C[:, None]
+    p_CV.scatter_add_(1, row_C.clamp(min=0)[:, None], -(row_C >= 0)[:, None].to(p_CV.dtype))
+    logits_CV.copy_(torch.where(loss_mask_C[:, None] == 0, 0.0, p_CV * scale_C[:, None]))
+    logits_CV[:, real:].zero_()
+
+
+def _precise(logits_CV: Tensor, real: int) -> Tensor:
+    """In fp32 (fp64), -inf beyond ``real``; a copy."""
     precise_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32), copy=True)
     precise_CV[:, real:] = float("-inf")
-    largest_C = precise_CV.amax(-1)
-    shard.max_over_ranks(largest_C)
-    precise_CV -= largest_C[:, None]
-    row_C = labels_C.long() - shard.first_row
-    mine_C = (row_C >= 0) & (row_C < real)
-    row_C1 = row_C.clamp(0, rows - 1)[:, None]
-    label_C = torch.where(mine_C, precise_CV.gather(1, row_C1)[:, 0], 0.0)
-    exp_CV = precise_CV.exp_()
-    sums_2C = torch.stack([exp_CV.sum(-1), label_C])
-    shard.sum_over_ranks(sums_2C)
-    total_C, label_C = sums_2C.unbind()
-    known_C = (labels_C >= 0) & (labels_C < vocab_size)
-    nll_C = torch.where(known_C, total_C.log() - label_C, float("nan"))
-    loss_C.copy_(torch.where(loss_mask_C == 0, 0.0, nll_C * loss_mask_C))
-    if not with_gradient:
-        return
-    scale_C1 = (loss_mask_C if grad_scale is None else loss_mask_C * grad_scale)[:, None]
-    gradient_CV = exp_CV.div_(total_C[:, None])
-    gradient_CV.scatter_add_(1, row_C1, -mine_C[:, None].to(gradient_CV.dtype))
-    logits_CV.copy_(torch.where(loss_mask_C[:, None] == 0, 0.0, gradient_CV * scale_C1))
-    logits_CV[:, real:].zero_()
+    return precise_CV

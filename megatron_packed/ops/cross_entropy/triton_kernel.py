@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.cross_entropy.api import Inputs
+from megatron_packed.ops.cross_entropy.api import Inputs, VocabShard
 from megatron_packed.ops.cross_entropy.chunked import run_chunked
+from megatron_packed.ops.cross_entropy.split import split_step
 from megatron_packed.ops.triton_mode import device_reasons
 
 _BLOCK = 4096
@@ -25,8 +26,6 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = device_reasons(inputs.device_type)
     if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
-    if inputs.split:
-        reasons.append("it does not sum over the ranks that share the vocabulary")
     if inputs.vocab_rows >= 2**31:
         reasons.append(f"a row of {inputs.vocab_rows} logits exceeds 32-bit offsets")
     return reasons
@@ -41,9 +40,10 @@ def run(
     vocab_size: int,
     chunk_tokens: int,
     grad_scale: Tensor | None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     return run_chunked(
-        softmax_step,
+        softmax_step if shard is None else split_step(statistics, gradient, shard),
         hidden_TD,
         weight_VD,
         labels_T,
@@ -65,7 +65,7 @@ def softmax_step(
 ) -> None:
     """See ``chunked.Step``."""
     rows, vocab_rows = logits_CV.shape
-    block = min(_BLOCK, max(64, triton.next_power_of_2(vocab_rows)))
+    block = _block(vocab_rows)
     _softmax_kernel[(rows,)](
         logits_CV,
         labels_C,
@@ -81,6 +81,59 @@ def softmax_step(
         BLOCK=block,
         num_warps=8 if block == _BLOCK else 4,
     )
+
+
+def statistics(logits_CV: Tensor, row_C: Tensor, real: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``split.Statistics``: the first of the two passes, for a vocabulary spread over ranks."""
+    rows, vocab_rows = logits_CV.shape
+    largest_C, total_C, label_C = torch.empty(3, rows, dtype=torch.float32, device=logits_CV.device).unbind()
+    block = _block(vocab_rows)
+    _statistics_kernel[(rows,)](
+        logits_CV,
+        row_C,
+        largest_C,
+        total_C,
+        label_C,
+        logits_CV.stride(0),
+        VOCAB_SIZE=real,
+        VOCAB_ROWS=vocab_rows,
+        BLOCK=block,
+        num_warps=8 if block == _BLOCK else 4,
+    )
+    return largest_C, total_C, label_C
+
+
+def gradient(
+    logits_CV: Tensor,
+    row_C: Tensor,
+    real: int,
+    largest_C: Tensor,
+    total_C: Tensor,
+    scale_C: Tensor,
+    loss_mask_C: Tensor,
+) -> None:
+    """See ``split.Gradient``: the second pass."""
+    rows, vocab_rows = logits_CV.shape
+    block = _block(vocab_rows)
+    _gradient_kernel[(rows,)](
+        logits_CV,
+        row_C,
+        largest_C,
+        total_C,
+        scale_C,
+        loss_mask_C,
+        logits_CV.stride(0),
+        scale_C.stride(0),
+        loss_mask_C.stride(0),
+        VOCAB_SIZE=real,
+        VOCAB_ROWS=vocab_rows,
+        BLOCK=block,
+        num_warps=8 if block == _BLOCK else 4,
+    )
+
+
+def _block(vocab_rows: int) -> int:
+    return min(_BLOCK, max(64, triton.next_power_of_2(vocab_rows)))
 
 
 @triton.jit
@@ -138,3 +191,64 @@ def _softmax_kernel(
             gradient = tl.where(position == label, p - 1.0, p) * scale
             gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
             tl.store(row_ptr + position, gradient.to(logits_ptr.dtype.element_ty), mask=position < VOCAB_ROWS)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr,
+    row_ptr,
+    largest_ptr,
+    total_ptr,
+    label_ptr,
+    logits_stride,
+    VOCAB_SIZE: tl.constexpr,
+    VOCAB_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits_row_ptr = logits_ptr + token * logits_stride
+    column = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite also where this rank has no token of the vocabulary
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        logit = _logits(logits_row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
+        larger = tl.maximum(largest, logit)
+        total = total * tl.exp(largest - larger) + tl.exp(logit - larger)
+        largest = larger
+    row_largest = tl.max(largest, axis=0)
+    tl.store(largest_ptr + token, row_largest)
+    tl.store(total_ptr + token, tl.sum(total * tl.exp(largest - row_largest), axis=0))
+    row = tl.load(row_ptr + token)
+    tl.store(label_ptr + token, tl.load(logits_row_ptr + tl.where(row < 0, 0, row)).to(tl.float32))
+
+
+@triton.jit
+def _gradient_kernel(
+    logits_ptr,
+    row_ptr,
+    largest_ptr,
+    total_ptr,
+    scale_ptr,
+    loss_mask_ptr,
+    logits_stride,
+    scale_stride,
+    loss_mask_stride,
+    VOCAB_SIZE: tl.constexpr,
+    VOCAB_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits_row_ptr = logits_ptr + token * logits_stride
+    row = tl.load(row_ptr + token)
+    largest = tl.load(largest_ptr + token)
+    inverse = 1.0 / tl.load(total_ptr + token)
+    scale = tl.load(scale_ptr + token * scale_stride)
+    weight = tl.load(loss_mask_ptr + token * loss_mask_stride)
+    column = tl.arange(0, BLOCK)
+    for start in range(0, VOCAB_ROWS, BLOCK):
+        position = start + column
+        logit = _logits(logits_row_ptr, position, VOCAB_SIZE, VOCAB_ROWS)
+        p = tl.exp(logit - largest) * inverse
+        gradient = tl.where(position == row, p - 1.0, p) * scale
+        gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
+        tl.store(logits_row_ptr + position, gradient.to(logits_ptr.dtype.element_ty), mask=position < VOCAB_ROWS)

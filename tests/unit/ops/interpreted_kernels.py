@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 from megatron_packed.ops.activation import api as activation_api
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
@@ -143,3 +144,14 @@ def test_cross_entropy_of_a_label_outside_the_vocabulary_is_nan_in_its_row_alone
     labels = torch.tensor([1, 9, 2])
     _, loss_T = linear_cross_entropy(hidden, weight, labels, torch.ones(3), vocab_size=9, backend="triton")
     assert loss_T.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("ranks", "rows", "vocab"), [(4, 64, 37), (2, 9000, 4700)])
+def test_cross_entropy_of_a_vocabulary_spread_over_ranks(ranks, rows, vocab):
+    check_split("triton", ranks=ranks, rows=rows, vocab=vocab)
+    check_split("triton", ranks=ranks, rows=rows, vocab=vocab, grad_scale=torch.tensor(0.3))
+
+
+def test_cross_entropy_of_a_vocabulary_spread_over_ranks_weight_and_labels():
+    check_weight_gradient("triton")
+    check_unknown_label("triton")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 from megatron_packed.ops.cross_entropy import reference
 from megatron_packed.ops.cross_entropy.api import default_chunk_tokens, linear_cross_entropy
@@ -148,3 +149,18 @@ def test_wrong_arguments_are_refused():
         linear_cross_entropy(hidden.double(), weight, labels, mask, vocab_size=V)
     with pytest.raises(ValueError, match="labels"):
         linear_cross_entropy(hidden, weight, labels[1:], mask, vocab_size=V)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_vocabulary_spread_over_ranks(dtype, tolerance, scale):
+    check_split("reference", dtype, tolerance=tolerance, grad_scale=None if scale is None else torch.tensor(scale))
+    check_split("reference", dtype, ranks=2, tolerance=tolerance)
+
+
+def test_the_weight_gradient_of_a_vocabulary_spread_over_ranks():
+    check_weight_gradient("reference")
+
+
+def test_an_unknown_label_of_a_vocabulary_spread_over_ranks():
+    check_unknown_label("reference")

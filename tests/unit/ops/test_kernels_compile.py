@@ -129,12 +129,15 @@ def rope(size, dtype, in_flat_buffer):
 
 def cross_entropy(size, dtype, in_flat_buffer):
     op = import_module(OPS + "cross_entropy.triton_kernel")
-    loss_T, _ = op.run(
-        leaf(5, 16, dtype=dtype), parameter(size, 16, dtype=dtype, in_flat_buffer=in_flat_buffer),
-        torch.zeros(5).int(), torch.ones(5), vocab_size=size, chunk_tokens=4,
-        grad_scale=torch.ones(()) if in_flat_buffer else None,
-    )  # fmt: skip
-    loss_T.backward()
+    api = import_module(OPS + "cross_entropy.api")
+    part = api.VocabShard(first_row=0, total_rows=2 * size, sum_over_ranks=id, max_over_ranks=id)
+    for shard in (None, part):
+        loss_T, _ = op.run(
+            leaf(5, 16, dtype=dtype), parameter(size, 16, dtype=dtype, in_flat_buffer=in_flat_buffer),
+            torch.zeros(5).int(), torch.ones(5), vocab_size=size, chunk_tokens=4,
+            grad_scale=torch.ones(()) if in_flat_buffer else None, shard=shard,
+        )  # fmt: skip
+        loss_T.backward()
 
 
 @pytest.mark.parametrize(("size", "dtype", "in_flat_buffer"), [

@@ -1,0 +1,114 @@
+"""The ranks that share a vocabulary, one after the other in one process."""
+
+import torch
+
+from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
+
+
+class Agreement:
+    """What a collective would give: the parts of all ranks are noted first, and handed out together afterwards."""
+
+    def __init__(self):
+        self.parts, self.known = {"max": [], "sum": []}, {"max": [], "sum": []}
+
+    def shard(self, first_row, total_rows):
+        counts = {"max": 0, "sum": 0}
+
+        def collective(kind):
+            def exchange(x):
+                self.parts[kind].append((counts[kind], x.clone()))
+                if counts[kind] < len(self.known[kind]):
+                    x.copy_(self.known[kind][counts[kind]])
+                counts[kind] += 1
+
+            return exchange
+
+        return VocabShard(
+            first_row=first_row,
+            total_rows=total_rows,
+            sum_over_ranks=collective("sum"),
+            max_over_ranks=collective("max"),
+        )
+
+    def settle(self, kind):
+        """Make what the ranks have noted of ``kind`` known to the next round."""
+        calls = 1 + max(number for number, _ in self.parts[kind])
+        by_call = [torch.stack([x for number, x in self.parts[kind] if number == call]) for call in range(calls)]
+        self.known[kind] = [x.amax(0) if kind == "max" else x.sum(0) for x in by_call]
+        self.parts = {"max": [], "sum": []}
+
+
+def run_split(hidden, weight, labels, mask, ranks, **options):
+    """(loss sum, per-token loss, hidden gradient, weight gradient) of ``ranks`` equal parts of the vocabulary.
+
+    Three rounds: in the second the maxima are right, in the third the sums too.
+    """
+    agreement, rows = Agreement(), weight.shape[0] // ranks
+    for settled in ("max", "sum", None):
+        results = []
+        for rank in range(ranks):
+            hidden_TD = hidden.detach().clone().requires_grad_()
+            part_VD = weight.detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+            shard = agreement.shard(rank * rows, weight.shape[0])
+            loss, loss_T = linear_cross_entropy(hidden_TD, part_VD, labels, mask, shard=shard, **options)
+            scale = options.get("grad_scale")
+            (loss if scale is None else loss * scale).backward()
+            results.append((loss.detach(), loss_T, hidden_TD.grad, part_VD.grad))
+        if settled:
+            agreement.settle(settled)
+    losses, per_token, hidden_grads, weight_grads = zip(*results)
+    for same in (losses, per_token):
+        assert all(torch.equal(x.nan_to_num(7), same[0].nan_to_num(7)) for x in same)
+    return losses[0], per_token[0], sum(hidden_grads), torch.cat(weight_grads)
+
+
+def check_split(backend, dtype=torch.float32, ranks=4, rows=64, vocab=37, tolerance=1e-5, grad_scale=None):
+    """Against the whole vocabulary in the reference; with the defaults, rank 2 is partly and rank 3 all padding."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 8, generator=generator, dtype=dtype).requires_grad_()
+    weight = (3 * torch.randn(rows, 8, generator=generator, dtype=dtype)).requires_grad_()
+    labels = torch.randint(0, vocab, (7,), generator=generator, dtype=torch.int32)
+    labels[2], mask = -100, torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 0.0])
+    labels[3] = vocab - 1
+    with torch.no_grad():
+        hidden[6] = float("nan")  # a row without a target reaches nothing
+        hidden[0] *= 50  # exp of these logits overflows
+    options = {"vocab_size": vocab, "chunk_tokens": 4, "grad_scale": grad_scale}
+    loss, loss_T = linear_cross_entropy(hidden, weight, labels, mask, backend="reference", **options)
+    upstream = loss if grad_scale is None else loss * grad_scale
+    want = (loss, loss_T, *torch.autograd.grad(upstream, (hidden, weight)))
+    got = run_split(hidden, weight, labels, mask, ranks, backend=backend, **options)
+    clean = torch.arange(7) != 6
+    for name, x, y in zip(("loss", "per-token loss", "hidden", "weight"), got, want):
+        if name == "weight":  # the product with a NaN row is NaN in any backend
+            assert torch.equal(x.isnan(), y.isnan())
+            continue
+        if name == "hidden":
+            assert torch.equal(x[2], torch.zeros_like(x[2]))
+            x, y = x[clean], y[clean]
+        error = (x.double() - y.double()).abs().max() / y.double().abs().max()
+        assert error <= tolerance, (name, float(error))
+
+
+def check_weight_gradient(backend, tolerance=1e-5):
+    """The part's rows of the whole weight's gradient."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(9, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(64, 8, generator=generator, requires_grad=True)
+    labels, mask = torch.arange(9) * 4, torch.ones(9)
+    options = {"vocab_size": 37, "chunk_tokens": 4}
+    loss, _ = linear_cross_entropy(hidden, weight, labels, mask, backend="reference", **options)
+    (want,) = torch.autograd.grad(loss, weight)
+    *_, got = run_split(hidden, weight, labels, mask, 4, backend=backend, **options)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert not got[37:].any()
+
+
+def check_unknown_label(backend):
+    """A label outside the vocabulary is NaN in its row alone, on all ranks, wherever its padding row lies."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(4, 8, generator=generator), torch.randn(64, 8, generator=generator)
+    labels = torch.tensor([1, 37, 63, 100])
+    hidden.requires_grad_()
+    _, loss_T, _, _ = run_split(hidden, weight, labels, torch.ones(4), 4, vocab_size=37, backend=backend)
+    assert loss_T.isnan().tolist() == [False, True, True, True]
