@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.sharding import Shard, set_shard
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -80,6 +82,40 @@ class _LinearIntoMainGrad(torch.autograd.Function):
             else:
                 accumulate_bias_grad(ctx.bias_main_grad, grad_TO)
         return grad_TI, None, grad_O
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """Forward: gather all rows, then ``x W^T + b``. Backward: reduce-scatter of dx; dW from rows gathered again.
+
+    Only this rank's rows are kept from forward to backward: what sequence parallelism is for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(own_TI, weight_OI)
+        ctx.weight_main_grad, ctx.bias_main_grad = main_grad_of(weight_OI), main_grad_of(bias_O)
+        ctx.group = group
+        return F.linear(all_gather_rows(own_TI, group), weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        own_TI, weight_OI = ctx.saved_tensors
+        own_grad_TI = grad_OI = grad_O = None
+        if ctx.needs_input_grad[0]:
+            own_grad_TI = reduce_scatter_rows(grad_TO @ weight_OI, ctx.group)
+        if ctx.needs_input_grad[1]:
+            x_TI = all_gather_rows(own_TI, ctx.group)
+            if ctx.weight_main_grad is None:
+                grad_OI = grad_TO.t() @ x_TI
+            else:
+                accumulate_weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
+        if ctx.needs_input_grad[2]:
+            if ctx.bias_main_grad is None:
+                grad_O = grad_TO.sum(dim=0)
+            else:
+                accumulate_bias_grad(ctx.bias_main_grad, grad_TO)
+        return own_grad_TI, grad_OI, grad_O, None
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -146,6 +182,9 @@ class ColumnParallelLinear(Linear):
             set_shard(self.bias, rows)
 
     def forward(self, x_TI: Tensor) -> Tensor:
+        if self.tp.group is not None and self.tp.sequence_parallel:
+            result: Tensor = _GatheredLinear.apply(x_TI, self.weight, self.bias, self.tp.group)
+            return result
         return linear(self.tp.enter(x_TI), self.weight, self.bias)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron_packed.layers.linear as linear_module
 import megatron_packed.layers.tensor_parallel as tensor_parallel
 from megatron_packed.distributed.collectives import all_gather_rows, own_rows
 from megatron_packed.distributed.differentiable import linear_map, reduce_from
@@ -241,6 +242,29 @@ def test_replicas(pools: WorkerPools, sequence_parallel: bool) -> None:
         assert rank["losses"][0][r // 2] == pytest.approx(float(reference["losses"][4 * (r // 2)]), rel=1e-5)
 
 
+def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
+    """Of what autograd keeps between forward and backward."""
+    model, found = build(Run(pattern=pattern, sequence_parallel=True, dtype=torch.float32), groups), []
+    batch = packs()[0]
+    packed = model.prepare(batch.packed)
+
+    def note(x: Tensor) -> Tensor:
+        found.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        model.hidden_states(batch.tokens, packed)
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["-", "*", "M"])
+def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(pools: WorkerPools, pattern: str) -> None:
+    tokens, hidden = packs()[0].packed.total_tokens, 32
+    for found in pools.run(saved_shapes, 2, pattern, layout={"tp_size": 2}):
+        assert (tokens, hidden) not in found
+        assert (tokens // 2, hidden) in found
+
+
 class Recorder(TorchDispatchMode):
     """Every operation with the shapes of its results."""
 
@@ -313,6 +337,7 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "entering without a sum in backward": (tensor_parallel, "copy_to", _identity),
     "leaving without a sum": (tensor_parallel, "reduce_from", _identity),
     "gathering without a sum in backward": (tensor_parallel, "gather_rows", _gathered_without_sum),
+    "projecting gathered rows without a sum in backward": (linear_module, "reduce_scatter_rows", own_rows),
     "scattering without a sum": (tensor_parallel, "scatter_rows", _only_own_rows),
     "norm of a group without a sum": (TensorParallel, "sum_over_ranks", _own_value),
     "norm of a group without a sum in backward": (TensorParallel, "sum_over_ranks", _forward_sum_only),
@@ -342,7 +367,7 @@ BIASES = CASES["tied, layer norm, biases, gelu, rope"] | ONE_GROUP
 LOSSES = EXPERTS["softmax router, losses"]
 MUTATIONS = [
     *(Run(BIASES, "M*-", mutation=name) for name in list(PATCHES)[:2]),
-    *(Run(BIASES, "M*-", True, mutation=name) for name in list(PATCHES)[2:4]),
+    *(Run(BIASES, "M*-", True, mutation=name) for name in list(PATCHES)[2:5]),
     Run(ONE_GROUP, "M", mutation="norm of a group without a sum"),
     Run(ONE_GROUP, "M", mutation="norm of a group without a sum in backward"),
     Run(LOSSES, "E", mutation="auxiliary loss counted by each rank"),

@@ -133,7 +133,7 @@ def gradient(
 
 
 def _block(vocab_rows: int) -> int:
-    return min(_BLOCK, max(64, triton.next_power_of_2(vocab_rows)))
+    return min(_BLOCK, max(64, int(triton.next_power_of_2(vocab_rows))))
 
 
 @triton.jit
