@@ -121,7 +121,8 @@ def _filled_on_device(device: torch.device) -> Iterator[None]:
     """The model's own initialisation draws on the CPU, parameter by parameter: 10 s for a billion. Matrices are the
     bulk of them and are drawn on the device here; everything else stays the model's."""
 
-    def fill(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    def fill(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int, tp_size: int) -> None:
+        assert tp_size == 1, "benchmarks build whole models"
         generator = torch.Generator(device).manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
