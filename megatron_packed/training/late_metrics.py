@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, Union, cast
 
 import torch
 from torch import Tensor
@@ -28,15 +28,19 @@ class Arrived(Generic[Facts]):  # Python 3.10 has no generic NamedTuple
 
     facts: Facts
     values: list[float]
-    at: float
-    """``time.perf_counter()`` when the step was seen to be finished."""
+    seconds: float
+    """From the end of the step before, or from `LateMetrics.restart`, to the end of this one: on the device's clock."""
+
+
+Mark = Union["torch.cuda.Event", float]
+"""A moment: an event in the stream, or ``time.perf_counter()`` without a GPU."""
 
 
 class _InFlight(NamedTuple):
     facts: object
     values: Tensor
-    event: torch.cuda.Event | None
-    pushed_at: float
+    begin: Mark
+    end: Mark
 
 
 class LateMetrics(Generic[Facts]):
@@ -48,11 +52,15 @@ class LateMetrics(Generic[Facts]):
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._buffers = [torch.zeros(size, dtype=torch.float32, pin_memory=on_gpu) for _ in range(2)]
-        self._events = [torch.cuda.Event() if on_gpu else None for _ in range(2)]
+        self._on_gpu = device.type == "cuda"
+        self._buffers = [torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)]
         self._turn = 0
         self._in_flight: _InFlight | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step's time begins now: what came before was no step."""
+        self._begin = self._mark()
 
     def push(self, facts: Facts, vector: Tensor) -> Arrived[Facts] | None:
         """Start the copy of this step's ``vector``, then wait for the step before it.
@@ -61,12 +69,11 @@ class LateMetrics(Generic[Facts]):
             The previous step; None when this is the first.
         """
         previous = self._in_flight
-        buffer, event = self._buffers[self._turn], self._events[self._turn]
+        buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
         buffer.copy_(vector, non_blocking=True)
-        if event is not None:
-            event.record()
-        self._in_flight = _InFlight(facts, buffer, event, time.perf_counter())
+        end = self._mark()
+        self._in_flight, self._begin = _InFlight(facts, buffer, self._begin, end), end
         return self._wait(previous)
 
     def flush(self) -> Arrived[Facts] | None:
@@ -77,8 +84,17 @@ class LateMetrics(Generic[Facts]):
     def _wait(self, item: _InFlight | None) -> Arrived[Facts] | None:
         if item is None:
             return None
-        if item.event is None:
-            return Arrived(item.facts, item.values.tolist(), item.pushed_at)  # type: ignore[arg-type]
-        while not item.event.query():
-            time.sleep(_POLL_SECONDS)
-        return Arrived(item.facts, item.values.tolist(), time.perf_counter())  # type: ignore[arg-type]
+        if isinstance(item.end, float):
+            seconds = item.end - cast(float, item.begin)
+        else:
+            while not item.end.query():
+                time.sleep(_POLL_SECONDS)
+            seconds = cast(torch.cuda.Event, item.begin).elapsed_time(item.end) / 1e3
+        return Arrived(item.facts, item.values.tolist(), seconds)  # type: ignore[arg-type]
+
+    def _mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -62,18 +62,17 @@ class Trainer:
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
         self._known_fallbacks: set[str] = set()
-        self._started = self._last = time.perf_counter()
+        self._started = time.perf_counter()
         # A run that resumes at its last iteration has nothing new to save.
         self._saved_at = self.state.progress.iteration or None
 
     def run(self) -> ExitCode:
         """Trains until the last iteration or a reason to stop, saves, and says which it was."""
         training, progress = self.config.training, self.state.progress
-        self._last = time.perf_counter()
         exit_code = None
         if self._due(training.eval_interval) and 0 < progress.iteration != progress.validated_at:
             self.validate()  # was due when the run was stopped, which saved at once
-            self._last = time.perf_counter()
+        self._late.restart()
         while progress.iteration < training.train_iters and exit_code is None:
             exit_code = self._handle(self._one_step())
             if exit_code is None and self._due(training.eval_interval):
@@ -215,14 +214,13 @@ class Trainer:
         if arrived is None:
             return None
         values = StepValues.from_list(arrived.values)
-        seconds, self._last = max(arrived.at - self._last, 1e-9), arrived.at
         record = step_record(
             arrived.facts,
             loss=values.loss,
             aux_loss=values.aux_loss,
             grad_norm=values.grad_norm,
             skipped=values.nonfinite,
-            seconds=seconds,
+            seconds=max(arrived.seconds, 1e-9),
             world_size=self.groups.world_size,
             peak=self._peak,
             memory=memory_gib(self.groups.device),
@@ -258,7 +256,7 @@ class Trainer:
         exit_code = self._handle(self._late.flush())
         if exit_code is None:
             action()
-        self._last = time.perf_counter()
+        self._late.restart()
         return exit_code
 
     def _write(self, record: dict[str, object]) -> None:

@@ -5,7 +5,7 @@ import signal
 
 import torch
 
-from megatron_packed.training import signals
+from megatron_packed.training import late_metrics, signals
 from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.signals import SignalFlag
 
@@ -21,6 +21,22 @@ def test_values_arrive_one_step_late_and_are_not_those_of_the_next_step():
     last = late.flush()
     assert (last.facts, last.values) == (4, [4.0, 4.0])
     assert late.flush() is None
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before_and_pauses_count_for_none(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(late_metrics.time, "perf_counter", lambda: clock[0])
+    late, vector, seconds = LateMetrics(1, torch.device("cpu")), torch.zeros(1), []
+    for step, lasts in enumerate([3.0, 1.0, 2.0]):
+        clock[0] += lasts
+        arrived = late.push(step, vector)
+        seconds += [] if arrived is None else [arrived.seconds]
+    seconds.append(late.flush().seconds)
+    clock[0] += 100.0  # a validation
+    late.restart()
+    clock[0] += 4.0
+    late.push(3, vector)
+    assert [*seconds, late.flush().seconds] == [3.0, 1.0, 2.0, 4.0]
 
 
 def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch):
