@@ -160,7 +160,7 @@ class GraphedModule:
     ) -> str | None:
         if self.observed is not None or self.problem is not None:
             return self.problem or "it runs more than once in a micro-batch, and its graphs have room for one"
-        if not all(map(torch.equal, random_states, self._random_states())):
+        if not all(map(torch.equal, random_states, self._random_states())) and self._differs(args, options, leaves):
             return "it draws random numbers (dropout), and a graph would repeat them"
         if len(args) > 1 and isinstance(args[1], PackedSeqParams) and not takes_packed:
             return "it is given metadata made from the slot's (by with_tables?), and its graphs read the slot's alone"
@@ -181,6 +181,12 @@ class GraphedModule:
         if any(isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign for leaf in leaves):
             return "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
         return None
+
+    @torch.no_grad()
+    def _differs(self, args: tuple[Any, ...], options: Mapping[str, Any], leaves: Sequence[object]) -> bool:
+        """Whether another call gives something else: some kernels move the generator on and use none of its numbers."""
+        pairs = zip(leaves, tree_leaves(self.forward(*args, **options)))
+        return not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
     def _random_states(self) -> list[Tensor]:
         """Of the device's generator and the host's."""

@@ -349,6 +349,8 @@ class GraphRunner:
             graph.reset()
         self.slot.vacate()
         gc.collect()
+        if not self._table_graphs:  # a pool does not outlive its last graph
+            self.engine.reset()
 
     def _forget_tables(self) -> None:
         for graph in self._table_graphs.values():

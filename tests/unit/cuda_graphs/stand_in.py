@@ -41,14 +41,17 @@ class RecordingEngine:
         self.fail_at = set(fail_at)
         self.graphs, self.log = [], []
         self.attempts = self.resets = self.on_side_stream = 0
+        self.pool_used = False
 
     def capture(self, function):
         number, self.attempts = self.attempts, self.attempts + 1
+        assert not self.pool_used or any(not graph.gone for graph in self.graphs), "the pool died with its last graph"
         if number in self.fail_at:
             raise torch.OutOfMemoryError(f"capture {number} has no memory")
         result = function()
         graph = RecordedGraph(self, function, result)
         self.graphs.append(graph)
+        self.pool_used = True
         return graph, result
 
     @contextmanager
@@ -67,6 +70,7 @@ class RecordingEngine:
 
     def reset(self):
         self.resets += 1
+        self.pool_used = False
         assert all(graph.gone for graph in self.graphs), "the pool was renewed under living graphs"
 
     def scramble(self):

@@ -399,6 +399,16 @@ def test_numbers_drawn_on_the_host_are_refused_too():
     assert "it draws random numbers" in chain.said[0]
 
 
+def test_moving_the_generator_on_and_using_nothing_of_it_is_no_reason_to_refuse():
+    def idle(self, hidden, computed, packed):
+        torch.rand(())
+        return computed
+
+    chain = Chain(Foreign(idle)).capture()
+    chain.check()
+    assert chain.runner.counters.captures == 1 + 2
+
+
 # ---------------------------------------------------------------------------------------------------------- life cycle
 
 
