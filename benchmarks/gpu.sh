@@ -34,6 +34,7 @@ for name in "${@:?which steps?}"; do
     shard8b) step shard8b 300 python3 benchmarks/model_step.py shard8b ;;
     model) step model 400 python3 benchmarks/model_step.py ;;
     graph_step) step graph_step 400 python3 benchmarks/graph_step.py ;;
+    graph_runs) step graph_runs 300 python3 benchmarks/graph_runs.py runs/real.zip ;;
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import capacity_cost
+import graph_runs
 import graph_step
 import harness
 import metadata_sync
@@ -127,6 +128,8 @@ TABLES = {
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
     "graph_step_cells": Table("graph_step.py", "graph_step", graph_step.cell_rows_of),
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
+    "graph_runs_equal": Table("graph_runs.py", "graph_runs", graph_runs.equal_rows_of),
+    "graph_runs_epochs": Table("graph_runs.py", "graph_runs", graph_runs.epoch_rows_of),
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
     "capacity_cost_mamba": Table("capacity_cost.py", "capacity_cost", capacity_cost.mamba_rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),

@@ -56,13 +56,13 @@ QUICK_RUN = {"train-iters": 6, "lr": 1e-3, "min-lr": 1e-4, "lr-warmup-iters": 2,
 def command_line(name: str, folder: Path, options: dict[str, Any]) -> list[str]:
     """What a user would type, for files in ``folder``."""
     options = {
+        "log-jsonl": folder / "log.jsonl",
         **options,
         "sft": name in SFT_SETS,
         "train-data-path": folder / "train.jsonl.gz",
         "valid-data-path": folder / "valid.jsonl.gz",
         "data-cache-path": folder / "cache",
         "tokenizer-model": folder / "tokenizer",
-        "log-jsonl": folder / "log.jsonl",
     }
     words = []
     for option, value in options.items():

@@ -23,8 +23,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.engine import CudaEngine
 from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.hybrid_model import HybridModel
@@ -325,6 +327,85 @@ def test_documents_do_not_touch_each_other(dense, lengths, victim, replays):
         one, other = (result[name] for result in results)
         assert not torch.equal(one[rows], other[rows]), f"{name}: the change had no effect"
         assert torch.equal(one[others], other[others]), f"{name} of other documents changed"
+
+
+# ------------------------------------------------------------------------------------------------------------ audit
+
+
+def state_of(job):
+    """Everything that training goes on from, as bytes on the host."""
+    tensors = [*job.model.state_dict().values(), *job.model.buffers(), job.buffers.storage, job.buffers.grads]
+    tensors += [torch.cuda.get_rng_state(DEVICE), torch.get_rng_state()]
+    return [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("fixture, exactly", [("deterministic", True), ("fastest", False)])
+def test_a_sound_replay_passes_the_audit_which_touches_nothing(request, fixture, exactly):
+    job = request.getfixturevalue(fixture)
+    job.buffers.grads.fill_(0.5)
+    before, counters = state_of(job), (job.runner.counters.replays, dict(job.runner.counters.fallbacks))
+    for seed, lengths in enumerate([[T], [1] * T, [300, 1, 200, 129, 100], [16] * 64, [3] * 70]):
+        began = time.perf_counter()
+        found = audit(job.runner, pack(lengths, seed), deterministic=exactly, seed=seed)
+        print(f"{fixture}, {len(lengths)} documents: {found}, {time.perf_counter() - began:.3f} s")
+        assert found.modules == len(job.model.layers) and (found.largest_difference == 0 or not exactly)
+    assert all(map(torch.equal, state_of(job), before))
+    assert (job.runner.counters.replays, dict(job.runner.counters.fallbacks)) == counters
+
+
+def _spoil(change):
+    """Let ``change`` spoil what every fill has put into the slot."""
+
+    def apply(job, monkeypatch):
+        true = Slot.fill
+
+        def fill(self, micro_batch, cell):
+            placed = true(self, micro_batch, cell)
+            change(placed.packed)
+            return placed
+
+        monkeypatch.setattr(Slot, "fill", fill)
+
+    return apply
+
+
+def _no_tables(job, monkeypatch):
+    for graph in job.runner._table_graphs.values():
+        monkeypatch.setattr(graph, "replay", lambda: None)
+
+
+def _another_pack(job, monkeypatch):
+    """As if the graphs read a slot that holds another micro-batch."""
+    true, other = Slot.fill, pack([400, 300, 200])
+
+    def fill(self, micro_batch, cell):
+        placed = true(self, micro_batch, cell)
+        self.bytes_of(cell).copy_(other.buffer)
+        return placed
+
+    monkeypatch.setattr(Slot, "fill", fill)
+
+
+FAULTS = {
+    "stale seq_idx": _spoil(lambda packed: packed.seq_idx.fill_(0)),
+    "a boundary off by one": _spoil(lambda packed: packed.cu_seqlens[1].add_(1)),
+    "unfilled tail": _spoil(lambda packed: packed.valid.fill_(True)),
+    "positions not set back": _spoil(
+        lambda packed: packed.position_ids.copy_(torch.arange(T, device=DEVICE, dtype=torch.int32))
+    ),
+    "tables not refreshed": _no_tables,
+    "another slot": _another_pack,
+}
+
+
+@pytest.mark.parametrize("exactly", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_finds_seeded_faults(request, monkeypatch, fault, exactly):
+    job = request.getfixturevalue("deterministic" if exactly else "fastest")
+    job.replay(pack([400, 300, 200]))
+    FAULTS[fault](job, monkeypatch)
+    with pytest.raises(AuditMismatchError, match=r"layers\.\d"):
+        audit(job.runner, pack([170, 250, 50, 120]), deterministic=exactly)
 
 
 # ------------------------------------------------------------------------------------------------------ nothing waits
