@@ -1,9 +1,10 @@
 """Bring tokens into the order of their experts and back: static shapes, offsets on the device, no host sync.
 
-Every token has K routes (its chosen experts). There are always R = T * K rows: sorted by expert, in token order within
-an expert, and the routes of invalid tokens (the tail of a pack) behind the last expert.
+Every token has K routes (its chosen experts). The number of rows is fixed, T * K unless another is asked for. They are
+sorted by expert, in token order within an expert. Routes that lead to no expert here (those of the tail of a pack, of
+dropped tokens, to experts of other ranks) have no row; rows that nobody needs lie behind the last expert.
 
-Letters: T tokens, K routes per token, R = T * K rows, E experts, D channels.
+Letters: T tokens, K routes per token, R rows, E experts, D channels.
 """
 
 from __future__ import annotations
@@ -41,87 +42,117 @@ class Permuted:
     x_RD: Tensor
     """Rows sorted by expert; rows beyond ``offsets_E[-1]`` are zero."""
     tokens_per_expert_E: Tensor
-    """int32, on the device."""
+    """int32, on the device: routes to each expert, whether there is a row for them or not."""
     offsets_E: Tensor
-    """int32, on the device: row number after the last row of each expert."""
+    """int32, on the device: row number after the last row of each expert; at most R."""
     token_R: Tensor
-    """int32: the token that each row came from."""
+    """int32: the token that each row came from; -1 for a row behind the last expert."""
     route_R: Tensor
-    """int32: the route (token * K + k) that each row serves."""
+    """int32: the route (token * K + k) that each row serves; -1 for a row behind the last expert."""
     row_TK: Tensor
-    """int32: the row of each route."""
-    valid_T: Tensor
-    """bool: False for tokens that no expert sees."""
+    """int32: the row of each route; -1 for a route without one."""
+
+    @property
+    def overflow(self) -> Tensor:
+        """0-d bool, on the device: whether routes to experts found no row."""
+        return self.tokens_per_expert_E.sum() > self.token_R.shape[0]
 
 
-def permute(x_TD: Tensor, topk_ids_TK: Tensor, num_experts: int, valid_T: Tensor, *, backend: str = "auto") -> Permuted:
+def permute(
+    x_TD: Tensor,
+    topk_ids_TK: Tensor,
+    num_experts: int,
+    valid_T: Tensor | None = None,
+    *,
+    rows: int | None = None,
+    backend: str = "auto",
+) -> Permuted:
     """Copy each token to the rows of its experts.
 
     Args:
         x_TD: ``(T, D)``.
-        topk_ids_TK: ``(T, K)`` integers in [0, num_experts).
+        topk_ids_TK: ``(T, K)`` integers; routes to numbers outside of [0, num_experts) lead nowhere.
         num_experts: E.
-        valid_T: ``(T,)`` bool; the routes of tokens that are not valid go behind the last expert as zero rows.
+        valid_T: ``(T,)`` bool; the routes of tokens that are not valid lead nowhere either.
+        rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find none (``overflow``).
     Raises:
         ValueError: shapes that do not fit together.
         NoBackendError: the backend asked for cannot serve these inputs.
     Example:
-        Experts [[1, 0], [1, 2]] of two tokens, E = 3, both valid: rows come from tokens [0, 0, 1, 1] and offsets are
-        [1, 3, 4].
+        Experts [[1, 0], [1, 2]] of two tokens, E = 3: rows come from tokens [0, 0, 1, 1] and offsets are [1, 3, 4].
+        With 3 rows they come from [0, 0, 1] and offsets are [1, 3, 3]: the last route has no row.
     """
     if x_TD.dim() != 2 or topk_ids_TK.dim() != 2 or topk_ids_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(
             f"permute: x has shape {list(x_TD.shape)} and topk_ids {list(topk_ids_TK.shape)}; "
             "they must be (T, D) and (T, K)."
         )
-    if valid_T.shape != x_TD.shape[:1]:
+    if valid_T is not None and valid_T.shape != x_TD.shape[:1]:
         raise ValueError(f"permute: valid has shape {list(valid_T.shape)}; it must be (T,) with T = {x_TD.shape[0]}.")
     tokens, routes = topk_ids_TK.shape
-    keys_R = topk_ids_TK.to(torch.int32).masked_fill(~valid_T[:, None], num_experts).flatten()
-    sorted_R, route_R = torch.sort(keys_R, stable=True)
-    # The inverse of the sort: row_TK.flatten()[route_R[r]] = r. The indices are unique, so the scatter is exact.
-    rows_R = torch.arange(tokens * routes, dtype=torch.int32, device=x_TD.device)
-    row_TK = torch.empty_like(rows_R).scatter_(0, route_R, rows_R).view(tokens, routes)
+    rows = tokens * routes if rows is None else rows
+    somewhere_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
+    if valid_T is not None:
+        somewhere_TK = somewhere_TK & valid_T[:, None]
+    keys_S = topk_ids_TK.to(torch.int32).masked_fill(~somewhere_TK, num_experts).flatten()  # S = T * K
+    sorted_S, route_S = torch.sort(keys_S, stable=True)
     experts_E = torch.arange(num_experts, dtype=torch.int32, device=x_TD.device)
-    offsets_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
-    route_R = route_R.to(torch.int32)
-    token_R = torch.div(route_R, routes, rounding_mode="floor")
+    ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
+    offsets_E = ends_E.clamp(max=rows)
+    # The inverse of the sort: row_S[route_S[r]] = r. The indices are unique, so the scatter is exact.
+    place_S = torch.arange(tokens * routes, dtype=torch.int32, device=x_TD.device)
+    used_S = place_S < offsets_E[-1]
+    row_TK = torch.empty_like(place_S).scatter_(0, route_S, place_S.masked_fill(~used_S, -1)).view(tokens, routes)
+    route_R = _first(route_S.to(torch.int32).masked_fill(~used_S, -1), rows)
+    token_R = torch.div(route_R, routes, rounding_mode="floor")  # -1 stays -1
     module = OP.select(_inputs(x_TD, routes), backend).load()
     return Permuted(
-        x_RD=module.rows_of_tokens(x_TD, token_R, row_TK, valid_T),
-        tokens_per_expert_E=torch.diff(offsets_E, prepend=torch.zeros_like(offsets_E[:1])),
+        x_RD=module.rows_of_tokens(x_TD, token_R, row_TK),
+        tokens_per_expert_E=torch.diff(ends_E, prepend=torch.zeros_like(ends_E[:1])),
         offsets_E=offsets_E,
         token_R=token_R,
         route_R=route_R,
         row_TK=row_TK,
-        valid_T=valid_T,
     )
 
 
-def unpermute(y_RD: Tensor, permuted: Permuted, topk_weights_TK: Tensor, *, backend: str = "auto") -> Tensor:
+def unpermute(
+    y_RD: Tensor, permuted: Permuted, topk_weights_TK: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
     """Add up each token's rows, weighted: ``y_T = sum_k weight[t, k] * y_R[row of (t, k)]``, k in order.
 
     Args:
         y_RD: ``(R, D)`` the experts' results, in the order of ``permuted``.
         permuted: what ``permute`` returned.
-        topk_weights_TK: ``(T, K)`` fp32 or y's dtype.
+        topk_weights_TK: ``(T, K)`` fp32 or y's dtype; None for routes of weight 1, of which there is one per token.
     Returns:
-        ``(T, D)`` in y's dtype, summed in fp32 (float64 for float64 inputs); zero for tokens that are not valid.
+        ``(T, D)`` in y's dtype, summed in fp32 (float64 for float64 inputs); routes without a row add nothing.
     Raises:
         ValueError: shapes that do not fit together.
         NoBackendError: the backend asked for cannot serve these inputs.
     """
     tokens, routes = permuted.row_TK.shape
-    if y_RD.dim() != 2 or y_RD.shape[0] != tokens * routes or topk_weights_TK.shape != (tokens, routes):
+    rows = permuted.token_R.shape[0]
+    weights = (tokens, 1) if topk_weights_TK is None else tuple(topk_weights_TK.shape)
+    if y_RD.dim() != 2 or y_RD.shape[0] != rows or weights != (tokens, routes):
         raise ValueError(
-            f"unpermute: y has shape {list(y_RD.shape)} and weights {list(topk_weights_TK.shape)}; with T = {tokens} "
-            f"and K = {routes} they must be ({tokens * routes}, D) and ({tokens}, {routes})."
+            f"unpermute: y has shape {list(y_RD.shape)} and weights {list(weights)}; with {rows} rows, T = {tokens} "
+            f"and K = {routes} they must be ({rows}, D) and ({tokens}, {routes})."
         )
     module = OP.select(_inputs(y_RD, routes), backend).load()
-    y_TD: Tensor = module.tokens_of_rows(
-        y_RD, topk_weights_TK, permuted.token_R, permuted.route_R, permuted.row_TK, permuted.valid_T
-    )
+    if topk_weights_TK is None:  # rows and tokens change places
+        y_TD: Tensor = module.rows_of_tokens(y_RD, permuted.row_TK.flatten(), permuted.token_R[:, None])
+    else:
+        y_TD = module.tokens_of_rows(y_RD, topk_weights_TK, permuted.token_R, permuted.route_R, permuted.row_TK)
     return y_TD
+
+
+def _first(values_S: Tensor, rows: int) -> Tensor:
+    """The first ``rows`` values; -1 where there are fewer."""
+    missing = rows - values_S.shape[0]
+    if missing <= 0:
+        return values_S[:rows]
+    return torch.nn.functional.pad(values_S, (0, missing), value=-1)
 
 
 def _inputs(rows: Tensor, routes: int) -> Inputs:

@@ -20,17 +20,15 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return []
 
 
-def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
-    """``x[token_R]``, zero where the token is not valid; see ``api.permute``."""
-    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK, valid_T)  # type: ignore[no-untyped-call]
+def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+    """``x[token_R]``, zero where the token is -1; see ``api.permute``."""
+    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK)  # type: ignore[no-untyped-call]
     return rows_RD
 
 
-def tokens_of_rows(
-    y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
-) -> Tensor:
+def tokens_of_rows(y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor) -> Tensor:
     """The weighted sum of each token's rows; see ``api.unpermute``."""
-    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)  # type: ignore[no-untyped-call]
+    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK)  # type: ignore[no-untyped-call]
     return y_TD
 
 
@@ -38,14 +36,14 @@ class _Gather(torch.autograd.Function):
     """Forward: tokens to rows. Backward: each token adds up the gradients of its rows, k in order."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK, valid_T)
-        return x_TD[token_R].masked_fill(~valid_T[token_R][:, None], 0)
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
+        return _at(x_TD, token_R)
 
     @staticmethod
-    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
-        row_TK, valid_T = ctx.saved_tensors
-        return _sum_over_routes(dx_RD, None, row_TK, valid_T), None, None, None
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None]:
+        (row_TK,) = ctx.saved_tensors
+        return _sum_over_routes(dx_RD, None, row_TK), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -53,26 +51,33 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
+        ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)
-        return _sum_over_routes(y_RD, weights_TK, row_TK, valid_T)
+        ctx.save_for_backward(y_RD, weights_TK, token_R, route_R, row_TK)
+        return _sum_over_routes(y_RD, weights_TK, row_TK)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        y_RD, weights_TK, token_R, route_R, row_TK, valid_T = ctx.saved_tensors
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        y_RD, weights_TK, token_R, route_R, row_TK = ctx.saved_tensors
         dtype = torch.promote_types(y_RD.dtype, torch.float32)
-        weight_R = weights_TK.masked_fill(~valid_T[:, None], 0).flatten()[route_R].to(dtype)
-        dy_RD = dy_TD[token_R].to(dtype).masked_fill(~valid_T[token_R][:, None], 0)
-        dot_R = (dy_RD * y_RD.to(dtype).masked_fill(~valid_T[token_R][:, None], 0)).sum(-1)
-        dweights_TK = dot_R[row_TK].to(weights_TK.dtype)
-        return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK, None, None, None, None
+        weight_R1 = _at(weights_TK.flatten()[:, None], route_R).to(dtype)
+        dy_RD = _at(dy_TD, token_R).to(dtype)
+        dot_R1 = (dy_RD * y_RD.to(dtype).masked_fill((token_R < 0)[:, None], 0)).sum(-1, keepdim=True)
+        dweights_TK = _at(dot_R1, row_TK.flatten()).view(row_TK.shape).to(weights_TK.dtype)
+        return (dy_RD * weight_R1).to(y_RD.dtype), dweights_TK, None, None, None
 
 
-def _sum_over_routes(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+def _at(x_ND: Tensor, index: Tensor) -> Tensor:
+    """``x[index]``, zero where the index is -1; whatever x holds there."""
+    if x_ND.shape[0] == 0:
+        return x_ND.new_zeros(index.shape[0], *x_ND.shape[1:])
+    return x_ND[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
+
+
+def _sum_over_routes(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     total_TD = y_RD.new_zeros(row_TK.shape[0], y_RD.shape[1], dtype=dtype)
     for k in range(row_TK.shape[1]):
-        term_TD = y_RD[row_TK[:, k]].to(dtype)
+        term_TD = _at(y_RD, row_TK[:, k]).to(dtype)
         total_TD = total_TD + (term_TD if weights_TK is None else term_TD * weights_TK[:, k, None].to(dtype))
-    return total_TD.masked_fill(~valid_T[:, None], 0).to(y_RD.dtype)
+    return total_TD.to(y_RD.dtype)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Gathers between tokens and rows, one program per row or token; nothing of size (T, K, D) is ever made.
 
-Every result has one writer and sums run over k in order, so all of it is bitwise reproducible. fp32 inside. Rows and
-tokens that are not valid are written as zeros and never read, so they may hold anything.
+Every result has one writer and sums run over k in order, so all of it is bitwise reproducible. fp32 inside. Rows
+without a token are written as zeros and never read, so they may hold anything.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return reasons
 
 
-def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
-    """``x[token_R]``, zero where the token is not valid; see ``api.permute``."""
-    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK, valid_T)
+def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+    """``x[token_R]``, zero where the token is -1; see ``api.permute``."""
+    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK)
     return rows_RD
 
 
-def tokens_of_rows(
-    y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
-) -> Tensor:
+def tokens_of_rows(y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor) -> Tensor:
     """The weighted sum of each token's rows; see ``api.unpermute``."""
-    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)
+    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK)
     return y_TD
 
 
@@ -49,17 +47,17 @@ class _Gather(torch.autograd.Function):
     """Forward: tokens to rows. Backward: each token adds up the gradients of its rows."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, valid_T: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK, valid_T)
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
         x_RD = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
-        _launch_rows(x_TD.contiguous(), valid_T, token_R, x_RD)
+        _launch_rows(x_TD.contiguous(), token_R, x_RD)
         return x_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
-        row_TK, valid_T = ctx.saved_tensors
-        return _sum_rows(dx_RD, None, row_TK, valid_T), None, None, None
+        (row_TK,) = ctx.saved_tensors
+        return _sum_rows(dx_RD, None, row_TK), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -67,59 +65,58 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor, valid_T: Tensor
+        ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
     ) -> Tensor:
         y_RD, weights_TK = y_RD.contiguous(), weights_TK.contiguous()
-        ctx.save_for_backward(y_RD, weights_TK, token_R, route_R, row_TK, valid_T)
-        return _sum_rows(y_RD, weights_TK, row_TK, valid_T)
+        ctx.save_for_backward(y_RD, weights_TK, token_R, route_R)
+        return _sum_rows(y_RD, weights_TK, row_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        y_RD, weights_TK, token_R, route_R, _, valid_T = ctx.saved_tensors
-        dy_RD, dweights_TK = torch.empty_like(y_RD), torch.empty_like(weights_TK)
-        _launch_rows(dy_TD.contiguous(), valid_T, token_R, dy_RD, (route_R, weights_TK, y_RD, dweights_TK))
-        return dy_RD, dweights_TK, None, None, None, None
+        y_RD, weights_TK, token_R, route_R = ctx.saved_tensors
+        dy_RD, dweights_TK = torch.empty_like(y_RD), torch.zeros_like(weights_TK)  # no row, no gradient
+        _launch_rows(dy_TD.contiguous(), token_R, dy_RD, (route_R, weights_TK, y_RD, dweights_TK))
+        return dy_RD, dweights_TK, None, None, None
 
 
 def _launch_rows(
     x_TD: Tensor,
-    valid_T: Tensor,
     token_R: Tensor,
     out_RD: Tensor,
     weighted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Fill ``out_RD`` from tokens; with ``weighted`` (routes, weights, y, dweights) also the weights' gradients."""
     route_R, weights_TK, y_RD, dweights_TK = weighted or (token_R, out_RD, out_RD, out_RD)
-    _rows_kernel[(out_RD.shape[0],)](
-        x_TD,
-        valid_T,
-        token_R,
-        out_RD,
-        route_R,
-        weights_TK,
-        y_RD,
-        dweights_TK,
-        CHANNELS=x_TD.shape[1],
-        BLOCK=_block(x_TD.shape[1]),
-        WEIGHTED=weighted is not None,
-    )
+    if out_RD.shape[0]:
+        _rows_kernel[(out_RD.shape[0],)](
+            x_TD,
+            token_R,
+            out_RD,
+            route_R,
+            weights_TK,
+            y_RD,
+            dweights_TK,
+            CHANNELS=x_TD.shape[1],
+            BLOCK=_block(x_TD.shape[1]),
+            WEIGHTED=weighted is not None,
+        )
 
 
-def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor, valid_T: Tensor) -> Tensor:
+def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     (tokens, routes), channels = row_TK.shape, y_RD.shape[1]
     y_TD = y_RD.new_empty(tokens, channels)
-    _tokens_kernel[(tokens, triton.cdiv(channels, _block(channels)))](
-        y_RD.contiguous(),
-        weights_TK,
-        row_TK,
-        valid_T,
-        y_TD,
-        CHANNELS=channels,
-        ROUTES=routes,
-        BLOCK=_block(channels),
-        WEIGHTED=weights_TK is not None,
-    )
+    if tokens:
+        _tokens_kernel[(tokens, triton.cdiv(channels, _block(channels)))](
+            y_RD.contiguous(),
+            weights_TK,
+            row_TK,
+            y_TD,
+            CHANNELS=channels,
+            ROUTES=routes,
+            BLOCK=_block(channels),
+            WEIGHTED=weights_TK is not None,
+        )
     return y_TD
 
 
@@ -130,7 +127,6 @@ def _block(channels: int) -> int:
 @triton.jit
 def _rows_kernel(
     x_ptr,
-    valid_ptr,
     token_ptr,
     out_ptr,
     route_ptr,
@@ -144,10 +140,10 @@ def _rows_kernel(
     """Program r: row r from its token; WEIGHTED scales it and stores its product with y's row as a gradient."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row).to(tl.int64)
-    readable = tl.where(tl.load(valid_ptr + token).to(tl.int32) != 0, CHANNELS, 0)
+    readable = tl.where(token >= 0, CHANNELS, 0)
     if WEIGHTED:
         route = tl.load(route_ptr + row).to(tl.int64)
-        weight = tl.load(weight_ptr + route).to(tl.float32)
+        weight = tl.load(weight_ptr + route, mask=route >= 0, other=0.0).to(tl.float32)
     dot = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHANNELS, BLOCK):
         channel = start + tl.arange(0, BLOCK)
@@ -158,7 +154,7 @@ def _rows_kernel(
             x = tl.where(mask, x * weight, 0.0)
         tl.store(out_ptr + row * CHANNELS + channel, x, mask=channel < CHANNELS)
     if WEIGHTED:
-        tl.store(d_weight_ptr + route, tl.sum(dot, axis=0))
+        tl.store(d_weight_ptr + route, tl.sum(dot, axis=0), mask=route >= 0)
 
 
 @triton.jit
@@ -166,7 +162,6 @@ def _tokens_kernel(
     y_ptr,
     weight_ptr,
     row_ptr,
-    valid_ptr,
     out_ptr,
     CHANNELS: tl.constexpr,
     ROUTES: tl.constexpr,
@@ -176,12 +171,12 @@ def _tokens_kernel(
     """Program (t, j): the j-th block of channels of token t, its K rows added up in order."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < tl.where(tl.load(valid_ptr + token).to(tl.int32) != 0, CHANNELS, 0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(ROUTES):
         row = tl.load(row_ptr + token * ROUTES + k).to(tl.int64)
+        mask = channel < tl.where(row >= 0, CHANNELS, 0)
         y = tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
             y = y * tl.load(weight_ptr + token * ROUTES + k).to(tl.float32)
         total += y
-    tl.store(out_ptr + token * CHANNELS + channel, tl.where(mask, total, 0.0), mask=channel < CHANNELS)
+    tl.store(out_ptr + token * CHANNELS + channel, total, mask=channel < CHANNELS)

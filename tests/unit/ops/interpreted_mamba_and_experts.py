@@ -129,19 +129,20 @@ def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
     assert relative_error((weight.main_grad - 7) / 2, want) < 1e-6
 
 
+@pytest.mark.parametrize("rows", [None, 7, 50], ids=["a row for each route", "fewer rows", "more rows"])
 @pytest.mark.parametrize("tail", [0, 3, 13])
-def test_permute_kernels(monkeypatch, tail):
+def test_permute_kernels(monkeypatch, tail, rows):
     monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)  # several steps and a rest
     tokens, channels, routes, experts = 13, 40, 3, 5
     x, weights = normal(tokens, channels).requires_grad_(), torch.rand(tokens, routes, requires_grad=True)
-    ids = normal(tokens, experts).topk(routes)[1]
+    ids = normal(tokens, experts + 2).topk(routes)[1] - 1  # -1 and 5 lead nowhere
     valid = torch.arange(tokens) < tokens - tail
 
     def run(backend):
-        permuted = permute(x, ids, experts, valid, backend=backend)
-        behind = torch.arange(tokens * routes)[:, None] >= permuted.offsets_E[-1]
-        rows = permuted.x_RD.sin().masked_fill(behind, torch.nan)
-        y = unpermute(rows, permuted, weights, backend=backend)
+        permuted = permute(x, ids, experts, valid, rows=rows, backend=backend)
+        behind = torch.arange(permuted.token_R.shape[0])[:, None] >= permuted.offsets_E[-1]
+        y_RD = permuted.x_RD.sin().masked_fill(behind, torch.nan)
+        y = unpermute(y_RD, permuted, weights, backend=backend)
         return [permuted.x_RD, y, *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, weights))]
 
     for got, want in zip(run("triton"), run("reference")):

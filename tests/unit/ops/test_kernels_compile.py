@@ -112,9 +112,9 @@ def activations(size, dtype, in_flat_buffer):
 def permutation(size, dtype, in_flat_buffer):
     op = import_module(OPS + "permute.triton_kernels")
     token_R, row_TK = torch.tensor([0, 1, 0, 1]).int(), torch.tensor([[0, 2], [1, 3]]).int()
-    valid_T, weights_TK = torch.ones(2, dtype=torch.bool), leaf(2, 2, dtype=torch.float32)
-    rows_RD = op.rows_of_tokens(leaf(2, size, dtype=dtype), token_R, row_TK, valid_T)
-    backward(op.tokens_of_rows(rows_RD, weights_TK, token_R, token_R, row_TK, valid_T))
+    weights_TK = leaf(2, 2, dtype=torch.float32)
+    rows_RD = op.rows_of_tokens(leaf(2, size, dtype=dtype), token_R, row_TK)
+    backward(op.tokens_of_rows(rows_RD, weights_TK, token_R, token_R, row_TK))
     edges = import_module(OPS + "grouped_mlp.edges")
     edges.zero_rows_behind_(torch.zeros(4, size, dtype=dtype), torch.tensor([1, 3]).int())
     edges.zero_unused_experts_(torch.zeros(2, size, 3, dtype=dtype), torch.tensor([1, 3]).int())

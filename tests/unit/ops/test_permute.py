@@ -25,27 +25,31 @@ def make(routing, tail=2, dtype=torch.float64):
 
 
 def by_lists(ids, valid):
-    """(token, k) of every row: experts in order, tokens in order within each, then the tokens that are not valid."""
+    """(token, k) of every row that is needed: experts in order, tokens in order within each."""
     routes = [(t, k) for t in range(T) for k in range(K)]
-    rows = [(t, k) for e in range(E) for t, k in routes if valid[t] and ids[t, k] == e]
-    return rows + [(t, k) for t, k in routes if not valid[t]]
+    return [(t, k) for e in range(E) for t, k in routes if valid[t] and ids[t, k] == e]
 
 
+@pytest.mark.parametrize("size", [T * K, 5, T * K + 3], ids=["a row for each route", "fewer", "more"])
+@pytest.mark.parametrize("first", [0, 1, -1], ids=["all experts", "the first is elsewhere", "the last is elsewhere"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tail", [0, 2, T])
-def test_rows_are_in_expert_order(routing, tail):
+def test_rows_are_in_expert_order(routing, tail, first, size):
     x, ids, _, valid = make(routing, tail)
-    permuted = permute(x, ids, E, valid, backend="reference")
+    ids = ids - first
+    permuted = permute(x, ids, E, valid, rows=size, backend="reference")
     rows = by_lists(ids, valid)
-    counts = [sum(bool(valid[t]) and int(ids[t, k]) == e for t, k in rows) for e in range(E)]
+    counts = [sum(int(ids[t, k]) == e for t, k in rows) for e in range(E)]
     assert permuted.tokens_per_expert_E.tolist() == counts
-    assert permuted.offsets_E.tolist() == [sum(counts[: e + 1]) for e in range(E)]
-    assert permuted.token_R.tolist() == [t for t, _ in rows]
-    assert permuted.route_R.tolist() == [t * K + k for t, k in rows]
-    assert [permuted.row_TK[t, k].item() for t, k in rows] == list(range(T * K))
-    end = sum(counts)
-    assert torch.equal(permuted.x_RD[:end], x[[t for t, _ in rows[:end]]])
-    assert not permuted.x_RD[end:].any()
+    assert permuted.overflow.item() == (len(rows) > size)
+    rows, spare = rows[:size], max(size - len(rows), 0)
+    assert permuted.offsets_E.tolist() == [min(sum(counts[: e + 1]), size) for e in range(E)]
+    assert permuted.token_R.tolist() == [t for t, _ in rows] + spare * [-1]
+    assert permuted.route_R.tolist() == [t * K + k for t, k in rows] + spare * [-1]
+    assert [permuted.row_TK[t, k].item() for t, k in rows] == list(range(len(rows)))
+    assert (permuted.row_TK < 0).sum() == T * K - len(rows)
+    assert torch.equal(permuted.x_RD[: len(rows)], x[[t for t, _ in rows]])
+    assert permuted.x_RD.shape == (size, D) and not permuted.x_RD[len(rows) :].any()
     for tensor in (permuted.tokens_per_expert_E, permuted.offsets_E, permuted.token_R, permuted.row_TK):
         assert tensor.dtype == torch.int32
 
@@ -65,17 +69,31 @@ def test_unpermute_is_the_weighted_sum(routing):
     assert not y[~valid].any()
 
 
+@pytest.mark.parametrize("rows", [None, 5])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_gradients(routing):
+def test_gradients(routing, rows):
     x, ids, weights, valid = make(routing)
 
     def there_and_back(x, weights):
-        permuted = permute(x, ids, E, valid, backend="reference")
+        permuted = permute(x, ids, E, valid, rows=rows, backend="reference")
         return unpermute(permuted.x_RD.sin(), permuted, weights, backend="reference")
 
     assert torch.autograd.gradcheck(there_and_back, (x.requires_grad_(), weights.requires_grad_()))
     gradients = torch.autograd.grad(there_and_back(x, weights).sum(), (x, weights))
     assert not any(gradient[~valid].any() for gradient in gradients)
+
+
+def test_one_route_per_token_back_without_weights():
+    """A permutation and its inverse; the gradient goes the same ways."""
+    x, ids, _, valid = make("mixed")
+    x.requires_grad_()
+    permuted = permute(x, ids[:, :1], E, valid, backend="reference")
+    back = unpermute(permuted.x_RD, permuted, backend="reference")
+    assert torch.equal(back, x * valid[:, None])
+    dy = torch.randn(T, D, dtype=torch.float64)
+    assert torch.equal(torch.autograd.grad(back, x, dy)[0], dy * valid[:, None])
+    with pytest.raises(ValueError, match=r"weights \[11, 1\]; with 22 rows, T = 11 and K = 2"):
+        unpermute(permute(x, ids, E, valid).x_RD, permute(x, ids, E, valid))
 
 
 def test_low_precision_sums_in_fp32():
