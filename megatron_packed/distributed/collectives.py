@@ -80,6 +80,21 @@ def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
         _all_gather(flat, own_rows(flat, group), group=group)
 
 
+def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = False) -> Tensor:
+    """Ranks in a ring: send ``x`` to the next and return what the previous one sent; ``back`` turns the ring round."""
+    if group is None:
+        return x
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    after, before = ranks[(me + 1) % len(ranks)], ranks[me - 1]
+    if back:
+        after, before = before, after
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    exchange = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return received
+
+
 def own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's ``(T / size, ...)`` of ``x`` ``(T, ...)``, a view; no communication.
 

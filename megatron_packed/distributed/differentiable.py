@@ -17,8 +17,10 @@ Every collective here is a linear map from one state to another, and its backwar
 | `gather_rows`  | rows -> own: all-gather           | reduce-scatter |
 | `scatter_rows` | own -> rows: reduce-scatter       | all-gather     |
 | `split_rows`   | shared -> rows: take one's own    | all-gather     |
+| `join_rows`    | rows -> shared: all-gather        | take one's own |
 | `gather_last`  | columns -> shared: all-gather     | take one's own |
 | `split_last`   | shared -> columns: take one's own | all-gather     |
+| `pass_on`      | own -> own: to the next rank      | one before     |
 
 Sums are made in the tensor's dtype, by the backend's order: equal on all ranks. No input is written to. Nothing waits
 for the host.
@@ -27,6 +29,7 @@ for the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -40,6 +43,7 @@ from megatron_packed.distributed.collectives import (
     all_reduce_sum,
     own_last,
     own_rows,
+    pass_to_next,
     reduce_scatter_rows,
 )
 
@@ -127,6 +131,17 @@ def split_rows(x: Tensor, group: Group | None) -> Tensor:
     return linear_map(x, group, own_rows, all_gather_rows)
 
 
+def join_rows(x: Tensor, group: Group | None) -> Tensor:
+    """The shared whole of rows that are split: forward all-gather, backward take one's own.
+
+    Args:
+        x: ``(T / size, ...)``, rows of this rank; equally many on all.
+    Returns:
+        ``(T, ...)`` in the order of ranks.
+    """
+    return linear_map(x, group, all_gather_rows, own_rows)
+
+
 def gather_last(x: Tensor, group: Group | None) -> Tensor:
     """The shared whole of columns that are split: forward all-gather, backward take one's own.
 
@@ -149,3 +164,8 @@ def split_last(x: Tensor, group: Group | None) -> Tensor:
         ValueError: the columns do not divide among the ranks.
     """
     return linear_map(x, group, own_last, all_gather_last)
+
+
+def pass_on(x: Tensor, group: Group | None) -> Tensor:
+    """What the previous rank of a ring holds: forward to the next rank, backward to the previous."""
+    return linear_map(x, group, pass_to_next, partial(pass_to_next, back=True))

@@ -59,16 +59,18 @@ class Shard:
     """Whether each of the ranks that share a piece finds its own term of its gradient; else all find all of it."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], rank: int, size: int, *, dim: int = 0) -> Shard:
+    def of(cls, segments: Sequence[Segment], rank: int, size: int, *, dim: int = 0, axis: str = "tp_size") -> Shard:
         """Rank ``rank`` of ``size``'s part of consecutive segments.
 
+        Args:
+            axis: what ``size`` is called, for messages.
         Raises:
             ValueError: the items of a segment do not fit the ranks.
         Example:
             Two groups of 16 on rank 3 of 4: positions 16 to 32, shared by 2 ranks.
         """
         starts = list(accumulate((s.count * s.width for s in segments), initial=0))
-        pieces = tuple(_piece(segment, start, rank, size) for segment, start in zip(segments, starts))
+        pieces = tuple(_piece(segment, start, rank, size, axis) for segment, start in zip(segments, starts))
         return cls(dim=dim, length=starts[-1], pieces=pieces)
 
     @classmethod
@@ -232,7 +234,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def _piece(segment: Segment, start: int, rank: int, size: int) -> Piece:
+def _piece(segment: Segment, start: int, rank: int, size: int, axis: str) -> Piece:
     count, width = segment.count, segment.width
     if count % size == 0:
         length = count // size * width
@@ -240,4 +242,4 @@ def _piece(segment: Segment, start: int, rank: int, size: int) -> Piece:
     if segment.shareable and size % count == 0:
         return Piece(start=start + rank * count // size * width, length=width, shared_by=size // count)
     cure = "a divisor or a multiple of it" if segment.shareable else "a divisor of it"
-    raise ValueError(f"tp_size ({size}) does not fit the number of {segment.noun} ({count}); choose {cure}.")
+    raise ValueError(f"{axis} ({size}) does not fit the number of {segment.noun} ({count}); choose {cure}.")

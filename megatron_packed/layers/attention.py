@@ -1,21 +1,29 @@
 """Causal self-attention within each document of a pack.
 
 Letters: T tokens, D hidden size, N query heads, K key-value heads (query groups), H head dimension, P positions,
-R half of the rotated dimensions, O output width of the fused projection.
+R half of the rotated dimensions, O output width of the fused projection. Of c context-parallel ranks each has T / c
+tokens, but where it has all of them for N / c heads.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_heads
+from megatron_packed.distributed.differentiable import gather_rows, pass_on
 from megatron_packed.distributed.sharding import Piece, Segment, Shard
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
+from megatron_packed.ops.zigzag_attention.api import Peers, zigzag_attention
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -82,12 +90,28 @@ def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
     return Shard(dim=0, length=groups.length, pieces=pieces)
 
 
+def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel) -> tuple[int, int]:
+    """Query and key-value heads for which a rank sees whole documents: its own, or with ``a2a`` its part of them.
+
+    Raises:
+        ValueError: they do not divide among the context-parallel ranks.
+    """
+    heads = [tp.local_segment(query_heads(config)), tp.local_segment(key_value_heads(config))]
+    if cp.exchanges_heads:
+        queries, keys = (cp.local_count(segment) for segment in heads)
+        return queries, keys
+    return heads[0].count, heads[1].count
+
+
 class Attention(nn.Module):
     """Grouped-query attention with one fused projection.
 
     The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its N/K query heads,
     then the key head, then the value head (``q q k v | q q k v | ...``), H rows each. A tensor-parallel rank therefore
     owns a contiguous range of rows where there are enough groups; where not, ranks share one (`qkv_shard`).
+
+    Context-parallel ranks have rows of the hidden state. With ``a2a`` they exchange heads for rows, run the kernel on
+    whole documents, and exchange back; with ``all_gather`` and ``p2p`` keys and values travel to the queries.
 
     Args:
         config: sizes and biases.
@@ -101,10 +125,22 @@ class Attention(nn.Module):
         rotary: Rotary | None,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        attended_heads(config, tp, cp)
+        self.cp = cp
+        self.peers = Peers(
+            rank=cp.rank,
+            size=cp.size,
+            comm_type=cp.comm_type,
+            gather_rows=partial(gather_rows, group=cp.group),
+            pass_on=partial(pass_on, group=cp.group),
+            group=cp.group,
+            global_ranks=cp.global_ranks,
+        )
         rows = qkv_shard(config, tp)
         self.num_heads = tp.local_count(query_heads(config))
         self.num_groups = tp.local_count(key_value_heads(config))
@@ -127,8 +163,17 @@ class Attention(nn.Module):
         q, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
         q_TNH = q.reshape(tokens, self.num_heads, self.head_dim)
         if self.rotary is not None:
-            positions_T = packed.tables.get("rope_position_ids", packed.position_ids)
-            q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, positions_T)
+            q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, self._positions(packed))
+        attend = self._attend_by_heads if self.cp.exchanges_heads else self._attend_by_rows
+        return self.proj(attend(q_TNH, k_TKH, v_TKH, packed).reshape(tokens, -1))
+
+    def _positions(self, packed: PackedSeqParams) -> Tensor:
+        prepared_T = packed.tables.get("rope_position_ids")
+        return prepared_T if isinstance(prepared_T, Tensor) else self.cp.own(packed.position_ids, packed)
+
+    def _attend_by_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Whole documents for this rank's part of the heads."""
+        q_TNH, k_TKH, v_TKH = rows_to_heads((q_TNH, k_TKH, v_TKH), self.cp.group)
         o_TNH = varlen_attention(
             q_TNH,
             k_TKH,
@@ -140,4 +185,22 @@ class Attention(nn.Module):
             tables=packed.tables.get("varlen_attention"),
             backend=self.backends.varlen_attention,
         )
-        return self.proj(o_TNH.reshape(tokens, -1))
+        (o_TNH,) = heads_to_rows((o_TNH,), self.cp.group)
+        return o_TNH
+
+    def _attend_by_rows(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams) -> Tensor:
+        """All heads for this rank's rows."""
+        order = self.cp.order(packed)
+        assert order is not None, "keys and values travel where rows lie in a zigzag"
+        return zigzag_attention(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            seq_idx_1T=packed.seq_idx,
+            slots_T=order.slots_T,
+            peers=self.peers,
+            deterministic=self.backends.deterministic,
+            backend=self.backends.zigzag_attention,
+        )

@@ -11,6 +11,7 @@ class Backends:
     """Backend names by op, as `megatron_packed.ops.dispatch` understands them. ``auto`` takes the fastest that fits."""
 
     varlen_attention: str = "auto"
+    zigzag_attention: str = "auto"
     rope: str = "auto"
     rms_norm: str = "auto"
     gated_rms_norm: str = "auto"

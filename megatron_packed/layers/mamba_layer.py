@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_layer import layer_norm_of
@@ -23,13 +25,14 @@ class MambaLayer(nn.Module):
         *,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
-        self.mixer = MambaMixer(config, backends=backends, tp=tp, device=device, dtype=dtype)
+        self.mixer = MambaMixer(config, backends=backends, tp=tp, cp=cp, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)

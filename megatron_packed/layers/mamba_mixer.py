@@ -1,7 +1,14 @@
 """The Mamba-2 mixer on packed documents.
 
 Letters: T tokens, D hidden size, I inner size (N heads of P), C convolution channels, W convolution width, G groups,
-S state size. Source: Dao and Gu, arXiv:2405.21060; the arrangement is Nemotron-H's.
+S state size, O width of the input projection. Source: Dao and Gu, arXiv:2405.21060; the arrangement is Nemotron-H's.
+
+[Note: Mamba across context-parallel ranks]
+Convolution and scan run along the pack and treat every head by itself (with the group of B and C that it reads); all
+else treats every row by itself. So of c ranks each exchanges T / c rows of all heads for T rows of N / c heads in front
+of the convolution, and back behind the scan: one exchange each way, for x, B, C and dt together. The gate z and the
+gated norm stay with the rows, where all channels of a norm's group are: nothing of them is sent, and nothing is summed.
+A rank uses its heads' part of the convolution's weights, A, D and dt's bias; the others' gradients are zeros there.
 """
 
 from __future__ import annotations
@@ -11,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
 from megatron_packed.distributed.sharding import Segment, Shard, set_shard
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -30,22 +40,24 @@ class CausalConv1d(nn.Module):
     """Depthwise causal convolution with SiLU, restarting at every document.
 
     Args:
-        channels: this rank's part of the channels, C of them.
+        channels: this rank's part of the channels.
+        used: of these, the C that it convolves; the other context-parallel ranks convolve the others.
         width: W.
     """
 
     def __init__(
-        self, channels: Shard, width: int, *, backend: str, device: torch.device | str, dtype: torch.dtype
+        self, channels: Shard, used: Shard, width: int, *, backend: str, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.backend = backend
+        self.used, self.backend = used, backend
         self.weight = new_parameter(channels.local_length, width, device=device, dtype=dtype)
         self.bias = no_weight_decay(new_parameter(channels.local_length, device=device, dtype=dtype))
         for parameter in (self.weight, self.bias):
             set_shard(parameter, channels)
 
     def forward(self, x_TC: Tensor, seq_idx_1T: Tensor) -> Tensor:
-        return causal_conv1d(x_TC, self.weight, self.bias, seq_idx_1T, activation="silu", backend=self.backend)
+        weight_CW, bias_C = _take(self.used, self.weight), _take(self.used, self.bias)
+        return causal_conv1d(x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend)
 
 
 class GatedNorm(nn.Module):
@@ -99,7 +111,7 @@ class MambaMixer(nn.Module):
     ``[x | B | C]``. Convolution and scan both restart where ``packed.seq_idx`` changes.
 
     Tensor-parallel ranks share the heads, and each has the groups of its heads: rows and channels are split within each
-    of these segments.
+    of these segments. Context-parallel ranks share the rows, and the heads again while they need whole documents.
 
     Args:
         config: sizes.
@@ -111,6 +123,7 @@ class MambaMixer(nn.Module):
         *,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
@@ -118,18 +131,25 @@ class MambaMixer(nn.Module):
         x = Segment(noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim)
         dt = Segment(noun="Mamba heads", count=config.mamba_num_heads)
         B = Segment(noun="Mamba groups", count=config.mamba_num_groups, width=config.mamba_state_dim, shareable=True)
-        self.tp, self.per_head = tp, tp.shard(dt)
-        self.num_heads, self.head_dim = tp.local_count(x), config.mamba_head_dim
-        self.num_groups, self.state_dim = tp.local_count(B), config.mamba_state_dim
+        self.tp, self.cp, self.per_head = tp, cp, tp.shard(dt)
+        self.num_heads = tp.local_count(dt)
         self.chunk_size, self.backends = config.mamba_chunk_size, backends
-        inner, channels = self.num_heads * self.head_dim, tp.shard(x, B, B)
+        own_x, own_B, own_dt = (tp.local_segment(segment) for segment in (x, B, dt))
+        self.used_heads, used_channels = cp.part(own_dt), cp.part(own_x, own_B, own_B)
+        inner, channels = self.num_heads * x.width, tp.shard(x, B, B)
+        # In front of the exchange between context-parallel ranks, and behind it; the same where there is none.
+        group_states = (own_B.count, B.width)
+        self.row_shapes = ((inner,), (self.num_heads, x.width), group_states, group_states, (self.num_heads, 1))
         self.zxBCdt_shapes = ((inner,), (channels.local_length,), (self.num_heads,))
-        group_states = (self.num_groups, self.state_dim)
-        self.xBC_shapes = ((self.num_heads, self.head_dim), group_states, group_states)
+        group_states = (cp.local_count(own_B), B.width)
+        self.xBC_shapes = ((cp.local_count(own_dt), x.width), group_states, group_states)
+        self.xBCdt_shapes = ((used_channels.local_length,), (cp.local_count(own_dt),))
         options = {"device": device, "dtype": dtype}
         rows = tp.shard(x, x, B, B, dt)
         self.in_proj = ColumnParallelLinear(config.hidden_size, rows, bias=False, tp=tp, **options)
-        self.conv1d = CausalConv1d(channels, config.mamba_d_conv, backend=backends.causal_conv1d, **options)
+        self.conv1d = CausalConv1d(
+            channels, used_channels, config.mamba_d_conv, backend=backends.causal_conv1d, **options
+        )
         self.A_log = self._per_head(device)
         self.D = self._per_head(device)
         self.dt_bias = self._per_head(device)
@@ -141,20 +161,38 @@ class MambaMixer(nn.Module):
         return set_shard(parameter, self.per_head)
 
     def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, D)`` -> ``(T, D)``."""
-        z_TI, xBC_TC, dt_TN = split_columns(self.in_proj(u_TD), *self.zxBCdt_shapes)
+        """``(T, D)`` -> ``(T, D)``; of a context-parallel rank, its rows."""
+        z_TI, xBC_TC, dt_TN = self._split(self.in_proj(u_TD), packed)
         x_TNP, B_TGS, C_TGS = split_columns(self.conv1d(xBC_TC, packed.seq_idx), *self.xBC_shapes)
         y_TNP = ssd(
             x_TNP,
             dt_TN,
-            self.A_log,
+            _take(self.used_heads, self.A_log),
             B_TGS,
             C_TGS,
-            self.D,
-            self.dt_bias,
+            _take(self.used_heads, self.D),
+            _take(self.used_heads, self.dt_bias),
             packed.seq_idx,
             packed.cu_seqlens,
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
+        if self.cp.group is not None:
+            (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
         return self.out_proj(self.norm(y_TNP.flatten(1), z_TI))
+
+    def _split(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> tuple[Tensor, ...]:
+        """z ``(T / c, I)``, of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)``, of all rows for its heads.
+
+        See [Note: Mamba across context-parallel ranks].
+        """
+        if self.cp.group is None:
+            return split_columns(zxBCdt_TO, *self.zxBCdt_shapes)
+        z_TI, *xBCdt = split_columns(zxBCdt_TO, *self.row_shapes)
+        xBCdt_TW = self.cp.in_order_of_slots(rows_to_columns(xBCdt, self.cp.group), packed)
+        return z_TI, *split_columns(xBCdt_TW, *self.xBCdt_shapes)
+
+
+def _take(part: Shard, parameter: Tensor) -> Tensor:
+    """A part of a parameter, differentiable; the parameter itself where it is all of it."""
+    return parameter if part.local_length == part.length else part.take(parameter)

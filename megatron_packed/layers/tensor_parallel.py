@@ -74,6 +74,12 @@ class TensorParallel:
         """How many items of a segment this rank holds."""
         return self.shard(segment).local_length // segment.width
 
+    def local_segment(self, segment: Segment) -> Segment:
+        """What this rank holds of a segment, as a segment of its own."""
+        if self.size == 1:
+            return segment
+        return replace(segment, noun=f"{segment.noun} of a tensor-parallel rank", count=self.local_count(segment))
+
     def use_on_rows(self, parameter: nn.Parameter) -> nn.Parameter:
         """Mark a parameter that every rank holds and applies to the hidden state between layers."""
         if self.size == 1:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput
 from megatron_packed.layers.norm import Norm
@@ -54,6 +56,7 @@ class TransformerLayer(nn.Module):
         rotary: Rotary | None,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
@@ -62,7 +65,8 @@ class TransformerLayer(nn.Module):
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
         self.mixer: nn.Module
         if symbol == "*":
-            self.mixer = Attention(config, rotary=rotary, backends=backends, tp=tp, device=device, dtype=dtype)
+            options = {"backends": backends, "tp": tp, "cp": cp, "device": device, "dtype": dtype}
+            self.mixer = Attention(config, rotary=rotary, **options)
         else:
             assert symbol == "-", symbol
             self.mixer = MLP(
@@ -91,13 +95,14 @@ class MoETransformerLayer(nn.Module):
         *,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
-        self.mixer = MoE(config, backends=backends, tp=tp, device=device, dtype=dtype)
+        self.mixer = MoE(config, backends=backends, tp=tp, cp=cp, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)

@@ -21,8 +21,9 @@ from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_s
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sharding import ShardedParameter, SharedGradients, set_shard, sharded_parameters
-from megatron_packed.layers.attention import Rotary, key_value_heads, query_heads
+from megatron_packed.layers.attention import Rotary, attended_heads
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.mamba_layer import MambaLayer
@@ -39,7 +40,11 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 class HybridOutput(NamedTuple):
-    """What one micro-batch gives; all of it on the device."""
+    """What one micro-batch gives; all of it on the device.
+
+    Context-parallel ranks have T / cp_size tokens of the pack each: losses and counts are theirs, and the sum over the
+    ranks is the pack's.
+    """
 
     loss: Tensor
     """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's share of the step's."""
@@ -75,8 +80,10 @@ class HybridModel(nn.Module):
         vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size)`` rows; rows beyond
             ``vocab_size`` take no part in the loss.
         max_positions: longest document, P; only rotary positions need it.
-        groups: of this rank. Tensor-parallel ranks share every matrix and get the same micro-batch; other sizes than 1
-            are possible for data parallelism alone. Parameters are those of one process, cut.
+        groups: of this rank. Tensor- and context-parallel ranks get the same micro-batch: the former share every
+            matrix (parameters are those of one process, cut), the latter its tokens.
+        cp_comm_type: how context-parallel ranks see whole documents in attention: ``a2a``, ``all_gather`` (also spelt
+            ``allgather``) or ``p2p``. With the latter two documents lie in packs padded to multiples of 2 cp_size.
         sequence_parallel: between the layers, each tensor-parallel rank has its rows of the hidden state only.
         device: where parameters live.
         dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias, router).
@@ -93,6 +100,7 @@ class HybridModel(nn.Module):
         vocab_size: int,
         max_positions: int,
         groups: ParallelGroups | None = None,
+        cp_comm_type: str = "a2a",
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -102,6 +110,7 @@ class HybridModel(nn.Module):
         super().__init__()
         _refuse_what_is_not_built(groups, config)
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
+        self.cp = ContextParallel.of(groups, cp_comm_type)
         self.config, self.vocab_size, self.max_positions, self.dtype = config, vocab_size, max_positions, dtype
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size)
@@ -123,7 +132,8 @@ class HybridModel(nn.Module):
         if config.position_embedding_type != "rope" or ATTENTION not in config.layer_types:
             return None
         return Rotary(
-            max_positions=self.max_positions,
+            # A document's padding counts on from its last token.
+            max_positions=_round_up(self.max_positions, self.cp.partition.alignment),
             rotary_dim=config.rotary_dim,
             base=config.rotary_base,
             device=device,
@@ -131,7 +141,7 @@ class HybridModel(nn.Module):
         )
 
     def _build_layer(self, symbol: str, device: torch.device | str) -> nn.Module:
-        options = {"backends": self.backends, "tp": self.tp, "device": device, "dtype": self.dtype}
+        options = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "device": device, "dtype": self.dtype}
         if symbol == MAMBA:
             return MambaLayer(self.config, **options)
         if symbol == MOE:
@@ -178,7 +188,7 @@ class HybridModel(nn.Module):
         """``packed`` with the tables that all layers share, derived once per micro-batch; itself if it has them.
 
         Raises:
-            ValueError: a document is longer than the rotary tables.
+            ValueError: a document is longer than the rotary tables, or the pack cannot be shared out.
         """
         if "prepared" in packed.tables:
             return packed
@@ -189,11 +199,12 @@ class HybridModel(nn.Module):
         """What `tables` cannot ask, because the answer differs from pack to pack.
 
         Raises:
-            ValueError: a document is longer than the rotary tables.
+            ValueError: a document is longer than the rotary tables, or the pack cannot be shared out.
         """
+        self.cp.partition.check(packed)
         if self.rotary is not None:
             longest = int(packed.document_lengths.max(initial=0))
-            if longest > self.max_positions:
+            if longest > self.rotary.max_positions:
                 raise ValueError(
                     f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
                     f"{self.max_positions}; raise --max-position-embeddings or truncate the document."
@@ -202,21 +213,23 @@ class HybridModel(nn.Module):
     def tables(self, packed: PackedSeqParams) -> dict[str, object]:
         """What all layers share, by name; computed on the device from ``packed``'s tensors alone, so in a graph too."""
         config = self.config
-        tables: dict[str, object] = {"prepared": True}
-        if ATTENTION in config.layer_types:
+        order = self.cp.order(packed)
+        tables: dict[str, object] = {"prepared": True, **self.cp.tables(packed, order)}
+        if ATTENTION in config.layer_types and self.cp.exchanges_heads:
+            num_heads, num_kv_heads = attended_heads(config, self.tp, self.cp)
             tables["varlen_attention"] = prepare_tables(
                 self.backends.varlen_attention,
                 packed.seq_idx,
                 packed.cu_seqlens,
-                num_heads=self.tp.local_count(query_heads(config)),
-                num_kv_heads=self.tp.local_count(key_value_heads(config)),
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 head_dim=config.head_dim,
                 dtype=self.dtype,
                 deterministic=self.backends.deterministic,
             )
         if self.rotary is not None:
             # The tail may be longer than any document; where it rotates to matters to nobody.
-            tables["rope_position_ids"] = packed.position_ids * packed.valid
+            tables["rope_position_ids"] = self.cp.partition.own(packed.position_ids * packed.valid, order)
         if self.moe_layers:
             tables["num_valid"] = count_valid(packed)
         return tables
@@ -225,6 +238,9 @@ class HybridModel(nn.Module):
         """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included).
 
         With sequence parallelism the rows of this rank, ``(T / size, D)``.
+
+        Args:
+            tokens_T: ``(T,)``; with context parallelism those of this rank, ``(T / size,)``, and so everything else.
         """
         hidden_TD = self.embedding(tokens_T)
         reports = []
@@ -244,15 +260,17 @@ class HybridModel(nn.Module):
         forward: the output projection's gradient is then added while its logits exist.
         """
         packed = self.prepare(micro_batch.packed)
-        hidden_TD, reports = self.hidden_states(micro_batch.tokens, packed)
+        of_slots = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
+        tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in of_slots)
+        hidden_TD, reports = self.hidden_states(tokens_T, packed)
         loss_scale, aux_scale = micro_batch.scales.unbind()
         weight_VD = self.output_weight
         promised = self.training and torch.is_grad_enabled() and main_grad_of(weight_VD) is not None
         loss_sum, per_token_loss_T = linear_cross_entropy(
             self.tp.enter(hidden_TD),
             weight_VD,
-            micro_batch.labels,
-            micro_batch.loss_mask,
+            labels_T,
+            loss_mask_T,
             vocab_size=self.vocab_size,
             grad_scale=loss_scale if promised else None,
             shard=self.vocab_shard,
@@ -267,7 +285,16 @@ class HybridModel(nn.Module):
         return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts)
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once."""
+        """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once.
+
+        Raises:
+            ValueError: context-parallel ranks have their own tokens only.
+        """
+        if self.cp.size > 1:
+            raise ValueError(
+                f"cp_size is {self.cp.size}, so no rank has the logits of a pack; generate and evaluate logits with "
+                "cp_size 1 (a checkpoint loads into any layout)."
+            )
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
         if self.tp.group is None:
             return F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
@@ -290,12 +317,14 @@ class HybridModel(nn.Module):
 def _refuse_what_is_not_built(groups: ParallelGroups | None, config: ModelConfig) -> None:
     if groups is None:
         return
-    for name in ("cp_size", "ep_size"):
-        size = getattr(groups, name)
-        if size != 1:
-            raise ValueError(f"{name} is {size}; this model runs tensor and data parallel only, so it must be 1.")
+    if groups.ep_size != 1:
+        raise ValueError(f"ep_size is {groups.ep_size}; experts are not spread over ranks yet, so it must be 1.")
     if MOE in config.layer_types and groups.expert_tp_size != groups.tp_size:
         raise ValueError(
             f"expert_tp_size is {groups.expert_tp_size} and tp_size {groups.tp_size}; experts are split as the other "
             "layers are, so they must be equal."
         )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

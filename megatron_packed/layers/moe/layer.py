@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.dispatcher import LocalDispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
@@ -32,7 +34,8 @@ class MoEOutput(NamedTuple):
     hidden_TD: Tensor
     """``(T, D)``; on the tail the shared expert's output, or zeros."""
     aux_loss: Tensor
-    """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside training."""
+    """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside training. The terms of
+    context-parallel ranks, each from its rows, add up to it."""
     tokens_per_expert_E: Tensor
     """``(E,)`` float32, assignments of real tokens."""
 
@@ -60,14 +63,15 @@ class MoE(nn.Module):
         *,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.cp = tp, cp
         options = {"kind": config.activation, "backends": backends, "device": device, "dtype": dtype}
         options["tp"] = tp.inside()  # experts and shared expert enter and leave together
-        self.router = Router(config, tp=tp, device=device)
+        self.router = Router(config, tp=tp, cp=cp, device=device)
         self.dispatcher = LocalDispatcher(self.router.num_experts, backends)
         self.experts = GroupedExperts(
             self.router.num_experts, config.hidden_size, config.moe_ffn_hidden_size, **options
@@ -79,13 +83,13 @@ class MoE(nn.Module):
             )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        x_TD = self.tp.enter(x_TD)
+        x_TD, valid_T = self.tp.enter(x_TD), self.cp.valid(packed)
         routing = self.router(x_TD)
-        permuted = self.dispatcher.dispatch(x_TD, routing.topk_expert_ids_TK, packed.valid)
+        permuted = self.dispatcher.dispatch(x_TD, routing.topk_expert_ids_TK, valid_T)
         y_RD = self.experts(permuted.x_RD, permuted.offsets_E)
         y_TD = self.dispatcher.combine(y_RD, permuted, routing.topk_weights_TK)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         counts_E = permuted.tokens_per_expert_E.float()
-        aux_loss = self.router.aux_loss(routing, counts_E, packed.valid, count_valid(packed))
+        aux_loss = self.router.aux_loss(routing, counts_E, valid_T, count_valid(packed))
         return MoEOutput(self.tp.leave(y_TD), self.tp.counted_once(aux_loss), counts_E)

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import linear
 from megatron_packed.layers.parameters import keep_fp32, new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -146,8 +148,16 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, *, tp: TensorParallel = SINGLE, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
+        device: torch.device | str,
+    ) -> None:
         super().__init__()
+        self.cp = cp
         assert config.num_experts is not None, "a config with an E layer has num_experts"
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.score_function = config.moe_router_score_function
@@ -172,10 +182,13 @@ class Router(nn.Module):
     def aux_loss(self, routing: Routing, counts_E: Tensor, valid_T: Tensor, num_valid: Tensor) -> Tensor:
         """Load-balance loss plus z-loss of one pack, 0-d float32; 0 outside training.
 
+        Both are sums over tokens once the counts are known, which have no gradient. So context-parallel ranks add up
+        the counts, and each returns the term of its own rows.
+
         Args:
-            counts_E: ``(E,)`` assignments of real tokens as routed.
-            valid_T: ``(T,)`` bool.
-            num_valid: 0-d float32, at least 1.
+            counts_E: ``(E,)`` assignments of real tokens as routed, of this rank's rows.
+            valid_T: ``(T,)`` bool, of this rank's rows.
+            num_valid: 0-d float32, real tokens of the whole pack, at least 1.
         """
         config = self.config
         total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
@@ -186,7 +199,7 @@ class Router(nn.Module):
                 counts_E = unbiased_counts(routing.logits_TE, valid_T, self.topk)
             total = total + load_balance_loss(
                 balance_probabilities(routing.logits_TE, self.score_function),
-                counts_E,
+                self.cp.sum_of_statistics(counts_E),
                 valid_T,
                 num_valid,
                 topk=self.topk,

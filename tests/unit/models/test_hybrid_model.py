@@ -197,7 +197,6 @@ def test_a_forced_backend_reaches_its_op():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"cp_size": 2}, "cp_size is 2"),
         ({"ep_size": 2}, "ep_size is 2"),
         ({"tp_size": 2, "expert_tp_size": 1}, "expert_tp_size is 1 and tp_size 2"),
     ],

@@ -1,0 +1,152 @@
+"""How ranks share the tokens of a pack.
+
+Between the layers each rank has the hidden state of its own rows (`packed.cp_partition`). Norms, MLPs, experts,
+embedding and loss work row by row and need nothing else; attention and Mamba exchange what lets them see whole
+documents. Parameters are the same on all ranks, and the terms of their gradients are summed with data parallelism's.
+
+Letters: T tokens of the pack, of which each of c ranks has T / c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.differentiable import Group
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.sharding import Segment, Shard
+from megatron_packed.packed.cp_partition import Partition, RankOrder
+from megatron_packed.packed.params import PackedSeqParams
+
+A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
+_ALIASES = {"allgather": ALL_GATHER}
+
+
+def cp_comm_type(name: str) -> str:
+    """The name of a way to communicate, aliases resolved.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    name = _ALIASES.get(name, name)
+    if name not in (A2A, ALL_GATHER, P2P):
+        raise ValueError(f"cp_comm_type is {name!r}; choose a2a, all_gather (also spelt allgather) or p2p.")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """This rank's place among those that share the tokens of a pack."""
+
+    group: Group | None = None
+    size: int = 1
+    rank: int = 0
+    comm_type: str = A2A
+    """What attention exchanges: heads for rows (``a2a``), or keys and values, at once (``all_gather``) or from
+    neighbour to neighbour (``p2p``). The latter two have rows in a zigzag."""
+
+    @classmethod
+    def of(cls, groups: ParallelGroups | None, comm_type: str = A2A) -> ContextParallel:
+        """
+        Raises:
+            ValueError: there is no such ``comm_type``.
+        """
+        comm_type = cp_comm_type(comm_type)
+        if groups is None or groups.cp_size == 1:
+            return SINGLE
+        return cls(group=groups.cp_group, size=groups.cp_size, rank=groups.cp_rank, comm_type=comm_type)
+
+    @property
+    def exchanges_heads(self) -> bool:
+        return self.comm_type == A2A
+
+    @property
+    def partition(self) -> Partition:
+        return Partition(size=self.size, rank=self.rank, zigzag=not self.exchanges_heads)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Of the group, in its order."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def tables(self, packed: PackedSeqParams, order: RankOrder | None) -> dict[str, object]:
+        """What all layers need of a pack, computed once for it: the order of rows, and this rank's own entries."""
+        if self.size == 1:
+            return {}
+        tables: dict[str, object] = {"cp_valid": self.partition.own(packed.valid, order)}
+        if order is not None:
+            tables |= {"cp_slots": order.slots_T, "cp_places": order.places_T}
+        return tables
+
+    def order(self, packed: PackedSeqParams) -> RankOrder | None:
+        """From the tables of the pack, or computed for it."""
+        slots_T, places_T = packed.tables.get("cp_slots"), packed.tables.get("cp_places")
+        if isinstance(slots_T, Tensor) and isinstance(places_T, Tensor):
+            return RankOrder(slots_T, places_T)
+        return self.partition.order(packed)
+
+    def own(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
+        """This rank's ``(T / c, ...)`` of what has one entry for each slot of the pack; not differentiable."""
+        return x_T if self.size == 1 else self.partition.own(x_T, self.order(packed))
+
+    def valid(self, packed: PackedSeqParams) -> Tensor:
+        """``(T / c,)`` bool: which of this rank's rows belong to a real document."""
+        valid_T = packed.tables.get("cp_valid")
+        return valid_T if isinstance(valid_T, Tensor) else self.own(packed.valid, packed)
+
+    def in_order_of_slots(self, x_TW: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Rows of all ranks, in the order of ranks, as rows of the pack."""
+        order = self.order(packed)
+        return x_TW if order is None else permute_rows(x_TW, order.places_T, order.slots_T)
+
+    def in_order_of_ranks(self, x_TW: Tensor, packed: PackedSeqParams) -> Tensor:
+        """The inverse of ``in_order_of_slots``."""
+        order = self.order(packed)
+        return x_TW if order is None else permute_rows(x_TW, order.slots_T, order.places_T)
+
+    def part(self, *segments: Segment) -> Shard:
+        """The heads among ``segments`` that this rank works on where it exchanges them for rows.
+
+        Raises:
+            ValueError: the items of a segment do not fit the ranks.
+        """
+        return Shard.of(segments, self.rank, self.size, axis="cp_size")
+
+    def local_count(self, segment: Segment) -> int:
+        """How many items of a segment are this rank's part."""
+        return self.part(segment).local_length // segment.width
+
+    @torch.no_grad()
+    def sum_of_statistics(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, of which no gradient is taken."""
+        return x if self.group is None else all_reduce_sum(x.clone(), self.group)
+
+
+SINGLE = ContextParallel()
+"""One rank: it has all rows."""
+
+
+class _PermuteRows(torch.autograd.Function):
+    """Forward ``x[index]``; backward ``dy[inverse]``: a gather both ways, where autograd's own would add atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TW: Tensor, index_T: Tensor, inverse_T: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_T)
+        return x_TW.index_select(0, index_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TW: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_T,) = ctx.saved_tensors
+        return dy_TW.index_select(0, inverse_T), None, None
+
+
+def permute_rows(x_TW: Tensor, index_T: Tensor, inverse_T: Tensor) -> Tensor:
+    """``x[index]``, for a permutation and its inverse."""
+    return cast(Tensor, _PermuteRows.apply(x_TW, index_T, inverse_T))

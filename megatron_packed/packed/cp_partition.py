@@ -1,0 +1,107 @@
+"""Which token slots of a pack each context-parallel rank holds.
+
+Every rank gets the same micro-batch: offsets, ``seq_idx`` and positions are those of the whole pack on all of them. Of
+what has one entry for each token, a rank keeps its own T / c rows (c ranks), in one of two partitions:
+
+* **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. Documents are cut wherever a border falls, and need no
+  padding. For mixers that see whole sequences of some heads, which costs every rank the same.
+* **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and 2c - 1 - r of each, in
+  the order of documents. So in causal attention by rows all ranks have equally many pairs of query and visible key.
+  Lengths are multiples of 2c (``MicroBatch.build(alignment=...)`` pads documents at their end).
+
+The order of a zigzag is computed from a pack's device tensors, by the same few operations for every pack: shapes
+depend on T alone, and nothing asks the device.
+
+Source of the zigzag: Llama 3, arXiv:2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class RankOrder(NamedTuple):
+    """The slots of a pack in the order of the ranks that hold them: all rows of rank 0, all of rank 1, and so on."""
+
+    slots_T: Tensor
+    """``(T,)`` int64: the slot that lies at each place."""
+    places_T: Tensor
+    """``(T,)`` int64: the place of each slot, the inverse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The rows of one rank.
+
+    Example:
+        Documents of 8 and 4 tokens, 2 ranks. Contiguous: rank 0 has slots 0 to 5. Zigzag: rank 0 has slots
+        ``[0, 1, 6, 7, 8, 11]``.
+    """
+
+    size: int = 1
+    """Ranks that share a pack, c."""
+    rank: int = 0
+    zigzag: bool = False
+
+    @property
+    def alignment(self) -> int:
+        """What the length of every document must be a multiple of."""
+        return 2 * self.size if self.zigzag else 1
+
+    def check(self, packed: PackedSeqParams) -> None:
+        """Host only.
+
+        Raises:
+            ValueError: the slots of the pack, or of a document in a zigzag, do not divide among the ranks.
+        """
+        tokens = packed.total_tokens
+        if tokens % self.size:
+            raise ValueError(
+                f"a pack has {tokens} token slots, which do not divide among cp_size = {self.size} ranks; choose "
+                f"seq_length x micro_batch_size as a multiple of {self.size * self.alignment}."
+            )
+        offsets = packed.cu_seqlens_cpu.numpy()
+        wrong = np.flatnonzero(np.diff(offsets) % self.alignment)
+        if wrong.size:
+            number = int(wrong[0])
+            what = f"document {number}" if number < packed.num_seqs else "the tail of a pack"
+            raise ValueError(
+                f"{what} has {offsets[number + 1] - offsets[number]} token slots, but a zigzag over cp_size = "
+                f"{self.size} ranks cuts every document into {self.alignment} equal chunks; pad documents and pack to "
+                f"a multiple of {self.alignment} (--pad-packed-seq-alignment {self.alignment}), or use "
+                "--cp-comm-type a2a, which needs no padding."
+            )
+
+    def order(self, packed: PackedSeqParams) -> RankOrder | None:
+        """Computed on the device; None where the order of ranks is the order of slots."""
+        if not self.zigzag or self.size == 1:
+            return None
+        position_T = packed.position_ids.long()
+        slot_T = torch.arange(packed.total_tokens, device=position_T.device)
+        lengths = packed.cu_seqlens.diff().long()
+        chunk_T = lengths[packed.seq_idx[0].long()] // self.alignment
+        number_T = position_T // chunk_T
+        rank_T = torch.minimum(number_T, self.alignment - 1 - number_T)
+        second_T = (number_T >= self.size).long()
+        # Offsets on a rank are those of the pack divided by c: it has 2 of the 2c chunks of every earlier document.
+        begin_T = (slot_T - position_T) // self.size + second_T * chunk_T
+        places_T = rank_T * (packed.total_tokens // self.size) + begin_T + position_T - number_T * chunk_T
+        return RankOrder(torch.empty_like(slot_T).scatter_(0, places_T, slot_T), places_T)
+
+    def own(self, x_T: Tensor, order: RankOrder | None) -> Tensor:
+        """This rank's ``(T / c, ...)`` of what has one entry for each of T slots.
+
+        Args:
+            order: what ``order`` gave for the pack.
+        """
+        rows = x_T.shape[0] // self.size
+        if order is None:
+            return x_T.narrow(0, self.rank * rows, rows)
+        return x_T.index_select(0, order.slots_T.narrow(0, self.rank * rows, rows))
