@@ -61,7 +61,7 @@ def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
     rows = _common_rows(tensors)
     # (T/c, N, ...) -> (T/c, c, W_i) -> (c, T/c, W_i), side by side
     x_cTW = torch.cat([x.reshape(rows, ranks, -1).transpose(0, 1) for x in tensors], dim=2)
-    return _exchange(x_cTW, group).flatten(0, 1)
+    return exchange_equal_parts(x_cTW, group).flatten(0, 1)
 
 
 def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
@@ -83,7 +83,7 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
         raise ValueError(f"{rows} tokens do not divide among the {ranks} ranks of the group {group.group_desc!r}.")
     # (T, N/c, ...) -> (c, T/c, W_i), side by side
     x_cTW = torch.cat([x.reshape(ranks, rows // ranks, -1) for x in tensors], dim=2)
-    x_cTW = _exchange(x_cTW, group)
+    x_cTW = exchange_equal_parts(x_cTW, group)
     return tuple(
         # (c, T/c, W_i) -> (T/c, c, W_i) -> (T/c, N, ...)
         part.transpose(0, 1).reshape(rows // ranks, ranks * x.shape[1], *x.shape[2:])
@@ -106,7 +106,7 @@ def exchange_rows(x_RD: Tensor, sent: Sequence[int], received: Sequence[int], gr
     return linear_map(x_RD, group, there, back)
 
 
-def _exchange(x: Tensor, group: Group) -> Tensor:
+def exchange_equal_parts(x: Tensor, group: Group | None) -> Tensor:
     """``(c, ...)``: part r goes to rank r, part s comes from rank s. This map is its own adjoint."""
     return linear_map(x, group, _all_to_all, _all_to_all)
 

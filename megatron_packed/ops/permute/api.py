@@ -46,16 +46,16 @@ class Permuted:
     offsets_E: Tensor
     """int32, on the device: row number after the last row of each expert; at most R."""
     token_R: Tensor
-    """int32: the token that each row came from; -1 for a row behind the last expert."""
+    """int32: the token that each row came from; -1 for a row that no route needs."""
     route_R: Tensor
-    """int32: the route (token * K + k) that each row serves; -1 for a row behind the last expert."""
+    """int32: the route (token * K + k) that each row serves; -1 for a row that no route needs."""
     row_TK: Tensor
     """int32: the row of each route; -1 for a route without one."""
 
     @property
     def overflow(self) -> Tensor:
         """0-d bool, on the device: whether routes to experts found no row."""
-        return self.tokens_per_expert_E.sum() > self.token_R.shape[0]
+        return self.tokens_per_expert_E.sum() > (self.row_TK >= 0).sum()
 
 
 def permute(
@@ -65,6 +65,7 @@ def permute(
     valid_T: Tensor | None = None,
     *,
     rows: int | None = None,
+    rows_per_expert: int | None = None,
     backend: str = "auto",
 ) -> Permuted:
     """Copy each token to the rows of its experts.
@@ -75,6 +76,7 @@ def permute(
         num_experts: E.
         valid_T: ``(T,)`` bool; the routes of tokens that are not valid lead nowhere either.
         rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find none (``overflow``).
+        rows_per_expert: every expert has exactly so many rows, zeros behind those that it needs; R is E times that.
     Raises:
         ValueError: shapes that do not fit together.
         NoBackendError: the backend asked for cannot serve these inputs.
@@ -90,7 +92,6 @@ def permute(
     if valid_T is not None and valid_T.shape != x_TD.shape[:1]:
         raise ValueError(f"permute: valid has shape {list(valid_T.shape)}; it must be (T,) with T = {x_TD.shape[0]}.")
     tokens, routes = topk_ids_TK.shape
-    rows = tokens * routes if rows is None else rows
     somewhere_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
     if valid_T is not None:
         somewhere_TK = somewhere_TK & valid_T[:, None]
@@ -98,12 +99,22 @@ def permute(
     sorted_S, route_S = torch.sort(keys_S, stable=True)
     experts_E = torch.arange(num_experts, dtype=torch.int32, device=x_TD.device)
     ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
-    offsets_E = ends_E.clamp(max=rows)
-    # The inverse of the sort: row_S[route_S[r]] = r. The indices are unique, so the scatter is exact.
-    place_S = torch.arange(tokens * routes, dtype=torch.int32, device=x_TD.device)
-    used_S = place_S < offsets_E[-1]
-    row_TK = torch.empty_like(place_S).scatter_(0, route_S, place_S.masked_fill(~used_S, -1)).view(tokens, routes)
-    route_R = _first(route_S.to(torch.int32).masked_fill(~used_S, -1), rows)
+    row_S = torch.arange(tokens * routes, dtype=torch.int32, device=x_TD.device)
+    if rows_per_expert is None:
+        rows = tokens * routes if rows is None else rows
+        offsets_E = ends_E.clamp(max=rows)
+        row_S = row_S.masked_fill(row_S >= offsets_E[-1], -1)
+    else:
+        rows = num_experts * rows_per_expert
+        offsets_E = (experts_E + 1) * rows_per_expert
+        starts_X = torch.nn.functional.pad(ends_E, (1, 0))  # of each expert, and of the routes that lead nowhere
+        place_S = row_S - starts_X[sorted_S]
+        row_S = sorted_S * rows_per_expert + place_S
+        row_S = row_S.masked_fill((place_S >= rows_per_expert) | (sorted_S == num_experts), -1)
+    # Routes have rows of their own, so both scatters are exact; those without one meet in a place that is cut off.
+    row_TK = torch.empty_like(row_S).scatter_(0, route_S, row_S).view(tokens, routes)
+    route_R = row_S.new_full((rows + 1,), -1)
+    route_R = route_R.scatter_(0, row_S.masked_fill(row_S < 0, rows).long(), route_S.to(torch.int32))[:rows]
     token_R = torch.div(route_R, routes, rounding_mode="floor")  # -1 stays -1
     module = OP.select(_inputs(x_TD, routes), backend).load()
     return Permuted(
@@ -145,14 +156,6 @@ def unpermute(
     else:
         y_TD = module.tokens_of_rows(y_RD, topk_weights_TK, permuted.token_R, permuted.route_R, permuted.row_TK)
     return y_TD
-
-
-def _first(values_S: Tensor, rows: int) -> Tensor:
-    """The first ``rows`` values; -1 where there are fewer."""
-    missing = rows - values_S.shape[0]
-    if missing <= 0:
-        return values_S[:rows]
-    return torch.nn.functional.pad(values_S, (0, missing), value=-1)
 
 
 def _inputs(rows: Tensor, routes: int) -> Inputs:

@@ -54,6 +54,27 @@ def test_rows_are_in_expert_order(routing, tail, first, size):
         assert tensor.dtype == torch.int32
 
 
+@pytest.mark.parametrize("size", [1, 3, 11])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_same_number_of_rows_for_every_expert(routing, size):
+    x, ids, weights, valid = make(routing)
+    permuted = permute(x, ids, E, valid, rows_per_expert=size, backend="reference")
+    by_expert = [[(t, k) for t, k in by_lists(ids, valid) if ids[t, k] == e] for e in range(E)]
+    assert permuted.tokens_per_expert_E.tolist() == [len(routes) for routes in by_expert]
+    assert permuted.overflow.item() == any(len(routes) > size for routes in by_expert)
+    assert permuted.offsets_E.tolist() == [size * (e + 1) for e in range(E)]
+    rows = [route for routes in by_expert for route in routes[:size] + [None] * (size - len(routes))]
+    assert permuted.route_R.tolist() == [-1 if route is None else route[0] * K + route[1] for route in rows]
+    assert permuted.token_R.tolist() == [-1 if route is None else route[0] for route in rows]
+    for row, route in enumerate(rows):
+        assert torch.equal(permuted.x_RD[row], x[route[0]] if route else torch.zeros(D))
+        assert route is None or permuted.row_TK[route] == row
+    assert (permuted.row_TK >= 0).sum() == sum(route is not None for route in rows)
+    y = unpermute(permuted.x_RD, permuted, weights, backend="reference")
+    kept = torch.tensor([[(t, k) in rows for k in range(K)] for t in range(T)])
+    torch.testing.assert_close(y, x * (weights * kept).sum(1, keepdim=True))
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_unpermute_is_the_weighted_sum(routing):
     x, ids, weights, valid = make(routing)
