@@ -25,13 +25,14 @@ def collate(
     capacity: int | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     max_seqlen: int | None = None,
+    alignment: int = 1,
 ) -> MicroBatch:
     """One pack on the host.
 
     Args:
         pieces: numbers of the pieces in the pack, in order; none for a pack that is all tail.
         total_tokens: slots of the pack.
-        capacity, scales, max_seqlen: as for `MicroBatch.build`.
+        capacity, scales, max_seqlen, alignment: as for `MicroBatch.build`.
     Raises:
         DataError: the data on disk is not what was written.
         ValueError: the pieces do not fit.
@@ -45,4 +46,6 @@ def collate(
             int(segments.document[piece]), int(segments.start[piece]), int(segments.length[piece])
         )
         documents.append(Document(tokens, targets))
-    return MicroBatch.build(documents, total_tokens, capacity=capacity, scales=scales, max_seqlen=max_seqlen)
+    return MicroBatch.build(
+        documents, total_tokens, capacity=capacity, scales=scales, max_seqlen=max_seqlen, alignment=alignment
+    )

@@ -53,7 +53,7 @@ class Partition:
     @property
     def alignment(self) -> int:
         """What the length of every document must be a multiple of."""
-        return 2 * self.size if self.zigzag else 1
+        return 2 * self.size if self.zigzag and self.size > 1 else 1
 
     def check(self, packed: PackedSeqParams) -> None:
         """Host only.
@@ -81,7 +81,7 @@ class Partition:
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:
         """Computed on the device; None where the order of ranks is the order of slots."""
-        if not self.zigzag or self.size == 1:
+        if self.alignment == 1:
             return None
         position_T = packed.position_ids.long()
         slot_T = torch.arange(packed.total_tokens, device=position_T.device)

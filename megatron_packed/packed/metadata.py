@@ -10,11 +10,15 @@ Example (T = 10, documents of 3 and 5 tokens, so a tail of 2)::
     capacity 2   cu_seqlens [0, 3, 8, 10]
     capacity 4   cu_seqlens [0, 3, 8, 10, 10, 10]
     both         seq_idx    [0 0 0 1 1 1 1 1 2 2]     position_ids [0 1 2 0 1 2 3 4 0 1]
+
+With an ``alignment`` every document has slots for its tokens rounded up to a multiple of it. The padding trails the
+document and belongs to it (no token sees what comes later), but is not valid: it counts as little as the tail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +93,31 @@ def cu_seqlens_from_lengths(
     cu_seqlens[0] = 0
     np.cumsum(counts, out=cu_seqlens[1 : counts.size + 1], dtype=np.int32)
     return cu_seqlens
+
+
+def aligned(lengths: Sequence[int] | NDArray[np.integer], alignment: int) -> NDArray[np.int64]:
+    """Slots of documents that begin and end at multiples of ``alignment``.
+
+    Raises:
+        ValueError: see `as_lengths`, or an alignment below 1.
+    Example:
+        lengths [1, 4, 5] with alignment 4: [4, 4, 8].
+    """
+    if alignment < 1:
+        raise ValueError(f"alignment ({alignment}) must be 1 or more; 1 pads nothing.")
+    return -(-as_lengths(lengths) // alignment) * alignment
+
+
+def aligned_total(total_tokens: int, max_documents: int, alignment: int, multiple: int = 1) -> int:
+    """Slots that hold any pack of up to ``max_documents`` documents and ``total_tokens`` tokens, each document aligned.
+
+    Args:
+        multiple: what the result must be a multiple of besides, e.g. the number of ranks that share the rows.
+    Example:
+        4,096 tokens, 16 documents, alignment 4: 4,096 + 16 x 3 = 4,144.
+    """
+    step = lcm(alignment, multiple)
+    return -(-(total_tokens + max_documents * (alignment - 1)) // step) * step
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Int32Array, num_seqs: int | None = None) -> Int32Array:

@@ -69,7 +69,7 @@ class MicroBatch:
     """``(num_bytes,)`` uint8 that holds every tensor below except host twins."""
     layout: MicroBatchLayout
     tokens: Tensor
-    """``(T,)`` int32, 0 on the tail."""
+    """``(T,)`` int32, 0 on the tail and on padding."""
     labels: Tensor
     """``(T,)`` int32, the token to predict at each slot, already shifted; `NO_LABEL` where there is none."""
     loss_mask: Tensor
@@ -90,6 +90,7 @@ class MicroBatch:
         capacity: int | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
         max_seqlen: int | None = None,
+        alignment: int = 1,
     ) -> MicroBatch:
         """Lay ``documents`` out in order in ``total_tokens`` slots, on the host; no documents give an all-tail pack.
 
@@ -97,15 +98,16 @@ class MicroBatch:
             capacity: real documents to leave room for; None for exactly as many as there are.
             scales: see the field.
             max_seqlen: upper bound to report instead of the exact longest row.
+            alignment: documents begin and end at multiples of it; what a document does not fill is padding.
         Raises:
             ValueError: the documents do not fit, one is empty, or a mask has another length than its tokens.
         """
         lengths = [len(tokens) for tokens, _ in documents]
-        cu_seqlens = metadata.cu_seqlens_from_lengths(lengths, total_tokens, capacity)
+        cu_seqlens = metadata.cu_seqlens_from_lengths(metadata.aligned(lengths, alignment), total_tokens, capacity)
         layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
         buffer = layout.buffer.allocate()
         views = layout.buffer.views(buffer)
-        write_packed(views, cu_seqlens, len(documents))
+        write_packed(views, cu_seqlens, metadata.as_lengths(lengths))
         _write_documents(views, documents, cu_seqlens)
         views["scales"].numpy()[:] = scales
         return cls._from_buffer(
@@ -179,10 +181,11 @@ def _write_documents(
     documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
     cu_seqlens: metadata.Int32Array,
 ) -> None:
-    """Tokens, shifted labels and loss mask of every document; the buffer is zeroed, so the tail needs nothing."""
+    """Tokens, shifted labels and loss mask of every document; the buffer is zeroed: padding and tail need nothing."""
     tokens_T, labels_T, mask_T = (views[name].numpy() for name in ("tokens", "labels", "loss_mask"))
     for number, (tokens, target_mask) in enumerate(documents):
-        start, end = int(cu_seqlens[number]), int(cu_seqlens[number + 1])
+        start = int(cu_seqlens[number])
+        end = start + len(tokens)
         tokens_T[start:end] = tokens
         labels_T[start : end - 1] = tokens[1:]
         if target_mask is None:

@@ -51,7 +51,7 @@ class PackedSeqParams:
     position_ids: Tensor
     """``(T,)`` int32, from 0 in each document and in the tail."""
     valid: Tensor
-    """``(T,)`` bool, False on the tail."""
+    """``(T,)`` bool, False on the tail and on a document's padding."""
     num_seqs: int
     """Real documents, between 0 and N; the tail is not one."""
     cu_seqlens_cpu: Tensor
@@ -67,13 +67,13 @@ class PackedSeqParams:
         return self.cu_seqlens.shape[0] - 2
 
     @property
-    def num_real_tokens(self) -> int:
-        """Tokens that belong to real documents; the rest is tail."""
+    def num_document_slots(self) -> int:
+        """Slots of real documents, their padding included; the rest is tail."""
         return int(self.cu_seqlens_cpu[self.num_seqs])
 
     @property
     def document_lengths(self) -> NDArray[np.int32]:
-        """Tokens of each real document, ``(num_seqs,)`` int32, on the host."""
+        """Slots of each real document, its padding included, ``(num_seqs,)`` int32, on the host."""
         return metadata.lengths_from_cu_seqlens(self.cu_seqlens_cpu.numpy(), self.num_seqs)
 
     @classmethod
@@ -84,6 +84,7 @@ class PackedSeqParams:
         capacity: int | None = None,
         max_seqlen: int | None = None,
         device: torch.device | str = "cpu",
+        alignment: int = 1,
     ) -> PackedSeqParams:
         """Pack documents of ``lengths`` tokens, in this order, into ``total_tokens`` slots; an empty list is all tail.
 
@@ -92,13 +93,14 @@ class PackedSeqParams:
         Args:
             capacity: real documents to leave room for; None for exactly ``len(lengths)``.
             max_seqlen: upper bound to report instead of the exact longest row.
+            alignment: documents begin and end at multiples of it.
         Raises:
             ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
         """
-        cu_seqlens = metadata.cu_seqlens_from_lengths(lengths, total_tokens, capacity)
+        cu_seqlens = metadata.cu_seqlens_from_lengths(metadata.aligned(lengths, alignment), total_tokens, capacity)
         layout = BufferLayout.of(packed_fields(total_tokens, cu_seqlens.size - 2))
         buffer = layout.allocate()
-        write_packed(layout.views(buffer), cu_seqlens, len(lengths))
+        write_packed(layout.views(buffer), cu_seqlens, metadata.as_lengths(lengths))
         return cls.from_views(
             layout.views(buffer.to(device)),
             num_seqs=len(lengths),
@@ -130,7 +132,8 @@ class PackedSeqParams:
         """This pack as megatron.core's class of the same name, without a device synchronisation.
 
         Its constructor would compute ``seq_idx`` on the device with a data-dependent size, so ours is set afterwards.
-        There is no padding between documents, and we say so; TransformerEngine would else compare offsets on device.
+        There is no padding between documents (theirs is a part of them), and we say so; TransformerEngine would else
+        compare offsets on device.
         """
         from megatron.core.packed_seq_params import PackedSeqParams as MegatronPackedSeqParams
 
@@ -147,14 +150,14 @@ class PackedSeqParams:
         return params
 
 
-def write_packed(views: Mapping[str, Tensor], cu_seqlens: metadata.Int32Array, num_seqs: int) -> None:
-    """Fill the host tensors named in `packed_fields` from the offsets."""
+def write_packed(views: Mapping[str, Tensor], cu_seqlens: metadata.Int32Array, lengths: NDArray[np.integer]) -> None:
+    """Fill the host tensors named in `packed_fields` from the offsets and the documents' tokens, padding excluded."""
     views["cu_seqlens"].numpy()[:] = cu_seqlens
     views["seq_idx"].numpy()[0] = metadata.seq_idx_from_cu_seqlens(cu_seqlens)
     views["position_ids"].numpy()[:] = metadata.position_ids_from_cu_seqlens(cu_seqlens)
-    valid = views["valid"].numpy()
-    valid[: cu_seqlens[num_seqs]] = True
-    valid[cu_seqlens[num_seqs] :] = False
+    tokens_of_row = np.zeros(cu_seqlens.size - 1, dtype=np.int32)
+    tokens_of_row[: lengths.size] = lengths
+    np.less(views["position_ids"].numpy(), tokens_of_row[views["seq_idx"].numpy()[0]], out=views["valid"].numpy())
 
 
 def bounded_max_seqlen(cu_seqlens: metadata.Int32Array, max_seqlen: int | None) -> int:

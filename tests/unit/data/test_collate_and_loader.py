@@ -16,6 +16,7 @@ from megatron_packed.data.packing import Packer
 from megatron_packed.data.plan import EvaluationPlan, PackPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.metadata import aligned_total
 
 SLOTS = 64
 ROOMY = Ladder.of([64], SLOTS)
@@ -123,7 +124,25 @@ def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):
     ladder = Ladder((Cell(1, SLOTS // 2), Cell(1, SLOTS)))
     with Loader(data, plan_of(data, packs_per_step=1), dp_rank=0, total_tokens=SLOTS, ladder=ladder) as loader:
         packed = loader.micro_batches(0)[0].packed
-    assert (packed.num_real_tokens, packed.capacity, packed.max_seqlen) == (4, 1, SLOTS)
+    assert (packed.num_document_slots, packed.capacity, packed.max_seqlen) == (4, 1, SLOTS)
+
+
+def test_aligned_documents_hold_the_tokens_of_the_same_plan(dataset):
+    plan = plan_of(dataset, cls=EvaluationPlan)
+    room = aligned_total(SLOTS, int(plan.documents_per_pack.max()), 8)
+    ladder = Ladder((Cell(64, 16), Cell(64, room)))
+    with (
+        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS) as plain,
+        Loader(dataset, plan, dp_rank=0, total_tokens=room, alignment=8, ladder=ladder) as padded,
+    ):
+        for step in range(len(plan)):
+            for dense, batch in zip(plain.micro_batches(step), padded.micro_batches(step), strict=True):
+                assert not (batch.packed.cu_seqlens % 8).any()
+                assert batch.packed.total_tokens == room
+                for name in ("tokens", "labels", "loss_mask"):
+                    of_documents = getattr(batch, name)[batch.packed.valid]
+                    assert torch.equal(of_documents, getattr(dense, name)[dense.packed.valid])
+                assert batch.num_target_tokens == int(batch.loss_mask.sum())
 
 
 # -------------------------------------------------------------------------------------------------------------- resume

@@ -150,3 +150,22 @@ def test_one_copy_to_the_gpu_from_pinned_memory():
         assert torch.equal(getattr(moved, name).cpu(), getattr(batch, name))
     for name in PACKED_TENSORS:
         assert torch.equal(getattr(moved.packed, name).cpu(), getattr(batch.packed, name))
+
+
+def test_aligned_documents_by_hand():
+    documents = [Document(np.arange(1, 6)), Document(np.arange(11, 15)), Document(np.array([21]))]
+    batch = MicroBatch.build(documents, 20, capacity=4, alignment=4)
+    assert batch.packed.cu_seqlens.tolist() == [0, 8, 12, 16, 20, 20]
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 11, 12, 13, 14, 21, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.labels.tolist() == [2, 3, 4, 5, 0, 0, 0, 0, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.loss_mask.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.packed.valid.int().tolist() == [1] * 5 + [0] * 3 + [1] * 4 + [1] + [0] * 7
+    assert batch.packed.position_ids.tolist() == [*range(8), *range(4), *range(4), *range(4)]
+    assert (batch.num_real_tokens, batch.num_target_tokens, batch.packed.max_seqlen) == (10, 7, 8)
+
+
+def test_aligned_documents_that_do_not_fit_are_refused():
+    documents = [Document(np.arange(5)), Document(np.arange(3))]
+    MicroBatch.build(documents, 12, alignment=4)
+    with pytest.raises(ValueError, match="hold 12 tokens, but the pack has total_tokens = 11"):
+        MicroBatch.build(documents, 11, alignment=4)
