@@ -134,6 +134,28 @@ class ModelConfig(Section, title="model"):
     moe_z_loss_coeff: float | None = option(
         None, "Weight of the loss that keeps router logits small.", group=EXPERTS, minimum=0, training_only=True
     )
+    moe_expert_capacity_factor: float | None = option(
+        None, "Tokens that an expert takes of a rank's pack, as a multiple of an even share; without it all.",
+        group=EXPERTS, above=0, training_only=True,
+    )
+    moe_token_drop_policy: str = option(
+        "probs", "Tokens that an expert keeps when it has no room for all: those of the highest scores, or the first.",
+        group=EXPERTS, choices=("probs", "position"), training_only=True,
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False, "The alltoall dispatcher sends as many rows as the capacity allows, so that no counts are asked for.",
+        group=EXPERTS, training_only=True,
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather", "How tokens reach experts on other ranks: all tokens to all, or each to the ranks of its experts.",
+        group=EXPERTS, choices=("allgather", "alltoall"), training_only=True,
+        not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
+    )
+    moe_expert_rank_capacity_factor: float | None = option(
+        None, "Rows that a rank's experts have room for with allgather, as a multiple of an even share; a step that "
+        "needs more is skipped and done again with room for all. Without it there is room for the worst case.",
+        group=EXPERTS, above=0, training_only=True,
+    )
 
     untie_embeddings_and_output_weights: bool = option(
         False, "The output projection has weights of its own.", group=OUTPUT
@@ -269,6 +291,14 @@ class ModelConfig(Section, title="model"):
         if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
             yield Problem("--moe-router-enable-expert-bias", "", "needs the sigmoid score function",
                           "add --moe-router-score-function sigmoid")
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            yield Problem("--moe-pad-expert-input-to-capacity", "", "there is no capacity to pad to",
+                          "add --moe-expert-capacity-factor, or leave it out")
+        dispatcher = self.moe_token_dispatcher_type
+        if self.moe_expert_rank_capacity_factor is not None and dispatcher != "allgather":
+            yield Problem("--moe-expert-rank-capacity-factor", str(self.moe_expert_rank_capacity_factor),
+                          "sizes the buffer of the allgather dispatcher alone",
+                          "give --moe-token-dispatcher-type allgather, or leave it out")
         if sound("moe_aux_loss_coeff") and self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
             yield Problem("--moe-aux-loss-coeff", str(self.moe_aux_loss_coeff),
                           "contradicts --moe-router-load-balancing-type none",

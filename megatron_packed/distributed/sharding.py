@@ -48,6 +48,15 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Range:
+    """Positions ``[start, start + length)`` of ``total``."""
+
+    start: int
+    length: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shard:
     """The part of a parameter that one rank holds: ``pieces`` of dimension ``dim``, side by side in their order."""
 
@@ -57,6 +66,10 @@ class Shard:
     pieces: tuple[Piece, ...]
     own_gradients: bool = True
     """Whether each of the ranks that share a piece finds its own term of its gradient; else all find all of it."""
+    padding: int = 0
+    """Positions at the end of the whole that are there for this layout alone: no checkpoint knows them."""
+    first: Range | None = None
+    """Of dimension 0 where that is split too, among other ranks than ``dim`` > 0 is: experts among theirs."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], rank: int, size: int, *, dim: int = 0, axis: str = "tp_size") -> Shard:
@@ -92,17 +105,34 @@ class Shard:
     def global_shape(self, local_shape: Sequence[int]) -> torch.Size:
         """The shape of the whole."""
         assert local_shape[self.dim] == self.local_length, (tuple(local_shape), self)
-        return torch.Size((*local_shape[: self.dim], self.length, *local_shape[self.dim + 1 :]))
+        shape = [*local_shape[: self.dim], self.length, *local_shape[self.dim + 1 :]]
+        if self.first is not None:
+            assert local_shape[0] == self.first.length, (tuple(local_shape), self)
+            shape[0] = self.first.total
+        return torch.Size(shape)
+
+    def local_shape(self, global_shape: Sequence[int]) -> torch.Size:
+        """The shape of this rank's part."""
+        shape = list(global_shape)
+        shape[self.dim] = self.local_length
+        if self.first is not None:
+            shape[0] = self.first.length
+        return torch.Size(shape)
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of ``whole``."""
         assert whole.shape[self.dim] == self.length, (tuple(whole.shape), self)
+        whole = self._own_range(whole)
         return torch.cat([whole.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim)
 
     def place(self, local: Tensor, whole: Tensor) -> None:
         """Write this rank's part into ``whole``, in place: the inverse of ``take``."""
+        whole = self._own_range(whole)
         for begin, piece in self.local_pieces():
             whole.narrow(self.dim, piece.start, piece.length).copy_(local.narrow(self.dim, begin, piece.length))
+
+    def _own_range(self, whole: Tensor) -> Tensor:
+        return whole if self.first is None else whole.narrow(0, self.first.start, self.first.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +158,11 @@ class ShardedParameter:
     """Tensor-parallel rank."""
 
     @property
+    def is_expert(self) -> bool:
+        """Whether ranks with the same part are those of ``expert_dp``; else those of ``dp_cp``."""
+        return is_expert(self.parameter)
+
+    @property
     def global_shape(self) -> torch.Size:
         return self.shard.global_shape(self.parameter.shape)
 
@@ -136,10 +171,11 @@ class ShardedParameter:
         shard, shape = self.shard, self.parameter.shape
         inner = prod(shape[shard.dim + 1 :])
         outer = range(prod(shape[: shard.dim]))
+        before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
         return [
             FlatPiece(
                 local_start=(row * shard.local_length + begin) * inner,
-                global_start=(row * shard.length + piece.start) * inner,
+                global_start=((before + row) * shard.length + piece.start) * inner,
                 length=piece.length * inner,
                 owned=self.rank % piece.shared_by == 0,
             )
@@ -151,6 +187,17 @@ def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     """Say which part of a whole ``parameter`` is."""
     parameter.tensor_parallel_shard = shard  # type: ignore[attr-defined]
     return parameter
+
+
+def set_expert_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """As ``set_shard``, for weights of experts: their copies are on the ranks of ``expert_dp``, not of ``dp_cp``."""
+    parameter.is_expert = True  # type: ignore[attr-defined]
+    return set_shard(parameter, shard)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether ``set_expert_shard`` said so."""
+    return getattr(parameter, "is_expert", False)
 
 
 def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:

@@ -16,6 +16,7 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput
+from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
@@ -96,13 +97,14 @@ class MoETransformerLayer(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        ep: ExpertParallel | None = None,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
-        self.mixer = MoE(config, backends=backends, tp=tp, cp=cp, device=device, dtype=dtype)
+        self.mixer = MoE(config, backends=backends, tp=tp, cp=cp, ep=ep, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)

@@ -8,7 +8,8 @@ captured in a CUDA graph and replayed over another pack of the same T and capaci
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,9 @@ from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.mamba_layer import MambaLayer
+from megatron_packed.layers.moe.dispatcher import ExpertBuffer
 from megatron_packed.layers.moe.layer import MoEOutput, count_valid
+from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -56,6 +59,9 @@ class HybridOutput(NamedTuple):
     """``(T,)`` float32, detached; 0 where there is no target."""
     tokens_per_expert: Tensor
     """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without any."""
+    expert_overflow: Tensor
+    """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same on all ranks that
+    share experts or the pack. See `full_expert_buffers`."""
 
 
 class Output(nn.Module):
@@ -108,9 +114,9 @@ class HybridModel(nn.Module):
         backends: Backends | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        _refuse_what_is_not_built(groups, config)
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
+        self.ep = ExpertParallel.of(groups, self.tp)
         self.config, self.vocab_size, self.max_positions, self.dtype = config, vocab_size, max_positions, dtype
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size)
@@ -123,6 +129,7 @@ class HybridModel(nn.Module):
             self.output = Output(num_rows, config.hidden_size, tp=self.tp, device=device, dtype=dtype)
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoETransformerLayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
         self.vocab_shard = self._vocab_shard(num_rows)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
@@ -145,7 +152,7 @@ class HybridModel(nn.Module):
         if symbol == MAMBA:
             return MambaLayer(self.config, **options)
         if symbol == MOE:
-            return MoETransformerLayer(self.config, **options)
+            return MoETransformerLayer(self.config, ep=self.ep, **options)
         return TransformerLayer(symbol, self.config, rotary=self.rotary, **options)
 
     def _vocab_shard(self, num_rows: int) -> VocabShard | None:
@@ -277,12 +284,16 @@ class HybridModel(nn.Module):
             backend=self.backends.cross_entropy,
         )
         loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
+        overflow = self._no_overflow
         if reports:
             counts = torch.stack([report.tokens_per_expert_E for report in reports])
+            overflow = torch.stack([report.overflow for report in reports]).amax()
+            if self.config.moe_expert_rank_capacity_factor is not None:
+                overflow = self.ep.agree(overflow)
         if reports and self.training:
             aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             loss = loss + aux_loss * aux_scale
-        return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts)
+        return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts, overflow)
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once.
@@ -301,6 +312,37 @@ class HybridModel(nn.Module):
         logits_TV = gather_last(F.linear(self.tp.enter(hidden_TD), self.output_weight), self.tp.group)
         return logits_TV[:, : self.vocab_size].float()
 
+    def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
+        """Sizes of the static buffer in front of the experts of an E layer, None without E layers.
+
+        Args:
+            total_tokens: slots of a pack.
+        """
+        if not self.moe_layers:
+            return None
+        dispatcher = self.moe_layers[0].mixer.dispatcher
+        tokens = total_tokens // (self.cp.size * (self.tp.size if self.ep.whole_experts else 1))
+        return ExpertBuffer(
+            rows=dispatcher.buffer_rows(tokens),
+            worst_rows=dispatcher.worst_rows(tokens),
+            bytes_per_row=self.config.hidden_size * self.dtype.itemsize,
+        )
+
+    @contextmanager
+    def full_expert_buffers(self) -> Iterator[None]:
+        """Inside, every expert buffer has its worst size, so that ``expert_overflow`` is always 0; eager passes only.
+
+        For micro-batches that overflowed: discard what they gave, and run them again in here, on all ranks.
+        """
+        dispatchers = [layer.mixer.dispatcher for layer in self.moe_layers]
+        for dispatcher in dispatchers:
+            dispatcher.full_buffer = True
+        try:
+            yield
+        finally:
+            for dispatcher in dispatchers:
+                dispatcher.full_buffer = False
+
     def update_expert_bias(self, tokens_per_expert: Tensor, *, skip: Tensor | None = None) -> None:
         """Nudge the expert biases of all E layers after an optimizer step; nothing without them.
 
@@ -312,18 +354,6 @@ class HybridModel(nn.Module):
         if biases and biases[0] is not None:
             counts_LE = tokens_per_expert.view(len(biases), -1)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)
-
-
-def _refuse_what_is_not_built(groups: ParallelGroups | None, config: ModelConfig) -> None:
-    if groups is None:
-        return
-    if groups.ep_size != 1:
-        raise ValueError(f"ep_size is {groups.ep_size}; experts are not spread over ranks yet, so it must be 1.")
-    if MOE in config.layer_types and groups.expert_tp_size != groups.tp_size:
-        raise ValueError(
-            f"expert_tp_size is {groups.expert_tp_size} and tp_size {groups.tp_size}; experts are split as the other "
-            "layers are, so they must be equal."
-        )
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,6 +1,6 @@
-"""The experts: E feed-forward networks in two stacked weights.
+"""The experts of a rank: feed-forward networks in two stacked weights.
 
-Letters: E experts, D hidden size, F inner size of one expert, R rows sorted by expert.
+Letters: E experts of this rank, D hidden size, F inner size of one expert, R rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.sharding import set_shard
+from megatron_packed.distributed.sharding import set_expert_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mlp import inner_segments
+from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.parameters import new_parameter
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 
 
@@ -20,7 +20,10 @@ class GroupedExperts(nn.Module):
     """Every expert on its own range of rows, in one grouped matrix product per projection.
 
     ``fc1`` is ``(E, F, D)`` (``(E, 2F, D)`` ``[gate | up]`` for SwiGLU), ``fc2`` is ``(E, D, F)``. There are no biases.
-    Tensor-parallel ranks share the inner channels of every expert; the result is then this rank's term of a sum.
+    Where tensor-parallel ranks share the inner channels of every expert, the result is this rank's term of a sum.
+
+    Args:
+        num_experts: those of all ranks.
     """
 
     def __init__(
@@ -31,18 +34,20 @@ class GroupedExperts(nn.Module):
         *,
         kind: str,
         backends: Backends,
-        tp: TensorParallel = SINGLE,
+        ep: ExpertParallel,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.kind, self.backend = kind, backends.grouped_mlp
         segments = inner_segments(inner_size, kind)
-        rows, columns = tp.shard(*segments, dim=1), tp.shard(segments[0], dim=2)
-        self.fc1 = new_parameter(num_experts, rows.local_length, hidden_size, device=device, dtype=dtype)
-        self.fc2 = new_parameter(num_experts, hidden_size, columns.local_length, device=device, dtype=dtype)
-        set_shard(self.fc1, rows)
-        set_shard(self.fc2, columns)
+        rows = ep.shard(num_experts, *segments, dim=1)
+        columns = ep.shard(num_experts, segments[0], dim=2)
+        whole_rows = sum(segment.count for segment in segments)
+        fc1 = rows.local_shape((num_experts, whole_rows, hidden_size))
+        fc2 = columns.local_shape((num_experts, hidden_size, inner_size))
+        self.fc1 = set_expert_shard(new_parameter(*fc1, device=device, dtype=dtype), rows)
+        self.fc2 = set_expert_shard(new_parameter(*fc2, device=device, dtype=dtype), columns)
 
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
         """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""

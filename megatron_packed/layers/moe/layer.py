@@ -1,6 +1,6 @@
-"""Mixture of experts: dropless top-k routing, with an optional expert that every token visits.
+"""Mixture of experts: top-k routing, with an optional expert that every token visits.
 
-Letters: T tokens, D hidden size, E experts.
+Letters: T tokens, D hidden size, E experts, K experts per token.
 
 [Note: auxiliary losses are outputs]
 The layer returns its auxiliary loss and its counts beside the hidden state, as tensors. The model adds the losses up
@@ -21,9 +21,11 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mlp import MLP
-from megatron_packed.layers.moe.dispatcher import LocalDispatcher
+from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
+from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
-from megatron_packed.layers.moe.router import Router
+from megatron_packed.layers.moe.parallel import ExpertParallel
+from megatron_packed.layers.moe.router import Router, Routing, count_routes
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -37,7 +39,10 @@ class MoEOutput(NamedTuple):
     """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside training. The terms of
     context-parallel ranks, each from its rows, add up to it."""
     tokens_per_expert_E: Tensor
-    """``(E,)`` float32, assignments of real tokens."""
+    """``(E,)`` float32, assignments of real tokens, those beyond a capacity included."""
+    overflow: Tensor
+    """0-d float32: 1 if rows found no room in a static buffer, so that the result is wrong. Alike on all ranks that
+    share the experts. See [Note: static expert buffer]."""
 
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
@@ -51,10 +56,12 @@ def count_valid(packed: PackedSeqParams) -> Tensor:
 class MoE(nn.Module):
     """Router, dispatcher, experts, shared expert.
 
-    Tensor-parallel ranks route all tokens alike and share the inner channels of the experts.
+    Tensor-parallel ranks route all tokens alike. They share the inner channels of the shared expert, and either those
+    of the experts or the experts' tokens (see [Note: whose tokens]).
 
     Args:
         config: sizes and routing options; experts have no biases.
+        ep: the ranks that share the experts.
     """
 
     def __init__(
@@ -64,32 +71,49 @@ class MoE(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        ep: ExpertParallel | None = None,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.tp, self.cp = tp, cp
+        self.config, self.tp, self.cp, self.ep = config, tp, cp, ep or ExpertParallel(tp=tp)
         options = {"kind": config.activation, "backends": backends, "device": device, "dtype": dtype}
-        options["tp"] = tp.inside()  # experts and shared expert enter and leave together
-        self.router = Router(config, tp=tp, cp=cp, device=device)
-        self.dispatcher = LocalDispatcher(self.router.num_experts, backends)
+        self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
         self.experts = GroupedExperts(
-            self.router.num_experts, config.hidden_size, config.moe_ffn_hidden_size, **options
+            self.router.num_experts, config.hidden_size, config.moe_ffn_hidden_size, ep=self.ep, **options
         )
+        self.dispatcher = make_dispatcher(config, self.ep, backends)
         self.shared_expert: MLP | None = None
         if config.moe_shared_expert_intermediate_size:
+            # It enters and leaves together with experts that are split alike.
+            options["tp"] = tp if self.ep.whole_experts else tp.inside()
             self.shared_expert = MLP(
                 config.hidden_size, config.moe_shared_expert_intermediate_size, bias=False, **options
             )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        x_TD, valid_T = self.tp.enter(x_TD), self.cp.valid(packed)
-        routing = self.router(x_TD)
-        permuted = self.dispatcher.dispatch(x_TD, routing.topk_expert_ids_TK, valid_T)
-        y_RD = self.experts(permuted.x_RD, permuted.offsets_E)
-        y_TD = self.dispatcher.combine(y_RD, permuted, routing.topk_weights_TK)
-        if self.shared_expert is not None:
+        entered_TD, valid_T = self.ep.enter(x_TD), self.cp.valid(packed)
+        routing = self.router(entered_TD)
+        y_TD, overflow = self.dispatcher(
+            entered_TD,
+            self.ep.dispatched(self._destinations(routing, valid_T)),
+            self.ep.dispatched(routing.topk_weights_TK),
+            self.experts,
+        )
+        if self.shared_expert is not None and not self.ep.whole_experts:
+            y_TD = y_TD + self.shared_expert(entered_TD)
+        y_TD = self.ep.leave(y_TD)
+        if self.shared_expert is not None and self.ep.whole_experts:
             y_TD = y_TD + self.shared_expert(x_TD)
-        counts_E = permuted.tokens_per_expert_E.float()
+        counts_E = count_routes(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         aux_loss = self.router.aux_loss(routing, counts_E, valid_T, count_valid(packed))
-        return MoEOutput(self.tp.leave(y_TD), self.tp.counted_once(aux_loss), counts_E)
+        return MoEOutput(y_TD, self.tp.counted_once(aux_loss), counts_E, overflow)
+
+    def _destinations(self, routing: Routing, valid_T: Tensor) -> Tensor:
+        """``(T, K)``: the experts that the tokens go to; none for the tail, and for what an expert has no room for."""
+        ids_TK, config = routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE), self.config
+        if config.moe_expert_capacity_factor is None:
+            return ids_TK
+        capacity = expert_capacity(*ids_TK.shape, self.router.num_experts, config.moe_expert_capacity_factor)
+        weights_TK = routing.topk_weights_TK.detach()
+        return drop_beyond_capacity(ids_TK, weights_TK, self.router.num_experts, capacity, config.moe_token_drop_policy)

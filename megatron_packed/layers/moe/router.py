@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.differentiable import Group, gather_rows
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import linear
@@ -111,15 +112,20 @@ def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: floa
     return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
 
 
-def unbiased_counts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
-    """Assignments per expert as they would be without the expert bias, which is what the load-balance loss counts.
+def count_routes(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
+    """Assignments of real tokens to each expert.
 
     Returns:
         ``(E,)`` float32; sums of ones, so the order of the additions does not matter.
     """
-    ids_TK = logits_TE.detach().topk(topk, dim=-1).indices
-    chosen_TE = torch.zeros_like(logits_TE).scatter_(1, ids_TK, 1.0)
+    chosen_TE = torch.zeros(valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device)
+    chosen_TE.scatter_(1, topk_expert_ids_TK, 1.0)
     return (chosen_TE * valid_T.unsqueeze(-1)).sum(dim=0)
+
+
+def unbiased_counts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
+    """Assignments per expert as they would be without the expert bias, which is what the load-balance loss counts."""
+    return count_routes(logits_TE.detach().topk(topk, dim=-1).indices, valid_T, logits_TE.shape[1])
 
 
 @torch.no_grad()
@@ -144,6 +150,7 @@ class Router(nn.Module):
 
     Args:
         config: number of experts, K, score function, coefficients of the losses.
+        rows_group: tensor-parallel ranks that have rows of their own each; all of them choose for all rows.
     """
 
     expert_bias: Tensor | None
@@ -154,10 +161,11 @@ class Router(nn.Module):
         *,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        rows_group: Group | None = None,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.cp = cp
+        self.cp, self.rows_group = cp, rows_group
         assert config.num_experts is not None, "a config with an E layer has num_experts"
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.score_function = config.moe_router_score_function
@@ -168,7 +176,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        logits_TE = linear(x_TD.to(self.weight.dtype), self.weight)
+        """Choices for all T tokens of the tensor-parallel ranks, from the rows that this one has."""
+        logits_TE = gather_rows(linear(x_TD.to(self.weight.dtype), self.weight), self.rows_group)
         weights_TK, ids_TK = topk_routing(
             logits_TE,
             self.topk,

@@ -71,10 +71,11 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     assert (config.model.num_query_groups, config.model.head_dim, config.model.d_inner) == (2, 128, 4096)
     assert config.model.activation == "squared_relu"
     assert config.data.tokenizer_type == "HuggingFaceTokenizer"
+    assert config.model.moe_token_dispatcher_type == "alltoall"
     assert config.training.attention_backend == "transformer_engine"
     assert config.micro_batches_per_step(8) == 8
     assert set(parsed.always) == {
-        "--spec", "--group-query-attention", "--moe-grouped-gemm", "--moe-token-dispatcher-type", "--sequence-parallel",
+        "--spec", "--group-query-attention", "--moe-grouped-gemm",
         "--no-create-attention-mask-in-dataloader", "--accumulate-allreduce-grads-in-fp32",
         "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model",
     }  # fmt: skip

@@ -197,11 +197,11 @@ def test_a_forced_backend_reaches_its_op():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"ep_size": 2}, "ep_size is 2"),
-        ({"tp_size": 2, "expert_tp_size": 1}, "expert_tp_size is 1 and tp_size 2"),
+        ({"ep_size": 2}, r"ep_size \(2\) does not fit the number of experts \(5\)"),
+        ({"tp_size": 3, "expert_tp_size": 3}, r"tp_size \(3\) does not fit the number of inner channels of an MLP"),
     ],
 )
-def test_layouts_that_are_not_built_are_refused(sizes, message):
+def test_layouts_that_do_not_fit_the_model_are_refused(sizes, message):
     groups = ParallelGroups(device=torch.device("cpu"), **sizes)
     with pytest.raises(ValueError, match=message):
         HybridModel(cases.tiny_config("E"), vocab_size=10, max_positions=8, groups=groups)
