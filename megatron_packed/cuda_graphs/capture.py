@@ -44,9 +44,11 @@ class Outputs(NamedTuple):
 class CapturedModule:
     """Forward and backward of ``function`` in two graphs.
 
-    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release`. Until then
-    everything is owned; afterwards memory is only borrowed, so that another cell's graphs may use the same. Static
-    tensors that lie outside the graphs' pool must be kept by who made them.
+    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release` for all. What a
+    backward graph was the last to read is given back at once, as eager autograd would, and serves the backward graphs of
+    the modules before; the other outputs (small ones, as a rule) live until `release`. From then on all memory is only
+    borrowed, so that another cell's graphs may use the same. Static tensors that lie outside the graphs' pool must be
+    kept by who made them.
 
     Args:
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot. The first tensor of
@@ -106,8 +108,9 @@ class CapturedModule:
         return self.outputs[0]
 
     def capture_backward(self, grad_outputs: Sequence[Tensor]) -> Tensor:
-        """Capture with ``grad_outputs`` as static gradients of the differentiable outputs; returns the input's."""
-        self.grad_outputs = static = list(grad_outputs)
+        """Capture with ``grad_outputs`` as static gradients of the differentiable outputs; returns the input's, which
+        its taker gives back by `release_gradient`."""
+        static = list(grad_outputs)
 
         def backward() -> Tensor:
             assert self._live is not None
@@ -122,16 +125,22 @@ class CapturedModule:
             return _writable(grads[0])
 
         self._backward, self.grad_input = self._engine.capture(backward)
+        self._live = None
+        borrowed = self._engine.borrowed
+        self.input = borrowed(self.input)
+        self._leaf = self.input.detach().requires_grad_()
+        self.outputs[0] = borrowed(self.outputs[0])
+        self.grad_outputs = [borrowed(tensor) for tensor in static]
         return self.grad_input
 
-    def release(self) -> None:
-        """Keep addresses instead of memory."""
-        self._live = None
-        self.input = self._engine.borrowed(self.input)
-        self._leaf = self.input.detach().requires_grad_()
-        self.outputs = [self._engine.borrowed(tensor) for tensor in self.outputs]
-        self.grad_outputs = [self._engine.borrowed(tensor) for tensor in self.grad_outputs]
+    def release_gradient(self) -> None:
+        """Keep the address of the input's gradient instead of its memory."""
         self.grad_input = self._engine.borrowed(self.grad_input)
+
+    def release(self) -> None:
+        """Keep addresses instead of memory, of everything."""
+        self.outputs = [self._engine.borrowed(tensor) for tensor in self.outputs]
+        self.release_gradient()
 
     def reset(self) -> None:
         """Give up the graphs."""

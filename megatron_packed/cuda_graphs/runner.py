@@ -332,6 +332,9 @@ class GraphRunner:
                 if after is not None and after.before is captured:
                     grads[0] = after.grad_input
                 captured.capture_backward(grads)
+            del wanted, grads
+            if after is not None:
+                after.release_gradient()
             after = captured
 
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
