@@ -268,25 +268,32 @@ def measured_cells(
     Args:
         their_busy: seconds that megatron-core's kernels took, by round.
     """
-    samples: dict[Cell, list[tuple[float, float, float]]] = {cell: [] for cell in batches}  # wall, row, busy in seconds
+    samples: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in batches}  # milliseconds
     for _ in range(effort.rounds):
         for cell, packs in batches.items():
             calls = calls_for(len(packs), effort)
             step = over(ours.replay, packs)
-            row = row_seconds(step, calls)
+            row = harness.row(step, calls=calls)
             times = harness.wall_and_busy(step, calls=calls, rounds=1)
-            samples[cell].append((times.wall.median / 1e3, row, times.busy.median / 1e3))
-    smallest = [busy for _, _, busy in samples[next(iter(batches))]]
+            samples[cell].append((*row, times.wall.median, times.busy.median))
+    smallest = [round_[1] for round_ in samples[next(iter(batches))]]
     found = []
     for cell, rounds in samples.items():
-        wall, row, busy = map(list, zip(*rounds))
+        row_wall, row_busy, row_span, wall, busy = map(list, zip(*rounds))
         found.append({
-            "capacity": cell.capacity, "packs": len(batches[cell]), "wall_ms": Spread.of(wall),
-            "row_ms": Spread.of(row), "busy_ms": Spread.of(busy), "wall_over_busy": Spread.of_ratios(wall, busy),
-            "row_over_busy": Spread.of_ratios(row, busy), "busy_over_exact": Spread.of_ratios(busy, smallest),
-            "wall_over_their_busy": Spread.of_ratios(wall, their_busy) if their_busy else None,
+            "capacity": cell.capacity, "packs": len(batches[cell]), "wall_ms": spread_of(wall),
+            "busy_ms": spread_of(busy), "wall_over_busy": Spread.of_ratios(wall, busy),
+            "row_ms": spread_of(row_wall), "row_busy_ms": spread_of(row_busy),
+            "row_over_busy": Spread.of_ratios(row_wall, row_busy),
+            "span_over_busy": Spread.of_ratios(row_span, row_busy),
+            "busy_over_exact": Spread.of_ratios(row_busy, smallest),
+            "wall_over_their_busy": Spread.of_ratios(row_wall, [1e3 * x for x in their_busy]) if their_busy else None,
         })  # fmt: skip
     return found
+
+
+def spread_of(milliseconds: Sequence[float]) -> Spread:
+    return Spread.of([value / 1e3 for value in milliseconds])
 
 
 def calls_for(packs: int, effort: Effort) -> int:
@@ -367,9 +374,11 @@ def cell_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """Every capacity on the same packs."""
     return [
         {
-            "config": config, "capacity": found["capacity"], "wall ms": harness.shown(found["wall_ms"]),
-            "GPU-busy ms": harness.shown(found["busy_ms"]), "wall / busy": harness.shown(found["wall_over_busy"]),
-            "in a row / busy": harness.shown(found["row_over_busy"]),
+            "config": config, "capacity": found["capacity"], "drained: wall ms": harness.shown(found["wall_ms"]),
+            "wall / busy": harness.shown(found["wall_over_busy"]), "in a row: wall ms": harness.shown(found["row_ms"]),
+            "busy ms": harness.shown(found["row_busy_ms"]),
+            "wall / busy in a row": harness.shown(found["row_over_busy"]),
+            "span / busy": harness.shown(found["span_over_busy"]),
             "busy / at exact capacity": harness.shown(found["busy_over_exact"]),
             "wall / megatron_core's busy": harness.shown(found["wall_over_their_busy"]),
         }

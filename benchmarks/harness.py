@@ -188,6 +188,40 @@ def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int =
     return WallAndBusy(Spread.of(walls), Spread.of(busies), Spread.of_ratios(walls, busies))
 
 
+class Row(NamedTuple):
+    """Milliseconds of one call among many in a row, which are drained at the end only."""
+
+    wall: float
+    busy: float
+    """Under a profiler, in a row like that: the kernels' union."""
+    span: float
+    """In the same profile: from the start of the first kernel to the end of the last. Gaps between kernels are what it
+    has beyond ``busy``, at the very same clocks; the profiler may add to them."""
+
+
+def row(function: Callable[[], object], *, calls: int) -> Row:
+    """Each row comes right after one that does not count, as in `wall_and_busy`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            function()
+        synchronize()
+        return (time.perf_counter() - start) / count
+
+    run(calls)
+    wall = run(calls)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(2 * calls)
+    events = _device_events(profiler)
+    if len(events) % (2 * calls):
+        raise RuntimeError(f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some")
+    settled = events[len(events) // 2 :]
+    span = max(event.time_range.end for event in settled) - settled[0].time_range.start
+    return Row(1e3 * wall, union_ms(settled) / calls, span / 1e3 / calls)
+
+
 def _device_events(profiler: Any) -> list[Any]:
     """Kernels, copies and memsets in the order of their starts."""
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -10,7 +10,7 @@ import torch
 import graph_step
 import harness
 from graph_step import QUICK, calls_for, cell_rows_of, memory_rows_of, over, packs_of, row_seconds, rows_of
-from harness import Busy, Spread, WallAndBusy
+from harness import Busy, Row, Spread, WallAndBusy
 
 _STAND_IN = Path(__file__).parents[1] / "cuda_graphs" / "stand_in.py"
 _spec = importlib.util.spec_from_file_location("recording_stand_in", _STAND_IN)
@@ -38,6 +38,11 @@ def without_profiler(monkeypatch):
         value = busy(function, calls=calls).milliseconds
         return WallAndBusy(*(Spread.of([1e-3 * x]) for x in (2 * value, value, 0.002)))
 
+    def row(function, *, calls):
+        value = busy(function, calls=calls).milliseconds
+        return Row(3 * value, value, 2.5 * value)
+
+    monkeypatch.setattr(harness, "row", row)
     monkeypatch.setattr(harness, "gpu_busy", busy)
     monkeypatch.setattr(harness, "wall_and_busy", both)
     monkeypatch.setattr(graph_step, "host_launches", lambda function, calls: 42.0)
@@ -55,6 +60,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
     assert result["hit_rate"] == 1.0 and result["fallbacks"] == {}
     assert [cell["capacity"] for cell in result["cells"]] == [4, 16]  # those that hold all packs
     assert result["cells"][0]["wall_over_busy"].median == 2.0 and result["cells"][0]["busy_over_exact"].median == 1.0
+    assert (result["cells"][1]["row_over_busy"].median, result["cells"][1]["span_over_busy"].median) == (3.0, 2.5)
     assert result["memory"]["capacities"] == [2, 4, 16] and result["memory"]["captures"] == 3 * (1 + 2 * 3)
     assert len(saved) == 5 and len(saved[0]) < len(saved[-1])  # after each of the measurements
     plain = harness.plain({"tiny": result})
