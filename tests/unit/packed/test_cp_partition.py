@@ -1,5 +1,7 @@
 """Rows of every rank against chunks cut by a loop, and what does not divide is refused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from megatron_packed.packed.params import PackedSeqParams
 def chunk_by_chunk(offsets, rank, size):
     """Slots of a rank in the zigzag."""
     slots = []
-    for start, end in zip(offsets, offsets[1:]):
+    for start, end in pairwise(offsets):
         chunks = np.arange(start, end).reshape(2 * size, -1)
         slots += [*chunks[rank], *chunks[2 * size - 1 - rank]]
     return slots

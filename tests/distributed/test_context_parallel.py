@@ -1,0 +1,518 @@
+"""Context parallelism: every layout computes what one process computes, and documents cut anywhere stay apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_packed.layers.attention as attention
+import megatron_packed.layers.mamba_mixer as mamba_mixer
+from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum, own_rows, pass_to_next
+from megatron_packed.distributed.differentiable import linear_map
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.micro_batch import MicroBatch
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
+import hybrid_cases as cases
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+COMM_TYPES = ("a2a", "all_gather", "p2p")
+LAYOUTS = [(2, {"cp_size": 2}), (4, {"cp_size": 4}), (4, {"tp_size": 2, "cp_size": 2})]
+"""World size and sizes of the axes."""
+ALIGNMENT = 8
+"""2 x 4: what a zigzag over 4 ranks asks of documents, and one over 2."""
+TOKENS = 112
+AUX_SCALE = 0.5
+
+TIED = {"untie_embeddings_and_output_weights": False, "mamba_num_heads": 8, "num_attention_heads": 8}
+LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+ROPE = {"position_embedding_type": "rope", "rotary_percent": 0.5}
+CASES: dict[str, dict[str, Any]] = {
+    "groups and keys shared by ranks": {**TIED, **LOSSES, "mamba_num_groups": 1, "num_query_groups": 1},
+    "groups and keys for all ranks, rope, expert bias": {
+        **TIED, **LOSSES, **ROPE, "mamba_num_groups": 8, "num_query_groups": 8, "squared_relu": False, "swiglu": True,
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "add_qkv_bias": True,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "two groups, layer norm, biases": {
+        **TIED, **ROPE, "normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model and how it is run."""
+
+    comm_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    pattern: str = "M*-EM"
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float64
+    flat: bool = False
+    """Gradients in flat buffers (``main_grad``), else by autograd alone."""
+    mutation: str | None = None
+
+    @property
+    def alignment(self) -> int:
+        return 1 if self.comm_type == "a2a" else ALIGNMENT
+
+
+def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
+    model = HybridModel(
+        cases.tiny_config(run.pattern, **run.changes),
+        vocab_size=cases.VOCAB,
+        max_positions=TOKENS,
+        groups=groups,
+        cp_comm_type=run.comm_type,
+        sequence_parallel=run.sequence_parallel,
+        dtype=run.dtype,
+        seed=7,
+    ).train()
+    sharded = model.sharded_parameters()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # zeros and ones would hide which part a rank uses
+            if name.endswith("bias") or "norm" in name:
+                whole = torch.linspace(0.5, 1.5, sharded[name].global_shape.numel()).view(sharded[name].global_shape)
+                parameter.copy_(sharded[name].shard.take(whole))
+        for layer in model.moe_layers:
+            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
+    if run.dtype == torch.float64:  # those that stay float32 too: their gradients are compared as closely as all others
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    return model
+
+
+def pack(lengths: list[int], run: Run, *, seed: int = 0, **options: Any) -> MicroBatch:
+    documents = cases.make_documents(lengths, seed=seed)
+    return MicroBatch.build(
+        documents, TOKENS, len(lengths) + 2, (1 / cases.count_targets(documents), AUX_SCALE),
+        alignment=run.alignment, **options,
+    )  # fmt: skip
+
+
+PACKS = [[1, 2, 3, 8, 9, 5, 19, 4], [20, 40, 30, 6], [TOKENS]]
+"""Documents of awkward lengths and a long tail; one over three of four ranks; one that fills the pack."""
+
+
+def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
+    """Some micro-batches: losses of this rank, and this rank's parts of all gradients, summed over the pack's ranks."""
+    with mutated(run.mutation):
+        model = build(run, groups)
+        buffers = FlatBuffers(model) if run.flat else None
+        cp_group = None if groups is None else groups.cp_group
+        sums, rows = [], []
+        for seed, lengths in enumerate(PACKS):
+            output = model(pack(lengths, run, seed=seed))
+            output.loss.backward()
+            sums += [output.loss.detach(), output.loss_sum, output.aux_loss, output.tokens_per_expert.flatten()]
+            rows.append(output.per_token_loss_T)
+        model.shared_gradients().sum()
+        if buffers is not None and groups is not None:
+            buffers.all_reduce(groups)
+        gradients = {n: p.main_grad if buffers else p.grad for n, p in model.named_parameters()}
+        if buffers is None:
+            gradients = {n: all_reduce_sum(g.clone(), cp_group) for n, g in gradients.items()}
+    return {
+        "sums": all_reduce_sum(torch.cat([value.double().view(-1) for value in sums]), cp_group),
+        "rows": rows,
+        "shards": {n: p.shard for n, p in model.sharded_parameters().items()},
+        "gradients": {n: g.detach().clone() for n, g in gradients.items()},
+    }
+
+
+def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
+    return [train(run, groups) for run in runs]
+
+
+def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of everything that one process computes, the worst of all ranks."""
+    assert all(gradient.abs().max() > 0 for gradient in reference["gradients"].values()), "0 shows nothing"
+    found: dict[str, float] = {}
+    for rank in ranks:
+        errors_of_rank = {"losses and counts": cases.relative_error(rank["sums"], reference["sums"])}
+        for name, gradient in reference["gradients"].items():
+            expected = rank["shards"][name].take(gradient)
+            # Of the whole tensor's maximum: a rank's part may be all zeros.
+            difference = (rank["gradients"][name].double() - expected.double()).abs().max()
+            errors_of_rank[name] = float(difference / gradient.abs().max())
+        found = {name: max(found.get(name, 0.0), error) for name, error in errors_of_rank.items()}
+    return found
+
+
+def check(pools: WorkerPools, world_size: int, layout: dict[str, int], runs: list[Run]) -> None:
+    results = pools.run(train_ranks, world_size, runs, layout=layout, timeout=120)
+    references: dict[str, dict[str, Any]] = {}
+    for i, run in enumerate(runs):
+        key = f"{run.alignment} {run.changes} {run.pattern} {run.dtype}"
+        if key not in references:
+            references[key] = train(replace(run, sequence_parallel=False, flat=False))
+        found = errors([rank[i] for rank in results], references[key])
+        where = max(found, key=found.__getitem__)
+        assert found[where] <= TOLERANCES[run.dtype], f"{run}: {where} differs by {found[where]:.2e}"
+
+
+def variants(layout: dict[str, int], **options: Any) -> list[Run]:
+    shared = (False, True) if "tp_size" in layout else (False,)
+    return [Run(comm, sequence_parallel=sp, **options) for comm in COMM_TYPES for sp in shared]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_ranks_compute_what_one_process_computes(
+    pools: WorkerPools, world_size: int, layout: dict[str, int], case: str
+) -> None:
+    pattern = "M*-M" if CASES[case].get("add_bias_linear") else "M*-EM"  # experts have no biases
+    check(pools, world_size, layout, variants(layout, changes=CASES[case], pattern=pattern))
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_gradients_in_flat_buffers(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
+    changes = CASES["groups and keys shared by ranks"]
+    check(pools, world_size, layout, variants(layout, changes=changes, dtype=torch.float32, flat=True))
+
+
+def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:
+    """Losses of all tokens of the first pack, in the order of its slots."""
+    found = []
+    for run in runs:
+        model = build(run, groups)
+        batch = pack(PACKS[0], run)
+        packed = model.prepare(batch.packed)
+        mine_T = model(batch).per_token_loss_T
+        assert mine_T.shape[0] == TOKENS // groups.cp_size
+        found.append(model.cp.in_order_of_slots(all_gather_rows(mine_T, groups.cp_group), packed))
+    return found
+
+
+def test_losses_are_those_of_a_rank_s_own_tokens(pools: WorkerPools) -> None:
+    runs = [Run(comm_type, CASES["two groups, layer norm, biases"], "M*-M") for comm_type in COMM_TYPES]
+    results = pools.run(rows_of_ranks, 4, runs, layout={"cp_size": 4})
+    for i, run in enumerate(runs):
+        expected_T = train(run)["rows"][0]
+        assert all(cases.relative_error(rank[i], expected_T) <= 1e-9 for rank in results)
+
+
+def test_padding_of_documents_changes_nothing_but_their_places() -> None:
+    changes = CASES["groups and keys for all ranks, rope, expert bias"]
+    dense, padded = train(Run("a2a", changes)), train(Run("p2p", changes))
+    assert cases.relative_error(padded["sums"], dense["sums"]) <= 1e-9
+    for name, gradient in dense["gradients"].items():
+        assert cases.relative_error(padded["gradients"][name], gradient) <= 1e-9, name
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation with the shapes of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
+        return result
+
+    def collectives(self) -> list[str]:
+        return [name.split(".")[1] for name, _ in self.calls if name.startswith("c10d.")]
+
+
+def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, list[str]]]:
+    """What the one layer of a model sends: when the pack is prepared, in the forward and in the backward pass."""
+    found = []
+    for run in runs:
+        model = build(run, groups)
+        with Recorder() as preparing:
+            packed = model.prepare(pack(PACKS[0], run).packed)
+        hidden_TD = torch.randn(TOKENS // groups.cp_size, 32, dtype=run.dtype, requires_grad=True)
+        with Recorder() as forward:
+            output_TD = model.layers[0](hidden_TD, packed)
+        with Recorder() as backward:
+            output_TD.sum().backward()
+        recorders = {"prepare": preparing, "forward": forward, "backward": backward}
+        found.append({name: recorder.collectives() for name, recorder in recorders.items()})
+        assert not any("scatter" in name for name, _ in forward.calls), "the order of rows is found once for a pack"
+    return found
+
+
+def test_number_of_collectives(pools: WorkerPools) -> None:
+    """A Mamba layer has one exchange in front of its convolution and one behind its scan."""
+    mamba = [Run(comm_type, TIED, pattern="M") for comm_type in COMM_TYPES]
+    attend = [replace(run, pattern="*") for run in mamba]
+    for rank in pools.run(collectives_of_layers, 4, mamba + attend, layout={"cp_size": 4}):
+        for sent in rank[:3]:
+            assert sent == {"prepare": [], "forward": ["alltoall_base_"] * 2, "backward": ["alltoall_base_"] * 2}
+        a2a, all_gather, p2p = rank[3:]
+        assert a2a == {"prepare": [], "forward": ["alltoall_base_"] * 2, "backward": ["alltoall_base_"] * 2}
+        assert (len(all_gather["forward"]), len(all_gather["backward"])) == (1, 1)
+        assert sorted(p2p["forward"]) == sorted(p2p["backward"]) == ["recv_"] * 3 + ["send"] * 3
+
+
+def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
+    """What two packs of one layout call, with flat gradients."""
+    found = []
+    for run in runs:
+        model = build(run, groups)
+        FlatBuffers(model)
+        calls = []
+        for lengths, capacity in (([5, 20, 3, 1, 30], 9), ([40, 2], 9)):
+            batch = MicroBatch.build(cases.make_documents(lengths), TOKENS, capacity, alignment=run.alignment)
+            with Recorder() as recorder:
+                model(batch).loss.backward()
+            calls.append(recorder.calls)
+        found.append(calls)
+    return found
+
+
+def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
+    """With heads exchanged, without attention, whose reference reads the offsets on a CPU."""
+    questions = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
+    changes = CASES["groups and keys shared by ranks"]
+    runs = [
+        Run(comm_type, changes, "ME-" if comm_type == "a2a" else "M*E-", dtype=torch.float32)
+        for comm_type in COMM_TYPES
+    ]
+    for rank in pools.run(recorded_calls, 2, runs, layout={"cp_size": 2}):
+        for first, second in rank:
+            names = {name for name, _ in first}
+            assert first == second and len(first) > 100
+            assert any("c10d" in name for name in names), "the collectives must be seen"
+            assert not any(question in name for question in questions for name in names)
+
+
+# -- isolation -------------------------------------------------------------------------------------
+
+CUT = {
+    "inside documents": [20, 20, 30, 30, 12],
+    "on borders": [28, 28, 28, 20],
+    "a document three ranks long": [20, 40, 30, 6],
+    "shorter than the convolution, across a border": [27, 2, 26, 1, 2, 25, 3, 20],
+    "single tokens on both sides of a border": [27, 1, 1, 26, 1, 1, 30],
+    "one document": [112],
+    "one document and a tail over three ranks": [5],
+}
+"""Documents in 112 slots on 4 ranks: contiguous slices end at multiples of 28."""
+CUT_ALIGNED = {
+    "chunks of one token": [8, 8, 8, 8, 8, 8, 8, 8],
+    "padded to chunks of one token": [1, 2, 3, 5, 7, 8, 1, 2, 4],
+    "chunks as long as the convolution, and one long document": [32, 40, 30],
+    "one document": [112],
+    "one document and a tail": [5],
+}
+"""The same for a zigzag, whose documents lie on all ranks."""
+
+
+def observe(model: HybridModel, batch: MicroBatch) -> dict[str, Tensor]:
+    inputs: list[Tensor] = []
+    handle = model.embedding.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
+    output = model(batch)
+    handle.remove()
+    (gradient_TD,) = torch.autograd.grad(output.loss, inputs)
+    return {"loss": output.per_token_loss_T, "input gradients": gradient_TD}
+
+
+def without_boundaries(batch: MicroBatch) -> MicroBatch:
+    """The same tokens, labels and mask as one document that fills the pack."""
+    joined = MicroBatch.build([(batch.tokens.numpy(), None)], TOKENS, batch.layout.capacity)
+    for name in ("labels", "loss_mask", "scales"):
+        getattr(joined, name).copy_(getattr(batch, name))
+    return joined
+
+
+def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list[dict[str, float]]:
+    """What changing a document moves in others, and (to see that it is seen) in itself: the most, for every other one.
+
+    Args:
+        joined: all documents as one, without boundaries.
+    """
+    found = []
+    for run in runs:
+        model = build(run, groups)
+        moved = {"loss": 0.0, "input gradients": 0.0, "own": 0.0}
+        for lengths in (CUT if run.comm_type == "a2a" else CUT_ALIGNED).values():
+            for changed in range(0, len(lengths), 2):
+                batch = pack(lengths, run)
+                changed_T = batch.packed.seq_idx[0] == changed
+                other = batch.with_buffer(batch.buffer.clone())
+                other.tokens.add_(changed_T.int()).remainder_(cases.VOCAB)
+                if joined:
+                    batch, other = without_boundaries(batch), without_boundaries(other)
+                before, after = observe(model, batch), observe(model, other)
+                changed_T = model.cp.own(changed_T, batch.packed)
+                for name, value in before.items():
+                    own_T = changed_T
+                    if name == "input gradients" and run.sequence_parallel:
+                        own_T = own_rows(changed_T, groups.tp_group)
+                    difference_T = (value - after[name]).abs().view(len(own_T), -1).amax(dim=1)
+                    for key, rows_T in ((name, ~own_T), ("own", own_T)):
+                        moved[key] = max(moved[key], float((difference_T * rows_T).max()))
+        found.append(moved)
+    return found
+
+
+ISOLATED = [
+    (2, {"cp_size": 2}, False),
+    (4, {"cp_size": 4}, False),
+    (4, {"tp_size": 2, "cp_size": 2}, True),
+]
+"""World size, sizes of the axes, sequence parallelism."""
+
+
+@pytest.mark.parametrize(("world_size", "layout", "sequence_parallel"), ISOLATED, ids=str)
+def test_other_documents_do_not_change_by_a_bit(
+    pools: WorkerPools, world_size: int, layout: dict[str, int], sequence_parallel: bool
+) -> None:
+    changes = {**TIED, **ROPE, "mamba_num_groups": 1}
+    runs = [Run(comm, changes, "M*-E", sequence_parallel, torch.float32) for comm in COMM_TYPES]
+    results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
+    for i, run in enumerate(runs):
+        for rank in results:
+            assert (rank[i]["loss"], rank[i]["input gradients"]) == (0.0, 0.0), run
+        assert max(rank[i]["own"] for rank in results) > 0
+
+
+def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
+    runs = [Run(comm, TIED, pattern, dtype=torch.float32) for comm in COMM_TYPES for pattern in ("M", "*")]
+    for rank in pools.run(leaks, 2, runs, True, layout={"cp_size": 2}, timeout=120):
+        for moved in rank:
+            assert min(moved["loss"], moved["input gradients"]) > 1e-6
+
+
+# -- no step can be left out -----------------------------------------------------------------------
+
+
+def _gathered_without_sum(x: Tensor, group: Any) -> Tensor:
+    return linear_map(x, group, all_gather_rows, own_rows)
+
+
+def _passed_without_return(x: Tensor, group: Any) -> Tensor:
+    return linear_map(x, group, pass_to_next, lambda dy, _: dy)
+
+
+def _own_value(cp: ContextParallel, x: Tensor) -> Tensor:
+    return x
+
+
+def _unsorted(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
+    return x
+
+
+def _first_rows(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
+    return x[: x.shape[0] // cp.size]
+
+
+def _first_part(part: Any, parameter: Tensor) -> Tensor:
+    return replace(part, pieces=tuple(replace(piece, start=0) for piece in part.pieces)).take(parameter)
+
+
+PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "gathering keys without a sum in backward": (attention, "gather_rows", _gathered_without_sum),
+    "passing keys on without a way back": (attention, "pass_on", _passed_without_return),
+    "counts of a rank's own tokens": (ContextParallel, "sum_of_statistics", _own_value),
+    "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
+    "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
+    "everybody's first tokens": (ContextParallel, "own", _first_rows),
+    "everybody's first heads": (mamba_mixer, "_take", _first_part),
+}
+
+
+@contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        if name is not None:
+            owner, attribute, replacement = PATCHES[name]
+            stack.enter_context(mock.patch.object(owner, attribute, replacement))
+        yield
+
+
+MUTATIONS = [
+    Run("all_gather", TIED, "*", mutation="gathering keys without a sum in backward"),
+    Run("p2p", TIED, "*", mutation="passing keys on without a way back"),
+    Run("a2a", {**TIED, **LOSSES}, "E", mutation="counts of a rank's own tokens"),
+    Run("p2p", TIED, "M", mutation="rows left in the order of ranks"),
+    Run("p2p", TIED, "M", mutation="rows sent back in the order of slots"),
+    Run("a2a", TIED, "M", mutation="everybody's first tokens"),
+    Run("a2a", TIED, "M", mutation="everybody's first heads"),
+]
+
+
+def test_a_missing_step_is_seen(pools: WorkerPools) -> None:
+    runs = MUTATIONS + [replace(run, mutation=None) for run in MUTATIONS]
+    results = pools.run(train_ranks, 2, runs, layout={"cp_size": 2})
+    for i, run in enumerate(MUTATIONS):
+        reference = train(replace(run, mutation=None))
+        assert max(errors([rank[i] for rank in results], reference).values()) > 1e-4, run
+        assert max(errors([rank[i + len(MUTATIONS)] for rank in results], reference).values()) <= 1e-9, run
+
+
+# -- refusals, in one process ----------------------------------------------------------------------
+
+
+def model_of(comm_type: str = "a2a", pattern: str = "M*", cp_size: int = 2, **changes: Any) -> HybridModel:
+    groups = ParallelGroups(device=torch.device("cpu"), cp_size=cp_size)
+    return HybridModel(
+        cases.tiny_config(pattern, **changes),
+        vocab_size=cases.VOCAB,
+        max_positions=8,
+        groups=groups,
+        cp_comm_type=comm_type,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"comm_type": "a2a+p2p"}, "cp_comm_type is 'a2a\\+p2p'; choose a2a, all_gather .* or p2p"),
+        ({"pattern": "M", "cp_size": 3}, r"cp_size \(3\) does not fit the number of Mamba heads \(4\)"),
+        ({"pattern": "*", "cp_size": 3}, r"cp_size \(3\) does not fit the number of attention heads \(4\)"),
+        ({"pattern": "*", "cp_size": 2, "num_attention_heads": 6, "num_query_groups": 3}, "number of key-value heads"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_of(**options)
+
+
+def test_keys_travel_between_any_number_of_ranks_whatever_the_heads() -> None:
+    model_of("p2p", "*", cp_size=3)
+    assert model_of("allgather", "*", cp_size=3).cp.comm_type == "all_gather"
+
+
+def test_packs_that_do_not_divide_and_logits_are_refused() -> None:
+    packed = cases.make_pack(cases.make_documents([3, 4])).packed
+    with pytest.raises(ValueError, match="7 token slots, which do not divide among cp_size = 2 ranks"):
+        model_of().prepare(packed)
+    packed = cases.make_pack(cases.make_documents([3, 5])).packed
+    with pytest.raises(ValueError, match=r"document 0 has 3 token slots.* use --cp-comm-type a2a"):
+        model_of("p2p").prepare(packed)
+    with pytest.raises(ValueError, match="cp_size is 2, so no rank has the logits of a pack"):
+        model_of().logits(torch.zeros(8, dtype=torch.int32), packed)
+
+
+def test_a_gpu_without_transformer_engine_is_refused_with_a_cure() -> None:
+    from megatron_packed.ops.dispatch import NoBackendError
+
+    model = model_of("p2p", "*")
+    batch = MicroBatch.build(cases.make_documents([4, 4]), 8)
+    model.backends = replace(model.backends, zigzag_attention="transformer_engine")
+    model.layers[0].mixer.backends = model.backends
+    with pytest.raises(NoBackendError, match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend"):
+        model(batch)
