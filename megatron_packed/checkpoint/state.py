@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class TensorShard:
         """Key of this range in a safetensors file."""
         return shard_key(self.name, self.start, self.end)
 
+    def part(self, first: int, last: int) -> TensorShard:
+        """Elements ``[first, last)`` of this shard's own."""
+        start = self.start + first
+        return replace(self, start=start, end=start + last - first, tensor=self.tensor[first:last])
+
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> TensorShard:
         """All of ``tensor`` (contiguous, any shape; the shard shares its memory)."""
@@ -97,9 +102,14 @@ def whole_tensors(named_tensors: Mapping[str, Tensor]) -> list[TensorShard]:
 
 
 def split_replicated(named_tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
-    """The share of ``rank`` of tensors that all ``world_size`` ranks hold alike: equal contiguous parts of their bytes.
+    """As ``share_out``, of whole tensors that all ranks hold."""
+    return share_out(whole_tensors(named_tensors), rank, world_size)
 
-    The tensors are laid end to end in the order of their names; rank r takes bytes ``[r B / W, (r + 1) B / W)``, moved
+
+def share_out(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
+    """The share of ``rank`` of what all ``world_size`` ranks hold alike: equal contiguous parts of its bytes.
+
+    The shards are laid end to end in the order of their names; rank r takes bytes ``[r B / W, (r + 1) B / W)``, moved
     up to whole elements, so the shares differ by at most one element and each element has exactly one owner. Empty
     tensors belong to rank 0.
 
@@ -108,19 +118,17 @@ def split_replicated(named_tensors: Mapping[str, Tensor], rank: int, world_size:
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in [0, world_size {world_size}).")
-    total = sum(tensor.nbytes for tensor in named_tensors.values())
+    total = sum(shard.tensor.nbytes for shard in shards)
     first, last = rank * total // world_size, (rank + 1) * total // world_size
     shares = []
     offset = 0
-    for name in sorted(named_tensors):
-        tensor = named_tensors[name]
-        size = tensor.element_size()
-        start = min(max(-(-(first - offset) // size), 0), tensor.numel())
-        end = min(max(-(-(last - offset) // size), 0), tensor.numel())
-        offset += tensor.nbytes
-        if start < end or (tensor.numel() == 0 and rank == 0):
-            view = _flat(name, tensor)[start:end]
-            shares.append(TensorShard(name=name, global_shape=tuple(tensor.shape), start=start, end=end, tensor=view))
+    for shard in sorted(shards, key=lambda shard: (shard.name, shard.start)):
+        size, numel = shard.dtype.itemsize, shard.tensor.numel()
+        start = min(max(-(-(first - offset) // size), 0), numel)
+        end = min(max(-(-(last - offset) // size), 0), numel)
+        offset += shard.tensor.nbytes
+        if start < end or (numel == 0 and rank == 0):
+            shares.append(shard.part(start, end))
     return shares
 
 

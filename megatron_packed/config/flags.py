@@ -144,7 +144,7 @@ def _values_of(section: str, given: Given) -> dict[str, object]:
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
     """One micro-batch on every rank, when nothing else is said."""
     size = run.packing.micro_batch_size
-    axes = [getattr(run.parallel, axis) for axis in NOT_BUILT]
+    axes = [getattr(run.parallel, axis) for axis in ("tensor_model_parallel_size", *NOT_BUILT)]
     well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
     if run.packing.global_batch_size is None and well_typed and "packing.global_batch_size" not in unsound:
         object.__setattr__(run.packing, "global_batch_size", size * run.data_parallel_size(world_size))

@@ -67,8 +67,6 @@ ALWAYS: dict[str, Always] = {
     "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
     "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
     "--num-distributed-optimizer-instances": Always("state is spread over all data-parallel ranks or none", ("1",)),
-    "--expert-tensor-parallel-size": Always("matrices of experts are whole", ("1",)),
-    "--sequence-parallel": Always("with one tensor-parallel rank there is nothing to split, in Megatron too"),
     "--min-dynamic-context-parallel-size": Always("packs are not split over ranks", ("1",)),
     "--calculate-per-token-loss": Always("the loss is the mean over the target tokens of the global batch"),
     "--ddp-num-buckets": Always("gradients are reduced as one buffer", ("1",)),
@@ -168,7 +166,8 @@ REFUSED: tuple[Refused, ...] = (
          "--min-dynamic-context-parallel-size"),
     ),
     Refused(
-        "tensor parallelism is not built yet", "leave it out: all processes are data-parallel",
+        "collectives of tensor parallelism do not overlap with products, and ranks have one order",
+        "leave it out, the result is the same",
         ("--tp-comm-overlap", "--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag", "--use-tp-pp-dp-mapping",
          "--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding"),
     ),

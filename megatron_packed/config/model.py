@@ -165,7 +165,8 @@ class ModelConfig(Section, title="model"):
         minimum=2,
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this.", unit="tokens", group=OUTPUT, minimum=1
+        128, "The vocabulary is padded to a multiple of this, times the tensor-parallel size.", unit="tokens",
+        group=OUTPUT, minimum=1,
     )
 
     @property
@@ -197,9 +198,9 @@ class ModelConfig(Section, title="model"):
         """``gelu``, ``squared_relu`` or ``swiglu``."""
         return "squared_relu" if self.squared_relu else "swiglu" if self.swiglu else "gelu"
 
-    def padded_vocab_size(self, vocab_size: int) -> int:
-        """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128."""
-        multiple = self.make_vocab_size_divisible_by
+    def padded_vocab_size(self, vocab_size: int, tp_size: int = 1) -> int:
+        """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128, and 50,432 with 128 on 2 tensor-parallel ranks."""
+        multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
 
     def derive(self, sound: Sound) -> dict[str, Any]:
@@ -307,6 +308,15 @@ class ModelConfig(Section, title="model"):
 
 def divisors(number: int) -> str:
     """The divisors of a number in words, at most twelve of them."""
+    return in_words(every_divisor(number))
+
+
+def every_divisor(number: int) -> list[int]:
+    """Ascending."""
     small = [d for d in range(1, min(int(number**0.5), 1 << 16) + 1) if number % d == 0]
-    every = sorted({*small, *(number // d for d in small)})
-    return ", ".join(str(d) for d in every[:12]) + (", ..." if len(every) > 12 else "")
+    return sorted({*small, *(number // d for d in small)})
+
+
+def in_words(numbers: list[int]) -> str:
+    """At most twelve of them."""
+    return ", ".join(str(number) for number in numbers[:12]) + (", ..." if len(numbers) > 12 else "")

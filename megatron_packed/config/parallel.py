@@ -4,25 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
+from typing import Any, NamedTuple
 
+from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layout import layout_problems
+from megatron_packed.config.model import ModelConfig, divisors, every_divisor, in_words
 from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.packing import PackingConfig
 
 NOT_BUILT = {
-    "tensor_model_parallel_size": "tensor parallelism",
     "context_parallel_size": "context parallelism",
     "expert_model_parallel_size": "expert parallelism",
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
+"""Axes whose size must be 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section, title="parallel"):
-    """Sizes of the parallel axes. Data parallelism takes all processes; every other size is 1 for now."""
+    """Sizes of the parallel axes. Data parallelism takes what they leave of the processes."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks that share each matrix; 1.", unit="ranks", minimum=1)
+    tensor_model_parallel_size: int = option(1, "Ranks that share each matrix.", unit="ranks", minimum=1)
+    sequence_parallel: bool = option(
+        False, "Between the layers, tensor-parallel ranks share the tokens too: less memory for activations."
+    )
     context_parallel_size: int = option(1, "Ranks that share each pack; 1.", unit="ranks", minimum=1)
     expert_model_parallel_size: int = option(1, "Ranks that share the experts; 1.", unit="ranks", minimum=1)
+    expert_tensor_parallel_size: int = option(
+        None, "Ranks that share each matrix of an expert.", unit="ranks", minimum=1,
+        derived="--tensor-model-parallel-size",
+    )
     pipeline_model_parallel_size: int = option(1, "Ranks that share the layers; 1.", unit="ranks", minimum=1)
     use_distributed_optimizer: bool = option(
         False, "Each data-parallel rank keeps and updates its part of the fp32 masters and moments (ZeRO-1)."
@@ -34,9 +48,94 @@ class ParallelConfig(Section, title="parallel"):
         10, "A collective that takes longer ends the run.", unit="minutes", minimum=1, maximum=100000
     )
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on one pack."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def layout_sizes(self) -> dict[str, int]:
+        """What a ``Layout`` of these sizes is made of, without the number of processes."""
+        return {
+            "tp_size": self.tensor_model_parallel_size,
+            "cp_size": self.context_parallel_size,
+            "ep_size": self.expert_model_parallel_size,
+            "expert_tp_size": self.expert_tensor_parallel_size,
+        }
+
+    def derive(self, sound: Sound) -> dict[str, Any]:
+        name = "tensor_model_parallel_size"
+        return {"expert_tensor_parallel_size": self.tensor_model_parallel_size} if sound(name) else {}
+
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name, axis in NOT_BUILT.items():
             size = getattr(self, name)
             if sound(name) and size != 1:
-                yield Problem(self.flag(name), str(size), f"{axis} is not built yet",
-                              "give 1: all processes are data-parallel")
+                yield Problem(self.flag(name), str(size), f"{axis} is not built yet", "give 1")
+        if sound("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+            tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+            if expert_tp == 1 != tp:
+                yield Problem("--expert-tensor-parallel-size", "1", "whole experts beside split layers are not built "
+                              "yet", f"leave it out: experts are split like the rest, by {tp}")
+
+
+def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+    """The sizes make a layout of so many processes."""
+    keys = (f"parallel.{name}" for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size", *NOT_BUILT))
+    if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
+        yield from layout_problems(world_size, **parallel.layout_sizes)
+
+
+class _Shared(NamedTuple):
+    """Items of a model that tensor-parallel ranks share."""
+
+    flag: str
+    number: int
+    may_be_fewer: bool = False
+    """Whether several ranks may have a copy of one."""
+
+    def fits(self, ranks: int) -> bool:
+        return self.number % ranks == 0 or (self.may_be_fewer and ranks % self.number == 0)
+
+
+def parallel_rules(
+    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
+) -> Iterator[Problem]:
+    """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for all sections."""
+    size = parallel.tensor_model_parallel_size
+    if not sound("parallel.tensor_model_parallel_size") or size == 1:
+        return
+    flag, shared = "--tensor-model-parallel-size", list(_shared_items(model, sound))
+    most = gcd(*(items.number for items in shared if not items.may_be_fewer))
+    for items in shared:
+        if not items.fits(size):
+            fitting = [number for number in every_divisor(most) if all(other.fits(number) for other in shared)]
+            rule = "neither divides nor is a multiple of" if items.may_be_fewer else "does not divide"
+            yield Problem(flag, str(size), f"{rule} {items.flag} ({items.number})",
+                          f"choose from {in_words(fitting)}" if fitting else "give 1")
+    if parallel.sequence_parallel and sound("packing.seq_length", "packing.micro_batch_size"):
+        tokens = packing.tokens_per_pack
+        if tokens % size:
+            yield Problem("--sequence-parallel", "", f"shares the {tokens} token slots of a pack evenly among "
+                          f"{flag} ({size}) ranks", f"choose a size from {divisors(tokens)}, or leave it out")
+    if sound("cuda_graph.cuda_graph_impl") and graphs.enabled:
+        yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"captures no collectives yet, and {flag} ({size}) "
+                      "puts some into every layer", "leave one of them out")
+
+
+def _shared_items(model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
+    """What the layers of the pattern share out, as far as it is known."""
+    symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
+    for symbol, name, groups in (
+        (ATTENTION, "num_attention_heads", "num_query_groups"),
+        (MAMBA, "mamba_num_heads", "mamba_num_groups"),
+        (MLP, "ffn_hidden_size", None),
+        (MOE, "moe_ffn_hidden_size", None),
+        (MOE, "moe_shared_expert_intermediate_size", None),
+    ):
+        count = getattr(model, name)
+        if symbol not in symbols or not sound(f"model.{name}") or not count:
+            continue
+        yield _Shared(model.flag(name), count)
+        if groups and sound(f"model.{groups}") and getattr(model, groups) != count:
+            yield _Shared(model.flag(groups), getattr(model, groups), may_be_fewer=True)

@@ -9,12 +9,13 @@ from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.layout import Layout
 from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.packing import PackingConfig, nearest_multiples
-from megatron_packed.config.parallel import NOT_BUILT, ParallelConfig
+from megatron_packed.config.parallel import ParallelConfig, parallel_rules
 from megatron_packed.config.training import TrainingConfig
 
 SECTIONS: dict[str, type[Section]] = {
@@ -72,11 +73,11 @@ class RunConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different packs."""
-        parallel = self.parallel
-        model_ranks = (
-            parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-        )
-        return max(world_size // model_ranks, 1)
+        return max(world_size // self.parallel.ranks_per_replica, 1)
+
+    def layout(self, world_size: int) -> Layout:
+        """Which ranks form which groups."""
+        return Layout(world_size=world_size, **self.parallel.layout_sizes)
 
     def micro_batches_per_step(self, data_parallel_size: int) -> int:
         """Forward passes of each rank in one optimizer step."""
@@ -127,6 +128,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
         yield Problem("--distributed-backend", "nccl", "cannot run on --device cpu", "give gloo, or leave it out")
     yield from _schedule_rules(run, optim, sound)
     yield from graph_rules(run.cuda_graph, model, packing, sound)
+    yield from parallel_rules(run.parallel, model, packing, run.cuda_graph, sound)
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
@@ -151,7 +153,7 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[...,
 def batch_rule(run: RunConfig, world_size: int, sound: Callable[..., bool]) -> Iterator[Problem]:
     """The global batch divides into micro-batches for every data-parallel rank."""
     packing = run.packing
-    if not sound("packing.global_batch_size", "packing.micro_batch_size", *(f"parallel.{axis}" for axis in NOT_BUILT)):
+    if not sound("packing.global_batch_size", "packing.micro_batch_size"):
         return
     ranks = run.data_parallel_size(world_size)
     unit = packing.micro_batch_size * ranks

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.parallel import NOT_BUILT, processes_rules
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
 
@@ -33,7 +34,10 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
     if world_size < 1:
         yield Problem("WORLD_SIZE", str(world_size), "there must be at least one process", "start with torchrun")
         return
-    yield from batch_rule(run, world_size, sound)
+    of_layout = list(processes_rules(run.parallel, world_size, sound))
+    yield from of_layout
+    if not of_layout and sound("parallel.tensor_model_parallel_size", *(f"parallel.{name}" for name in NOT_BUILT)):
+        yield from batch_rule(run, world_size, sound)
 
 
 def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:

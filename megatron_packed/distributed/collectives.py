@@ -7,6 +7,7 @@ JSON ones are for start-up and checkpoints (they wait for the host); they carry 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -141,9 +142,13 @@ def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
     """``action()`` on rank 0 first, then on the first rank of each other machine, then on all others.
 
     For work that leaves its result on disk (compiled kernels and their tuned tiles): one rank does it and the others
-    find it, whether the machines share a disk or not. On a shared disk all ranks find the same.
+    find it, whether the machines share a disk or not. On a shared disk all ranks find the same. Ranks whose forward
+    passes wait for each other take the earliest turn among them together.
     """
-    turn = 0 if groups.rank == 0 else 1 if groups.local_rank == 0 else 2
+    turns = all_gather_json(0 if groups.rank == 0 else 1 if groups.local_rank == 0 else 2, groups)
+    size = math.lcm(groups.tp_cp_size, groups.expert_tp_ep_size)
+    first = groups.rank // size * size
+    turn = min(turns[first : first + size])
     for _ in range(turn):
         barrier(groups)
     result = action()

@@ -15,7 +15,7 @@ Every rank sums the same terms in the same order, so that copies stay bitwise eq
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 
@@ -125,6 +125,11 @@ class Shard:
         whole = self._own_range(whole)
         return torch.cat([whole.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim)
 
+    def pad(self, stored: Tensor) -> Tensor:
+        """The whole of this layout from the whole of a checkpoint: zeros behind it."""
+        padding = stored.new_zeros(*stored.shape[: self.dim], self.padding, *stored.shape[self.dim + 1 :])
+        return torch.cat([stored, padding], dim=self.dim) if self.padding else stored
+
     def place(self, local: Tensor, whole: Tensor) -> None:
         """Write this rank's part into ``whole``, in place: the inverse of ``take``."""
         whole = self._own_range(whole)
@@ -144,6 +149,11 @@ class FlatPiece:
     length: int
     owned: bool
     """Whether this rank is the first of those that hold it: owned pieces of all ranks are the whole, once."""
+
+    def goes_on_with(self, other: FlatPiece) -> bool:
+        """Whether ``other`` is the next one here and in the whole."""
+        steps = (other.local_start - self.local_start, other.global_start - self.global_start)
+        return steps == (self.length, self.length) and other.owned == self.owned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +175,25 @@ class ShardedParameter:
     @property
     def global_shape(self) -> torch.Size:
         return self.shard.global_shape(self.parameter.shape)
+
+    @property
+    def stored_shape(self) -> torch.Size:
+        """Of the whole in checkpoints, which is the same in every layout."""
+        shape = list(self.global_shape)
+        shape[self.shard.dim] -= self.shard.padding
+        return torch.Size(shape)
+
+    def stored_pieces(self) -> list[FlatPiece]:
+        """As ``flat_pieces``, in flat elements of the whole of ``stored_shape``, neighbours joined."""
+        assert self.shard.padding == 0 or self.shard.dim == 0, self.shard
+        end, joined = self.stored_shape.numel(), list[FlatPiece]()
+        for piece in self.flat_pieces():
+            piece = replace(piece, length=min(piece.length, max(end - piece.global_start, 0)))
+            if joined and joined[-1].goes_on_with(piece):
+                joined[-1] = replace(joined[-1], length=joined[-1].length + piece.length)
+            elif piece.length > 0:
+                joined.append(piece)
+        return joined
 
     def flat_pieces(self) -> list[FlatPiece]:
         """What this rank holds as ranges of flat elements, in the order of the whole's outer dimensions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,10 @@ class _EmbeddingIntoMainGrad(torch.autograd.Function):
         return None, None
 
 
-def vocab_shard(num_rows: int, tp: TensorParallel) -> Shard:
-    """This rank's rows of a table over the padded vocabulary."""
-    return tp.shard(Segment(noun="rows of the padded vocabulary", count=num_rows))
+def vocab_shard(num_rows: int, tp: TensorParallel, stored_rows: int | None = None) -> Shard:
+    """This rank's rows of a table over the padded vocabulary, of which a checkpoint has the first ``stored_rows``."""
+    shard = tp.shard(Segment(noun="rows of the padded vocabulary", count=num_rows))
+    return shard if stored_rows is None else replace(shard, padding=num_rows - stored_rows)
 
 
 class Embedding(nn.Module):
@@ -56,6 +58,7 @@ class Embedding(nn.Module):
     Args:
         num_rows: V, the padded vocabulary.
         hidden_size: D.
+        stored_rows: rows that a checkpoint has, in any layout; by default all.
     """
 
     def __init__(
@@ -63,12 +66,13 @@ class Embedding(nn.Module):
         num_rows: int,
         hidden_size: int,
         *,
+        stored_rows: int | None = None,
         tp: TensorParallel = SINGLE,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.tp, rows = tp, vocab_shard(num_rows, tp)
+        self.tp, rows = tp, vocab_shard(num_rows, tp, stored_rows)
         self.first_row, self.num_rows = rows.pieces[0].start, rows.local_length
         self.weight = set_shard(new_parameter(self.num_rows, hidden_size, device=device, dtype=dtype), rows)
 

@@ -68,10 +68,17 @@ class Output(nn.Module):
     """Weight of an untied output projection; the product is part of the loss (`ops.cross_entropy`)."""
 
     def __init__(
-        self, num_rows: int, hidden_size: int, *, tp: TensorParallel, device: torch.device | str, dtype: torch.dtype
+        self,
+        num_rows: int,
+        hidden_size: int,
+        *,
+        stored_rows: int,
+        tp: TensorParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        rows = vocab_shard(num_rows, tp)
+        rows = vocab_shard(num_rows, tp, stored_rows)
         self.weight = set_shard(new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows)
 
 
@@ -83,8 +90,8 @@ class HybridModel(nn.Module):
 
     Args:
         config: the model; its layer pattern decides what is built.
-        vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size)`` rows; rows beyond
-            ``vocab_size`` take no part in the loss.
+        vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size, tp_size)`` rows;
+            rows beyond ``vocab_size`` take no part in the loss.
         max_positions: longest document, P; only rotary positions need it.
         groups: of this rank. Tensor- and context-parallel ranks get the same micro-batch: the former share every
             matrix (parameters are those of one process, cut), the latter its tokens.
@@ -119,14 +126,15 @@ class HybridModel(nn.Module):
         self.ep = ExpertParallel.of(groups, self.tp)
         self.config, self.vocab_size, self.max_positions, self.dtype = config, vocab_size, max_positions, dtype
         self.backends = Backends.of(backends)
-        num_rows = config.padded_vocab_size(vocab_size)
-        self.embedding = Embedding(num_rows, config.hidden_size, tp=self.tp, device=device, dtype=dtype)
+        num_rows = config.padded_vocab_size(vocab_size, self.tp.size)
+        options = {"stored_rows": config.padded_vocab_size(vocab_size), "tp": self.tp, "device": device, "dtype": dtype}
+        self.embedding = Embedding(num_rows, config.hidden_size, **options)
         self.rotary = self._build_rotary(device)
         self.layers = nn.ModuleList(self._build_layer(symbol, device) for symbol in config.layer_types)
         self.final_norm = layer_norm_of(config, self.backends, device, dtype, self.tp)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
-            self.output = Output(num_rows, config.hidden_size, tp=self.tp, device=device, dtype=dtype)
+            self.output = Output(num_rows, config.hidden_size, **options)
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoETransformerLayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)

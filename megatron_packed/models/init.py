@@ -112,4 +112,5 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
 def initialize(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1) -> None:
     """Fill every parameter of ``model``, in place, one at a time, with this rank's part of the whole tensor."""
     for name, sharded in sharded_parameters(model, tp_rank, tp_size).items():
-        sharded.parameter.copy_(sharded.shard.take(initial_value(name, sharded.global_shape, config, seed)))
+        value = initial_value(name, sharded.stored_shape, config, seed)
+        sharded.parameter.copy_(sharded.shard.take(sharded.shard.pad(value)))

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MOE
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.collectives import all_gather_rows
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -99,26 +102,37 @@ def check_isolation(
     device: torch.device | str,
     dtype: torch.dtype,
     backends: Backends | Mapping[str, str] | None = None,
+    *,
+    groups: ParallelGroups | None = None,
+    sequence_parallel: bool = False,
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
     Under 2 seconds once kernels are compiled and tuned; waits for the device, so call it before training and not in it.
+    A collective of tensor-parallel ranks, which share these layers as they share those of the model.
 
     Returns:
         Three results for each kind of layer; refuse to train unless all ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
+    tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
     if MAMBA in model_config.layer_types:
-        _tune_the_scan(model_config, device, dtype, backends.ssd)
+        _tune_the_scan(model_config, device, dtype, backends.ssd, tp.size)
     results = []
     for symbol in dict.fromkeys(model_config.layer_types):
-        results += _check_layer(symbol, model_config, device, dtype, backends)
+        small = small_config(symbol, model_config, tp.size)
+        total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * tp.size
+        model = HybridModel(
+            small, vocab_size=VOCAB, max_positions=total, groups=groups, sequence_parallel=sequence_parallel,
+            device=device, dtype=dtype, backends=backends, seed=1,
+        )  # fmt: skip
+        results += _check_layer(symbol, model, total, device)
     return results
 
 
-def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, tp_size: int) -> None:
     """Tiles are chosen once for packs of any size: by sizes as in training, not by the small packs of this check."""
-    heads, groups = config.mamba_num_heads, config.mamba_num_groups
+    heads, groups = config.mamba_num_heads // tp_size, max(config.mamba_num_groups // tp_size, 1)
     inputs = ssd.Inputs(
         tokens=CHUNKS_TO_TUNE * config.mamba_chunk_size,
         heads=heads,
@@ -133,18 +147,21 @@ def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype
     ssd.tune(inputs, device, backend=backend)
 
 
-def small_config(symbol: str, config: ModelConfig) -> ModelConfig:
-    """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible."""
+def small_config(symbol: str, config: ModelConfig, tp_size: int = 1) -> ModelConfig:
+    """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible.
+
+    Among tensor-parallel ranks each has these sizes, and they share groups of heads where those of ``config`` do.
+    """
     is_moe = symbol == MOE
     changes: dict[str, object] = {
         "hybrid_layer_pattern": symbol,
         "hidden_size": HIDDEN,
-        "ffn_hidden_size": 2 * HIDDEN,
+        "ffn_hidden_size": 2 * HIDDEN * tp_size,
         "hidden_dropout": 0.0,
         "init_method_std": HIDDEN**-0.5,
         "num_experts": min(config.num_experts or 1, max(8, config.moe_router_topk)) if is_moe else None,
-        "moe_ffn_hidden_size": HIDDEN,
-        "moe_shared_expert_intermediate_size": HIDDEN
+        "moe_ffn_hidden_size": HIDDEN * tp_size,
+        "moe_shared_expert_intermediate_size": HIDDEN * tp_size
         if is_moe and config.moe_shared_expert_intermediate_size
         else None,
         "moe_aux_loss_coeff": 0.0,  # couples documents by design
@@ -154,25 +171,20 @@ def small_config(symbol: str, config: ModelConfig) -> ModelConfig:
     }
     # Sizes of layers that the pattern does not have are not numbers (no attention heads, a width without Mamba heads).
     if symbol == ATTENTION:
-        changes |= {"num_query_groups": 1, "num_attention_heads": config.num_attention_heads // config.num_query_groups}
+        groups = min(config.num_query_groups, tp_size)
+        heads_per_group = config.num_attention_heads // config.num_query_groups
+        changes |= {"num_query_groups": groups, "num_attention_heads": groups * heads_per_group}
     elif symbol == MAMBA:
-        groups = min(config.mamba_num_groups, 2)
-        heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2)
+        groups = min(config.mamba_num_groups, 2 * tp_size)
+        heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2 * max(tp_size // groups, 1))
         changes |= {"mamba_num_groups": groups, "mamba_num_heads": groups * heads_per_group}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
-def _check_layer(
-    symbol: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends
-) -> list[IsolationResult]:
-    chunk = config.mamba_chunk_size
-    total = -(-(2 * chunk + 32) // BLOCK) * BLOCK
+def _check_layer(symbol: str, model: HybridModel, total: int, device: torch.device) -> list[IsolationResult]:
+    chunk = model.config.mamba_chunk_size
     # One document inside a chunk; one that crosses into the next and shares it with others; a long one; the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
-    small = small_config(symbol, config)
-    model = HybridModel(
-        small, vocab_size=VOCAB, max_positions=total, device=device, dtype=dtype, backends=backends, seed=1
-    )
     packs = [_make_pack(lengths, total, change).to(device) for change in (False, True)]
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (_observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
@@ -189,7 +201,8 @@ def _check_layer(
                 quantity=quantity,
                 difference=_moved(value, after[quantity], others_T),
                 allowed=max(
-                    _ulps_allowed(symbol, quantity, device, backends) * torch.finfo(dtype).eps, NOISE_FACTOR * noise
+                    _ulps_allowed(symbol, quantity, device, model.backends) * torch.finfo(model.dtype).eps,
+                    NOISE_FACTOR * noise,
                 ),
                 noise=noise,
                 leak=leak,
@@ -249,6 +262,8 @@ def _observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
             handle.remove()
     embedded_TD, normed_TD = captured
     (input_grad_TD,) = torch.autograd.grad(output.loss, [embedded_TD])
+    if model.tp.sequence_parallel:
+        normed_TD, input_grad_TD = (all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD))
     return {"outputs": normed_TD.detach(), "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
 
 

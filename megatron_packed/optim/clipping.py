@@ -5,6 +5,9 @@ Gradients are not scaled here: the optimizer kernels divide by ``clip_divisor`` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,34 +20,65 @@ _EPSILON = 1e-6
 """Added to the norm before the division, as torch.nn.utils.clip_grad_norm_ and Megatron do."""
 
 
-def global_norm(*grads: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients, 0-d float32.
+def global_norm(*grads: Tensor) -> Tensor:
+    """L2 norm of the gradients of this rank, 0-d float64.
 
     Two deterministic stages: float32 norms of rows of 4,096 elements, then their norm in float64. One reduction over
     the whole buffer would add up millions of squares in float32: for 50 M elements torch 2.13's CPU kernel is off by
-    0.3 %, the rows by less than 1e-5 (both measured). Ranks that own different gradients add up their squares in
-    float64: the float32 result does not depend on their number, unless it lies within 1e-15 of a tie in rounding.
+    0.3 %, the rows by less than 1e-5 (both measured).
 
     Args:
         grads: ``(numel,)`` float32 with zeros as padding, ``numel`` a multiple of 4,096.
-        group: ranks of which each passes gradients of its own.
     """
     rows = torch.cat([torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), dim=1) for part in grads])
     norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
-    if group is not None:
-        norm = all_reduce_sum(norm.square(), group).sqrt()
-    return norm.to(torch.float32)
+    return norm
 
 
-def nonfinite_flag(grad_norm: Tensor, must_be_finite: Tensor | None = None) -> Tensor:
-    """0-d float32: 1.0 when the norm or any element of ``must_be_finite`` is inf or nan, else 0.0.
+def norm_and_flag(
+    grads: Sequence[Tensor],
+    must_be_finite: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    elsewhere: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Norm of all gradients and non-finite flag, both 0-d float32 and the same on all ranks: one collective.
 
-    One bad gradient element makes the norm bad, so no element is looked at twice.
+    Ranks add up their squares in float64: the float32 norm does not depend on how many share the gradients, unless it
+    lies within 1e-15 of a tie in rounding.
+
+    Args:
+        grads: as of `global_norm`.
+        must_be_finite: any tensor; one inf or nan on one rank raises the flag on all.
+        group: ranks that hold different gradients.
+        elsewhere: views into ``grads`` that hold copies: another rank of ``group`` counts them. Left as they were.
     """
-    bad = ~torch.isfinite(grad_norm)
-    if must_be_finite is not None:
-        bad = bad | ~torch.isfinite(must_be_finite).all()
-    return bad.to(torch.float32)
+    with _set_aside(elsewhere):
+        norm = global_norm(*grads)
+    # One bad gradient makes the norm bad, so no gradient is looked at twice.
+    bad = nonfinite_flag(norm if must_be_finite is None else must_be_finite)
+    if group is not None:
+        square, bad = all_reduce_sum(torch.stack([norm.square(), bad.to(norm.dtype)]), group).unbind()
+        norm = square.sqrt()
+    norm = norm.to(torch.float32)
+    return norm, nonfinite_flag(norm).logical_or(bad).to(torch.float32)
+
+
+@contextmanager
+def _set_aside(views: Sequence[Tensor]) -> Iterator[None]:
+    """Zeros in place of ``views`` inside; everything on the device."""
+    if not views:
+        yield
+        return
+    kept = torch.cat(list(views))
+    torch._foreach_zero_(list(views))
+    yield
+    torch._foreach_copy_(list(views), list(kept.split([view.numel() for view in views])))
+
+
+def nonfinite_flag(values: Tensor) -> Tensor:
+    """0-d float32: 1.0 when any element is inf or nan, else 0.0."""
+    return (~torch.isfinite(values)).any().to(torch.float32)
 
 
 def clip_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.flat_buffers import DTYPES, FlatBuffers, FlatRange, ParamSlot
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
-from megatron_packed.optim.clipping import clip_divisor, global_norm, nonfinite_flag
+from megatron_packed.optim.clipping import clip_divisor, norm_and_flag
 
 if TYPE_CHECKING:
     from megatron_packed.config.optim import OptimizerConfig
@@ -43,6 +44,9 @@ class Optimizer:
         beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); weight decay skips parameters marked
             ``no_weight_decay``.
         clip_grad: largest global norm; 0 or less: no clipping.
+        norm_group: ranks that together hold every gradient; by default the owners of ``buffers``.
+        counted_elsewhere: elements ``[start, end)`` of the gradient buffer that another rank of ``norm_group`` holds
+            too and counts.
         implementation: 'auto' or a name of ``adamw.OP``.
     Raises:
         ValueError: a constant is out of range.
@@ -58,6 +62,8 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         clip_grad: float = 1.0,
+        norm_group: dist.ProcessGroup | None = None,
+        counted_elsewhere: Sequence[tuple[int, int]] = (),
         implementation: str = "auto",
     ) -> None:
         for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
@@ -75,6 +81,13 @@ class Optimizer:
 
         device, layout = buffers.device, buffers.layout
         self._owned = {dtype: layout.owned_span(dtype, buffers.ownership.rank) for dtype in DTYPES}
+        self._norm_group = norm_group or buffers.ownership.group
+        self._counted_elsewhere = [
+            buffers.grads[max(start, first) : min(end, last)]
+            for start, end in counted_elsewhere
+            for first, last in self._owned.values()
+            if max(start, first) < min(end, last)
+        ]
         low, high = (end - start for start, end in self._owned.values())
         self._state_base = dict(zip(DTYPES, (0, low)))
         self._low_master = torch.zeros(low, dtype=torch.float32, device=device)
@@ -100,7 +113,14 @@ class Optimizer:
         ]
 
     @classmethod
-    def from_config(cls, buffers: FlatBuffers, config: OptimizerConfig) -> Optimizer:
+    def from_config(
+        cls,
+        buffers: FlatBuffers,
+        config: OptimizerConfig,
+        *,
+        norm_group: dist.ProcessGroup | None = None,
+        counted_elsewhere: Sequence[tuple[int, int]] = (),
+    ) -> Optimizer:
         """An optimizer with the values of ``config``."""
         return cls(
             buffers,
@@ -109,6 +129,8 @@ class Optimizer:
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
+            norm_group=norm_group,
+            counted_elsewhere=counted_elsewhere,
             implementation=config.optimizer_backend,
         )
 
@@ -128,8 +150,9 @@ class Optimizer:
         """
         if lr is not None:
             self.set_lr(lr)
-        norm = global_norm(*self.buffers.owned_grads(), group=self.buffers.ownership.group)
-        skip = nonfinite_flag(norm, loss)
+        norm, skip = norm_and_flag(
+            self.buffers.owned_grads(), loss, group=self._norm_group, elsewhere=self._counted_elsewhere
+        )
         self.steps.add_(1.0 - skip)
         control = Control(
             lr=self.lr,

@@ -36,6 +36,7 @@ def build_model(
         vocab_size=vocab_size,
         max_positions=config.max_positions,
         groups=groups,
+        sequence_parallel=config.parallel.sequence_parallel,
         device=device,
         dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
         seed=config.training.seed,
@@ -53,6 +54,17 @@ class Job:
     step: TrainStep
 
 
+def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[int, int]]:
+    """Elements ``[start, end)`` of the gradient buffer that a lower tensor-parallel rank holds too."""
+    starts = {slot.name: slot.start for slot in buffers.layout.slots}
+    return [
+        (starts[name] + piece.local_start, starts[name] + piece.local_start + piece.length)
+        for name, sharded in model.sharded_parameters().items()
+        for piece in sharded.stored_pieces()
+        if not piece.owned
+    ]
+
+
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Model, flat buffers, optimizer and step on this rank's device."""
     model = build_model(config, vocab_size, groups.device, groups).train()
@@ -62,5 +74,10 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
         counters=counter_slots(model),
         ownership=Ownership.over(groups) if config.parallel.use_distributed_optimizer else None,
     )
-    optimizer = Optimizer.from_config(buffers, config.optim)
+    optimizer = Optimizer.from_config(
+        buffers,
+        config.optim,
+        norm_group=groups.tp_group if buffers.ownership.size == 1 else groups.world_group,
+        counted_elsewhere=counted_elsewhere(model, buffers),
+    )
     return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))

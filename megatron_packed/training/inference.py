@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatron_packed.checkpoint.load import load_checkpoint
-from megatron_packed.checkpoint.state import whole_tensors
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build import build_model
-from megatron_packed.training.state import model_refusal, model_tensors
+from megatron_packed.training.state import held_state, model_refusal
 
 
 def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = "cpu") -> HybridModel:
@@ -24,7 +23,7 @@ def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = 
     model = build_model(config, vocab_size, device)
     load_checkpoint(
         config.checkpoint.load,
-        whole_tensors(model_tensors(model)),
+        [held.shard for held in held_state(model)],
         step=config.checkpoint.ckpt_step,
         allow_extra=("optimizer/", "rng/"),
         accept=lambda metadata: model_refusal(metadata, config.model),

@@ -17,6 +17,7 @@ from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
+from megatron_packed.config.surroundings import environment_number
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.collectives import all_gather_json, barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
@@ -61,7 +62,8 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     if config.training.deterministic_mode:
         configure_determinism()
     try:
-        groups = ParallelGroups.create(config.parallel, device_of(config))
+        layout = config.layout(environment_number(os.environ, "WORLD_SIZE", 1, []))
+        groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
     except ValueError as error:  # of the launch: an environment or devices that do not fit
         print(error, file=sys.stderr, flush=True)
         return ExitCode.USAGE
@@ -87,7 +89,7 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
 
 def _claim(folder: str, groups: ParallelGroups) -> None:
     """Keeps other runs out until this process is gone; that nothing can be written is found out here, not at a save."""
-    claim_directory(folder, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group)
+    claim_directory(folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
     if groups.rank == 0:
         clear_status(folder)
     barrier(groups)  # from here on any rank may write a new status
@@ -97,7 +99,11 @@ def _train(
     config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag, watch: FailureWatch
 ) -> ExitCode:
     data = build_data(config, groups, console.say)
-    seed_all(config.training.seed, groups.dp_rank)
+    # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.
+    own_rows = config.parallel.sequence_parallel
+    seed_all(
+        config.training.seed, groups.dp_rank, cp_rank=groups.cp_rank, tp_rank=groups.tp_rank if own_rows else 0
+    )
     job = build_job(config, groups, data.vocab_size)
     state = RunState(
         job.model,
@@ -195,7 +201,15 @@ def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData
 
 def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console) -> None:
     """Refuses to train when a document can see another through the kernels in use."""
-    check = partial(check_isolation, config.model, groups.device, model.dtype, model.backends)
+    check = partial(
+        check_isolation,
+        config.model,
+        groups.device,
+        model.dtype,
+        model.backends,
+        groups=groups,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
     # The first use compiles and tunes kernels.
     results = in_turns(groups, check) if groups.device.type == "cuda" else check()
     leaks = [str(result) for result in results if not result.passed]

@@ -8,9 +8,9 @@ JSON: the position in the data, the plan it is a position in, random states that
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from torch import Tensor
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron_packed.checkpoint.ranks import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
-from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
+from megatron_packed.checkpoint.state import TensorShard, share_out, whole_tensors
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.serialise import model_differences
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
+from megatron_packed.distributed.sharding import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 
@@ -41,50 +42,59 @@ class Progress:
     """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
 
 
-def model_tensors(model: HybridModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by global name; tied parameters once."""
-    persistent = model.state_dict()
-    named = dict(model.named_parameters())
-    named |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {f"model/{name}": tensor.detach() for name, tensor in named.items()}
+class Held(NamedTuple):
+    """What this rank holds of a run's state."""
+
+    shard: TensorShard
+    owned: bool
+    """Whether no lower tensor-parallel rank holds it too."""
+    replicated: bool
+    """Whether all ranks of the ``dp_cp`` group hold it."""
 
 
-def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The part of the optimizer's state that all ranks hold alike, by global name and shape.
+def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
+    """Parameters (tied ones once), persistent buffers and optimizer state, under the names of every layout."""
+    parameters, persistent, first = model.sharded_parameters(), model.state_dict(), model.tp.rank == 0
+    for name, sharded in parameters.items():
+        for shard, owned in _shards_of(f"model/{name}", sharded, sharded.parameter.detach().view(-1)):
+            yield Held(shard, owned, replicated=True)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
+    if optimizer is None:
+        return
+    starts, alike = optimizer.state_starts(), optimizer.buffers.ownership.size == 1
+    for name, view in optimizer.state_shards().items():
+        kind, _, of = name.partition("/")
+        if name == "step":
+            yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
+        elif kind != "master" or parameters[of].parameter.dtype != torch.float32:  # else it is its own master
+            for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
+                yield Held(shard, owned, replicated=alike)
 
-    With a distributed optimizer that is the step count alone; the rest is in ``optimizer_shards``.
+
+def _shards_of(
+    name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
+) -> Iterator[tuple[TensorShard, bool]]:
+    """What ``view`` holds of the whole that a parameter is a part of, and which of it is owned.
+
+    Args:
+        view: consecutive elements of this rank's part of the parameter, or of something of its shape.
+        start: which of them the first is.
     """
-    shapes = optimizer.global_shapes()
-    sharded = optimizer.buffers.ownership.size > 1
-    return {
-        f"optimizer/{name}": view.view(shapes[name])
-        for name, view in _own_state(optimizer).items()
-        if not sharded or name == "step"
-    }
-
-
-def optimizer_shards(optimizer: Optimizer) -> list[TensorShard]:
-    """The part of the optimizer's state that this rank alone holds; empty without a distributed optimizer."""
-    if optimizer.buffers.ownership.size == 1:
-        return []
-    shapes, starts = optimizer.global_shapes(), optimizer.state_starts()
-    return [
-        TensorShard(
-            name=f"optimizer/{name}",
-            global_shape=shapes[name],
-            start=starts[name],
-            end=starts[name] + view.numel(),
-            tensor=view,
-        )
-        for name, view in _own_state(optimizer).items()
-        if name != "step"
-    ]
-
-
-def _own_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What there is beside the model: a float32 parameter is its own master and is not listed twice."""
-    own_master = {f"master/{slot.name}" for slot in optimizer.buffers.layout.slots if slot.dtype == torch.float32}
-    return {name: view for name, view in optimizer.state_shards().items() if name not in own_master}
+    for piece in sharded.stored_pieces():
+        first = max(piece.local_start, start)
+        last = min(piece.local_start + piece.length, start + view.numel())
+        if first < last:
+            shift = piece.global_start - piece.local_start
+            shard = TensorShard(
+                name=name,
+                global_shape=tuple(sharded.stored_shape),
+                start=first + shift,
+                end=last + shift,
+                tensor=view[first - start : last - start],
+            )
+            yield shard, piece.owned
 
 
 def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
@@ -124,7 +134,7 @@ class RunState:
         self.config, self.model_hash = config, model_hash
         self.progress = Progress()
         self._device = groups.device
-        self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.dp_group)
+        self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
 
     def save(self, options: CheckpointConfig) -> SavedCheckpoint:
@@ -136,15 +146,17 @@ class RunState:
         rank, world_size = self.groups.rank, self.groups.world_size
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        replicated = model_tensors(self.model) | optimizer_tensors(self.optimizer)
+        owned = [held for held in held_state(self.model, self.optimizer) if held.owned]
+        alike = [held.shard for held in owned if held.replicated]
+        shards = share_out(alike, self.groups.dp_cp_rank, self.groups.dp_cp_size)
+        shards += [held.shard for held in owned if not held.replicated]
         rng = RngState.capture(self._device)
-        shards = split_replicated(replicated, rank, world_size) + optimizer_shards(self.optimizer)
         shards += whole_tensors({f"rng/rank_{rank}/{name}": tensor for name, tensor in rng.tensors.items()})
         metadata = {
             "progress": vars(self.progress).copy(),
             "plan_hash": self.plan_hash,
             "data_hash": self.data_hash,
-            "dp_size": self.groups.dp_size,
+            "layout": self._layout,
             "rng": self._ranks.gather(dict(rng.metadata)),
             "config": self.config,
         }
@@ -155,7 +167,7 @@ class RunState:
             metadata,
             rank=rank,
             world_size=world_size,
-            group=self.groups.dp_group,
+            group=self.groups.world_group,
             run_id=self.run_id,
             config_hash=self.model_hash,
             keep_last=options.save_retain,
@@ -166,7 +178,7 @@ class RunState:
 
         With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run starts at iteration 0:
         what the weights mean is the caller's word (a larger ``rotary_base`` for longer documents). A checkpoint
-        written by another number of ranks restores all but the random states, which start from the seed.
+        written in another layout restores all but the random states, which start from the seed.
 
         Raises:
             NoCheckpointError: there is none.
@@ -174,16 +186,15 @@ class RunState:
             CheckpointError: none is sound.
         """
         rng = RngState.capture(self._device)
-        wanted = whole_tensors(model_tensors(self.model))
+        wanted = [held.shard for held in held_state(self.model, None if options.finetune else self.optimizer)]
         if not options.finetune:
-            wanted += whole_tensors(optimizer_tensors(self.optimizer)) + optimizer_shards(self.optimizer)
             wanted += whole_tensors({f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()})
         loaded = load_checkpoint(
             options.load,
             wanted,
             rank=self.groups.rank,
             world_size=self.groups.world_size,
-            group=self.groups.dp_group,
+            group=self.groups.world_group,
             step=options.ckpt_step,
             allow_missing=("rng/",),
             allow_extra=("",) if options.finetune else ("rng/",),
@@ -194,10 +205,21 @@ class RunState:
             return loaded
         self.progress = Progress(**loaded.metadata["progress"])
         self.run_id = loaded.run_id
-        if loaded.metadata["dp_size"] == self.groups.dp_size and not loaded.missing:
+        if loaded.metadata.get("layout") == self._layout and not loaded.missing:
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
         return loaded
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        """The sizes that decide which rank draws which random numbers."""
+        groups = self.groups
+        return {
+            "world_size": groups.world_size,
+            "tp_size": groups.tp_size,
+            "cp_size": groups.cp_size,
+            "sequence_parallel": int(self.model.tp.sequence_parallel),
+        }
 
     def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
         """Why a run cannot go on from a checkpoint with this metadata."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel, HybridOutput
@@ -30,7 +31,7 @@ class StepValues(NamedTuple):
     nonfinite: bool
     stop_requested: bool
     bad_micro_batches: dict[int, int]
-    """Data-parallel rank -> number (from 0) of its first micro-batch with a non-finite loss or input gradient."""
+    """Rank -> number (from 0) of the first micro-batch in which it saw a non-finite loss or input gradient."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
@@ -44,8 +45,7 @@ def extra_slots(groups: ParallelGroups) -> dict[str, int]:
     return {
         "loss": 1,
         "aux_loss": 1,
-        "stop": 1,
-        "bad_micro_batch": groups.dp_size,
+        "signs": 1 + groups.world_size,
     }
 
 
@@ -56,6 +56,12 @@ def counter_slots(model: HybridModel) -> dict[str, int]:
 
 class TrainStep:
     """Runs optimizer steps of one model.
+
+    [Note: which ranks a sum goes over]
+    Gradients, losses and counts: over the ranks that hold the same shard (``dp_cp``), each with tokens of its own.
+    Tensor-parallel ranks have found the same losses and counts, and different gradients; what they found of the
+    gradients of parameters that they hold together is summed before. Signs (slot 0: this rank was asked to stop; slot
+    1 + rank: 1 + number of its first bad micro-batch) differ between all ranks: their sum goes over both groups.
 
     Args:
         model: the model, its parameters living in ``buffers``.
@@ -72,7 +78,8 @@ class TrainStep:
         self.graphs: GraphRunner | None = None
         """Replays what it has captured of the model; None: all of it runs eagerly."""
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
-        self.metrics = torch.zeros(5 + groups.dp_size, dtype=torch.float32, device=self.device)
+        self._shared = model.shared_gradients()
+        self.metrics = torch.zeros(5 + groups.world_size, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output. The
         # embedding is in no graph, so its hooks see every micro-batch.
@@ -86,17 +93,16 @@ class TrainStep:
             lr: learning rate of this step.
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
         Returns:
-            The metrics vector ``(5 + dp_size,)`` float32 on the device; the same memory every step.
+            The metrics vector ``(5 + world_size,)`` float32 on the device; the same memory every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
         self.buffers.zero_grad()
         self._stop.fill_(float(stop_requested))
-        self.buffers.extras["stop"].copy_(self._stop, non_blocking=True)
+        self.buffers.extras["signs"][:1].copy_(self._stop, non_blocking=True)
         for number, micro_batch in enumerate(micro_batches):
             self._accumulate(micro_batch, number)
-        with record_function("dp::reduce"):
-            self.buffers.reduce(self.groups)
+        self._reduce()
         extras = self.buffers.extras
         with record_function("optim::step"):
             stats = self.optimizer.step(lr, loss=extras["loss"])
@@ -108,8 +114,7 @@ class TrainStep:
                 extras["aux_loss"],
                 stats.grad_norm.reshape(1),
                 stats.nonfinite.to(torch.float32).reshape(1),
-                extras["stop"],
-                extras["bad_micro_batch"],
+                extras["signs"],
             ],
             out=self.metrics,
         )
@@ -129,6 +134,14 @@ class TrainStep:
             output.loss.backward()
         return output
 
+    def _reduce(self) -> None:
+        """Sums over ranks. See [Note: which ranks a sum goes over]."""
+        with record_function("tp::reduce"):
+            self._shared.sum()
+            all_reduce_sum(self.buffers.extras["signs"], self.groups.tp_group)
+        with record_function("dp::reduce"):
+            self.buffers.reduce(self.groups)
+
     def _watch_gradient(self, embedded_TD: Tensor) -> None:
         if embedded_TD.requires_grad:
             embedded_TD.register_hook(self._keep_sum)
@@ -146,6 +159,6 @@ class TrainStep:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
                 self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
             # The first bad one of this rank stays: a later one finds the slot taken.
-            slot = extras["bad_micro_batch"][self.groups.dp_rank]
+            slot = extras["signs"][1 + self.groups.rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
             slot.copy_(torch.where(bad & (slot == 0), float(number + 1), slot))

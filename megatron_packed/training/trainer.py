@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,16 +104,15 @@ class Trainer:
             return None
         model, device = self.step.model, self.groups.device
         model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        targets = 0
         with torch.no_grad():
             for number in range(self.valid.plan.num_steps):
+                targets += self.valid.plan.step(number).global_targets
                 for micro_batch in self.valid.loader.micro_batches(number):
-                    output = model(self.step.place(micro_batch))
-                    totals[0] += output.loss_sum
-                    totals[1] += micro_batch.num_target_tokens
+                    total += model(self.step.place(micro_batch)).loss_sum
         model.train()
-        all_reduce_sum(totals, self.groups.dp_group)
-        loss_sum, targets = totals.tolist()
+        loss_sum = all_reduce_sum(total, self.groups.dp_cp_group).item()
         loss = loss_sum / targets if targets else float("nan")
         iteration = self.state.progress.validated_at = self.state.progress.iteration
         self._saved_at = None  # a checkpoint of this iteration would not know of it
@@ -122,7 +121,7 @@ class Trainer:
             {
                 "iteration": iteration,
                 "valid_loss": loss,
-                "valid_target_tokens": int(targets),
+                "valid_target_tokens": targets,
                 "plan_hash": self.valid.plan.hash,
             }
         )
@@ -236,7 +235,7 @@ class Trainer:
 
     def _report_nonfinite(self, iteration: int, values: StepValues) -> None:
         self.state.progress.skipped_steps += 1
-        places = [f"micro-batch {number} of rank {rank}" for rank, number in values.bad_micro_batches.items()]
+        places = bad_places(values.bad_micro_batches, self.groups.tp_cp_size)
         what = f"loss or gradient in {', '.join(places)}" if places else "gradient norm"
         self.console.warn(
             f"step {iteration} had a non-finite {what}; its update was not applied, weights and moments are those of "
@@ -268,3 +267,18 @@ class Trainer:
                 if writer not in self._complained:
                     self.console.warn(f"the numbers of this run cannot be written: {error}; it goes on without them.")
                 self._complained.append(writer)
+
+
+def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:
+    """Where non-finite values were seen first, in words: the ranks that share a pack are one place.
+
+    Example:
+        ``{2: 1, 3: 0}`` with 2 ranks per pack: ``["micro-batch 0 of ranks 2 to 3"]``.
+    """
+    first: dict[int, int] = {}
+    for rank, number in bad_micro_batches.items():
+        place = rank // ranks_per_pack * ranks_per_pack
+        first[place] = min(number, first.get(place, number))
+    last = ranks_per_pack - 1
+    ranks = {place: f"ranks {place} to {place + last}" if last else f"rank {place}" for place in first}
+    return [f"micro-batch {number} of {ranks[place]}" for place, number in first.items()]

@@ -267,7 +267,7 @@ def forget_step(number: int) -> None:
     def wrapped(self: TrainStep, *args: Any, **kwargs: Any) -> torch.Tensor:
         if next(calls) != number:
             return original(self, *args, **kwargs)
-        tensors = [*run_state.model_tensors(self.model).values(), *run_state.optimizer_tensors(self.optimizer).values()]
+        tensors = [held.shard.tensor for held in run_state.held_state(self.model, self.optimizer)]
         before = [tensor.clone() for tensor in tensors]
         metrics = original(self, *args, **kwargs)
         for tensor, old in zip(tensors, before):

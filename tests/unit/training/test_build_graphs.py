@@ -25,7 +25,7 @@ from megatron_packed.training.build import build_job
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import failure_of
 from megatron_packed.training.graphs import build_graphs, capture_graphs, dummy_pack, modules_to_capture, released
-from megatron_packed.training.state import model_tensors, optimizer_tensors
+from megatron_packed.training.state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingEngine
@@ -111,7 +111,7 @@ def test_a_dummy_of_a_cell_that_cannot_be_full_leaves_a_tail():
 def state_hash(job):
     """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random states."""
     digest = hashlib.sha256()
-    tensors = {**model_tensors(job.model), **optimizer_tensors(job.optimizer)}
+    tensors = {held.shard.name: held.shard.tensor for held in held_state(job.model, job.optimizer)}
     tensors |= {f"buffer {name}": tensor for name, tensor in job.model.named_buffers()}
     tensors |= {"storage": job.buffers.storage, "metrics": job.step.metrics, "rng": torch.get_rng_state()}
     for name, tensor in sorted(tensors.items()):
