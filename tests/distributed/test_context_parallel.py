@@ -125,8 +125,10 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         if buffers is not None and groups is not None:
             buffers.all_reduce(groups)
         gradients = {n: p.main_grad if buffers else p.grad for n, p in model.named_parameters()}
-        if buffers is None:
-            gradients = {n: all_reduce_sum(g.clone(), cp_group) for n, g in gradients.items()}
+        if buffers is None and groups is not None:
+            experts = {n for n, p in model.sharded_parameters().items() if p.is_expert}
+            for name, gradient in gradients.items():
+                all_reduce_sum(gradient, groups.expert_dp_group if name in experts else cp_group)
     return {
         "sums": all_reduce_sum(torch.cat([value.double().view(-1) for value in sums]), cp_group),
         "rows": rows,
@@ -184,6 +186,29 @@ def test_ranks_compute_what_one_process_computes(
 def test_gradients_in_flat_buffers(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     changes = CASES["groups and keys shared by ranks"]
     check(pools, world_size, layout, variants(layout, changes=changes, dtype=torch.float32, flat=True))
+
+
+EXPERTS = [
+    (2, {"cp_size": 2, "ep_size": 2}),
+    (4, {"cp_size": 4, "ep_size": 2}),
+    (4, {"tp_size": 2, "cp_size": 2, "ep_size": 2}),
+    (4, {"tp_size": 2, "cp_size": 2, "ep_size": 4, "expert_tp_size": 1}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), EXPERTS, ids=str)
+def test_slices_of_a_pack_share_experts(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
+    """An expert-parallel group has ranks with other slices of the same pack, and the tail of all of them."""
+    runs = [
+        run
+        for name in ("groups and keys shared by ranks", "groups and keys for all ranks, rope, expert bias")
+        for dispatcher in ("allgather", "alltoall")
+        for run in variants(
+            layout, changes={**CASES[name], "num_experts": 8, "moe_token_dispatcher_type": dispatcher}, pattern="E*E"
+        )
+        if run.comm_type != "all_gather"
+    ]
+    check(pools, world_size, layout, runs)
 
 
 def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:

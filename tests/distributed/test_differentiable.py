@@ -18,6 +18,7 @@ from megatron_packed.distributed.differentiable import (
     copy_to,
     gather_last,
     gather_rows,
+    pass_on,
     reduce_from,
     scatter_rows,
     split_last,
@@ -74,6 +75,7 @@ CASES = {
     "split_rows": Case(split_rows, SHARED, OWN),
     "gather_last": Case(gather_last, OWN, SHARED),
     "split_last": Case(split_last, SHARED, OWN),
+    "pass_on": Case(pass_on, OWN, OWN),
     "rows_to_heads": Case(fused_to_heads, OWN, OWN, (5, 24)),
     "rows_to_columns": Case(fused_to_columns, OWN, OWN, (5, 24)),
     "heads_to_rows": Case(fused_to_rows, OWN, OWN, (16, 8)),
@@ -162,6 +164,8 @@ def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
         return torch.cat(x, dim=-1)
     if name == "split_last":
         return x[rank].chunk(size, dim=-1)[rank]
+    if name == "pass_on":
+        return x[rank - 1]
     if name in ("rows_to_heads", "rows_to_columns"):
         heads, dt, b = torch.cat(x).split([12, 4, 8], dim=1)
         group = rank * 2 // size

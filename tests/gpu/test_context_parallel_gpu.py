@@ -1,0 +1,101 @@
+"""Context parallelism over NCCL with the kernels of GPUs: two ranks against one process, and documents stay apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import DistributedError, run_distributed
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.micro_batch import MicroBatch
+
+VOCAB, TOKENS, HIDDEN = 512, 1024, 256
+LENGTHS = [1, 3, 130, 257, 2, 300, 64, 90]
+"""In contiguous slices the border lies inside the sixth document."""
+CONFIG = {
+    "hidden_size": HIDDEN, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64,
+    "mamba_num_heads": 16, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_num_groups": 2,
+    "mamba_chunk_size": 128, "num_experts": None, "add_bias_linear": False, "normalization": "RMSNorm",
+    "squared_relu": True, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
+CHANGED = 3
+"""The document whose tokens change."""
+
+
+def pack(alignment: int, changed: int | None = None) -> MicroBatch:
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(0, VOCAB, length), None) for length in LENGTHS]
+    if changed is not None:
+        documents[changed] = ((documents[changed][0] + 1) % VOCAB, None)
+    targets = sum(length - 1 for length in LENGTHS)
+    return MicroBatch.build(documents, TOKENS, len(LENGTHS) + 3, (1 / targets, 1.0), alignment=alignment).to("cuda")
+
+
+def train(groups: ParallelGroups | None, comm_type: str, pattern: str, backends: dict[str, str]) -> dict[str, Tensor]:
+    """Loss and gradients of one pack over all ranks, and what a changed document moves in this rank's other rows."""
+    model = HybridModel(
+        ModelConfig(hybrid_layer_pattern=pattern, **CONFIG),
+        vocab_size=VOCAB,
+        max_positions=TOKENS,
+        groups=groups,
+        cp_comm_type=comm_type,
+        device="cuda",
+        dtype=torch.bfloat16,
+        backends=backends,
+    ).train()
+    alignment = 1 if comm_type == "a2a" else 4
+    batch, group = pack(alignment), None if groups is None else groups.cp_group
+    output = model(batch)
+    output.loss.backward()
+    found = {"loss": all_reduce_sum(output.loss.detach().clone(), group)}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = all_reduce_sum(parameter.grad.float(), group)
+    others_T = model.cp.own(batch.packed.seq_idx[0] != CHANGED, batch.packed)
+    after_T = model(pack(alignment, CHANGED)).per_token_loss_T
+    found["moved"] = ((after_T - output.per_token_loss_T).abs() * others_T).max()
+    return found
+
+
+def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
+    return train(groups, *arguments)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("comm_type", ["a2a", "all_gather", "p2p"])
+@pytest.mark.parametrize("zigzag", ["auto", "reference"])
+def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
+    if comm_type == "a2a" and zigzag == "reference":
+        pytest.skip("a2a runs the kernel of one GPU")
+    arguments = (comm_type, "M*-M*", {"zigzag_attention": zigzag})
+    expected = train(None, *arguments)
+    ranks = run_distributed(train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300)
+    for found in ranks:
+        assert float(found["moved"]) == 0
+        assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-2)
+        for name, gradient in expected.items():
+            if name not in ("loss", "moved"):
+                error = (found[name].cpu() - gradient.cpu()).norm() / gradient.cpu().norm()
+                assert error <= 3e-2, f"{name}: {error:.1e}"
+
+
+@pytest.mark.multi_gpu
+def test_no_kernel_for_float32_keys_that_travel() -> None:
+    """The reference would serve, slowly: it must be asked for."""
+    with pytest.raises(DistributedError, match=r"takes bfloat16 and float16.*--cp-comm-type a2a"):
+        run_distributed(in_float32, 2, backend="nccl", layout={"cp_size": 2}, timeout=300)
+
+
+def in_float32(groups: ParallelGroups) -> None:
+    config = ModelConfig(hybrid_layer_pattern="*", **CONFIG)
+    model = HybridModel(
+        config, vocab_size=VOCAB, max_positions=TOKENS, groups=groups, cp_comm_type="p2p", device="cuda"
+    )
+    model(pack(4))
