@@ -130,7 +130,7 @@ class Attention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        attended_heads(config, tp, cp)
+        attended_heads(config, tp, cp)  # refuses heads that do not divide
         self.cp = cp
         self.peers = Peers(
             rank=cp.rank,
