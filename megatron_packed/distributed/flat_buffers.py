@@ -1,20 +1,26 @@
 """All parameters of a model in flat buffers at fixed addresses, with flat float32 gradients of the same layout.
 
-One buffer per dtype holds the parameters, one float32 buffer all gradients and, behind them, named slots that ride on
-the same all-reduce. Addresses never change after construction, so captured graphs stay valid, an optimizer step is a
-few kernels over whole slices, and data parallelism is one collective.
+One buffer per part (a dtype) holds the parameters, one float32 buffer all gradients and, behind them, named slots
+that ride on the same all-reduce. Addresses never change after construction, so captured graphs stay valid, an optimizer
+step is a few kernels over whole slices, and data parallelism is one collective.
 
-Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from their dtype's start)::
+Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from their part's start)::
 
     bf16 with decay | bf16 without | padding | fp32 with decay | fp32 without | padding | extras | counters
 
 Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is zero and stays zero.
 
+[Note: weights of experts]
+Under expert parallelism the copies of an expert are on other ranks (``expert_dp``) than those of everything else
+(``dp_cp``). Its weights then have parts of their own, one per dtype, in front of the others, so that what is summed
+over ``dp_cp`` with the slots is one range still, and what is summed over ``expert_dp`` is another. Every target token
+has the same scale wherever it was computed, so both are plain sums.
+
 [Note: ownership]
-With an ``Ownership`` of N ranks each rank owns one part of the parameters (ZeRO-1): it alone receives the sum of their
-gradients, keeps their masters and moments and updates them. A dtype's span is padded to a multiple of 4,096 N elements
-and cut into N equal parts wherever that falls, inside a parameter too; rank r owns the r-th part of each span. So the
-parts of all ranks have one size, as collectives want it, and start at multiples of 128 bytes; both collectives work in
+With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1): it alone receives the sum of their
+gradients, keeps their masters and moments and updates them. A part's span is padded to a multiple of 4,096 N elements
+and cut into N equal shares wherever that falls, inside a parameter too; rank r owns the r-th share of each span. So the
+shares of all ranks have one size, as collectives want it, and start at multiples of 128 bytes; both collectives work in
 place; and each row of 4,096 gradients, of which the norm is made, is the same for every N.
 """
 
@@ -24,6 +30,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +44,7 @@ from megatron_packed.distributed.grad_sync import (
     reduce_scatter_gradients,
 )
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.sharding import is_expert
 
 ALIGN_BYTES = 128
 ALIGN_ELEMENTS = 64
@@ -44,6 +52,18 @@ ALIGN_ELEMENTS = 64
 GRAIN_ELEMENTS = 4096
 """A rank's part of each dtype is a multiple of this, so that norms can be taken in rows (``optim/clipping.py``)."""
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Part(NamedTuple):
+    """Parameters of one dtype whose gradients are summed over the same ranks."""
+
+    dtype: torch.dtype
+    expert: bool = False
+    """Whether those ranks are ``expert_dp``. See [Note: weights of experts]."""
+
+
+PARTS = tuple(Part(dtype, expert) for expert in (True, False) for dtype in DTYPES)
+"""In the order of the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +74,38 @@ class Ownership:
     """The ranks that hold the same parameters and share the work of updating them."""
     rank: int = 0
     size: int = 1
+    experts: Ownership | None = None
+    """Of the weights of experts, where their copies are on other ranks; None: they are like all others."""
 
     @classmethod
     def over(cls, groups: ParallelGroups) -> Ownership:
-        """Each rank that holds the same dense parameters owns a part of them."""
-        return cls(group=groups.dp_cp_group, rank=groups.dp_cp_rank, size=groups.dp_cp_size)
+        """Each rank that holds the same parameters owns a share of them."""
+        experts = cls(group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size)
+        return cls(
+            group=groups.dp_cp_group,
+            rank=groups.dp_cp_rank,
+            size=groups.dp_cp_size,
+            experts=experts if experts_apart(groups) else None,
+        )
+
+    @classmethod
+    def undivided(cls, groups: ParallelGroups) -> Ownership:
+        """Each rank owns all that it holds."""
+        return cls(experts=cls() if experts_apart(groups) else None)
+
+
+def experts_apart(groups: ParallelGroups) -> bool:
+    """Whether the copies of an expert are on other ranks than those of other weights."""
+    return groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size
+
+
+class Described(NamedTuple):
+    """What the place of a parameter depends on."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    decay: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +114,22 @@ class ParamSlot:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    part: Part
     decay: bool
     """Whether weight decay applies (``param.no_weight_decay`` is not set)."""
     start: int
     end: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
-    """Contiguous elements ``[start, end)`` of one dtype and one weight-decay rule, padding included."""
+    """Contiguous elements ``[start, end)`` of one part and one weight-decay rule, padding included."""
 
-    dtype: torch.dtype
+    part: Part
     decay: bool
     start: int
     end: int
@@ -92,12 +143,11 @@ class FlatLayout:
     ranges: tuple[FlatRange, ...]
     numel: int
     num_owners: int = 1
+    num_expert_owners: int = 1
 
     @classmethod
-    def plan(
-        cls, parameters: Iterable[tuple[str, tuple[int, ...], torch.dtype, bool]], num_owners: int = 1
-    ) -> FlatLayout:
-        """Lay out ``(name, shape, dtype, decay)`` in the order given, grouped by (dtype, decay).
+    def plan(cls, parameters: Iterable[Described], num_owners: int = 1, num_expert_owners: int = 1) -> FlatLayout:
+        """Lay out parameters in the order given, grouped by (part, decay).
 
         Raises:
             ValueError: no parameter at all, or a dtype other than bf16 and float32.
@@ -105,43 +155,61 @@ class FlatLayout:
         parameters = list(parameters)
         if not parameters:
             raise ValueError("the module has no parameter that requires a gradient; there is nothing to train.")
-        for name, _, dtype, _ in parameters:
-            if dtype not in DTYPES:
-                raise ValueError(f"parameter {name} has dtype {dtype}; train in torch.bfloat16 or torch.float32.")
+        for name, _, part, _ in parameters:
+            if part.dtype not in DTYPES:
+                raise ValueError(f"parameter {name} has dtype {part.dtype}; train in torch.bfloat16 or torch.float32.")
         slots: list[ParamSlot] = []
         ranges: list[FlatRange] = []
         offset = 0
-        for dtype in DTYPES:
+        for part in PARTS:
             for decay in (True, False):
                 begin = offset
-                for name, shape, its_dtype, its_decay in parameters:
-                    if (its_dtype, its_decay) == (dtype, decay):
+                for name, shape, its_part, its_decay in parameters:
+                    if (its_part, its_decay) == (part, decay):
                         end = offset + math.prod(shape)
-                        slots.append(ParamSlot(name=name, shape=shape, dtype=dtype, decay=decay, start=offset, end=end))
+                        slots.append(ParamSlot(name=name, shape=shape, part=part, decay=decay, start=offset, end=end))
                         offset = _round_up(end, ALIGN_ELEMENTS)
                 if offset > begin:
-                    ranges.append(FlatRange(dtype=dtype, decay=decay, start=begin, end=offset))
-            offset = _round_up(offset, GRAIN_ELEMENTS * num_owners)
-            if ranges:
+                    ranges.append(FlatRange(part=part, decay=decay, start=begin, end=offset))
+            if ranges and ranges[-1].part == part:
+                first = next(item.start for item in ranges if item.part == part)
+                owners = num_expert_owners if part.expert else num_owners
+                offset = first + _round_up(offset - first, GRAIN_ELEMENTS * owners)
                 ranges[-1] = replace(ranges[-1], end=offset)
-        return cls(slots=tuple(slots), ranges=tuple(ranges), numel=offset, num_owners=num_owners)
+        return cls(
+            slots=tuple(slots),
+            ranges=tuple(ranges),
+            numel=offset,
+            num_owners=num_owners,
+            num_expert_owners=num_expert_owners,
+        )
 
-    def span(self, dtype: torch.dtype) -> tuple[int, int]:
-        """First and last element of all parameters of ``dtype``; (0, 0) when there are none."""
-        ranges = [item for item in self.ranges if item.dtype == dtype]
+    @property
+    def parts(self) -> list[Part]:
+        """Those that have parameters, in the order of the buffer."""
+        return [part for part in PARTS if any(item.part == part for item in self.ranges)]
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of the parts of experts, which come first."""
+        return max((item.end for item in self.ranges if item.part.expert), default=0)
+
+    def span(self, part: Part) -> tuple[int, int]:
+        """First and last element of all parameters of ``part``; (0, 0) when there are none."""
+        ranges = [item for item in self.ranges if item.part == part]
         return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
 
-    def owned_span(self, dtype: torch.dtype, rank: int) -> tuple[int, int]:
-        """First and last element of the part of ``span(dtype)`` that ``rank`` owns. Reads: [Note: ownership]."""
-        start, end = self.span(dtype)
-        part = (end - start) // self.num_owners
-        return start + rank * part, start + (rank + 1) * part
+    def owned_span(self, part: Part, rank: int) -> tuple[int, int]:
+        """First and last element of the share of ``span(part)`` that ``rank`` owns. Reads: [Note: ownership]."""
+        start, end = self.span(part)
+        share = (end - start) // (self.num_expert_owners if part.expert else self.num_owners)
+        return start + rank * share, start + (rank + 1) * share
 
-    def owned_ranges(self, rank: int) -> list[FlatRange]:
-        """What ``rank`` owns of ``ranges``."""
+    def owned_ranges(self, rank: int, expert_rank: int = 0) -> list[FlatRange]:
+        """What ``rank`` owns of ``ranges``; ``expert_rank`` is its number among the owners of experts."""
         owned = []
         for item in self.ranges:
-            first, last = self.owned_span(item.dtype, rank)
+            first, last = self.owned_span(item.part, expert_rank if item.part.expert else rank)
             start, end = max(item.start, first), min(item.end, last)
             if start < end:
                 owned.append(replace(item, start=start, end=end))
@@ -160,7 +228,8 @@ class FlatBuffers:
         module: its trainable parameters must share one device.
         extras: name -> number of float32 slots that ride on the gradient all-reduce (a sum): losses, flags.
         counters: name -> number of exact integer counters; use them for counts that may pass 2**24 in one step.
-        ownership: which part of the parameters this rank updates; by default all. Reads: [Note: ownership].
+        ownership: which share of the parameters this rank updates; by default all. Reads: [Note: ownership]. It also
+            says whether weights of experts are apart.
     Raises:
         ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters sharing memory.
     """
@@ -174,9 +243,13 @@ class FlatBuffers:
         ownership: Ownership | None = None,
     ) -> None:
         self.ownership = ownership or Ownership()
+        experts = self.ownership.experts
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        described = ((name, tuple(p.shape), p.dtype, _has_decay(p)) for name, p in trainable.items())
-        self.layout = FlatLayout.plan(described, self.ownership.size)
+        described = (
+            Described(name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p))
+            for name, p in trainable.items()
+        )
+        self.layout = FlatLayout.plan(described, self.ownership.size, experts.size if experts else 1)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
         )
@@ -195,17 +268,16 @@ class FlatBuffers:
         self.counters: Mapping[str, ExactCounter] = MappingProxyType(
             {name: ExactCounter(views[f"counters/{name}"]) for name in counters}
         )
-        self.params: Mapping[torch.dtype, Tensor] = MappingProxyType(self._adopt_parameters())
-        """Dtype -> flat buffer of all parameters of that dtype."""
+        self.params: Mapping[Part, Tensor] = MappingProxyType(self._adopt_parameters())
+        """Part -> flat buffer of all its parameters."""
         self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
         attach_accumulation(self.parameters.values())
 
-    def _adopt_parameters(self) -> dict[torch.dtype, Tensor]:
+    def _adopt_parameters(self) -> dict[Part, Tensor]:
         flat = {}
-        for dtype in DTYPES:
-            start, end = self.layout.span(dtype)
-            if end > start:
-                flat[dtype] = _aligned_zeros(end - start, dtype, self.device)
+        for part in self.layout.parts:
+            start, end = self.layout.span(part)
+            flat[part] = _aligned_zeros(end - start, part.dtype, self.device)
         with torch.no_grad():
             for slot in self.layout.slots:
                 parameter = self.parameters[slot.name]
@@ -216,18 +288,18 @@ class FlatBuffers:
                 parameter.main_grad = self.grads[slot.start : slot.end].view(slot.shape)  # type: ignore[attr-defined]
         return flat
 
-    def param_view(self, slot: ParamSlot, flat: Mapping[torch.dtype, Tensor] | None = None) -> Tensor:
-        """1-D view of a parameter's elements in its dtype's flat buffer."""
-        offset = self.layout.span(slot.dtype)[0]
-        return (self.params if flat is None else flat)[slot.dtype][slot.start - offset : slot.end - offset]
+    def param_view(self, slot: ParamSlot, flat: Mapping[Part, Tensor] | None = None) -> Tensor:
+        """1-D view of a parameter's elements in its part's flat buffer."""
+        offset = self.layout.span(slot.part)[0]
+        return (self.params if flat is None else flat)[slot.part][slot.start - offset : slot.end - offset]
 
     def zero_grad(self) -> None:
         """Set gradients, extras and counters to zero: one kernel, same addresses."""
         self.storage.zero_()
 
     def all_reduce(self, groups: ParallelGroups) -> None:
-        """Sum gradients, extras and counters over all ranks in one collective (identity for one rank)."""
-        all_reduce_gradients(self.storage, groups)
+        """Sum gradients, extras and counters over all ranks that hold the same parameters (identity for one rank)."""
+        all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
 
     def reduce(self, groups: ParallelGroups) -> None:
         """Sum gradients where their owner reads them, extras and counters everywhere; the identity for one rank.
@@ -235,28 +307,46 @@ class FlatBuffers:
         For an only owner that is ``all_reduce``. Among several, ``owned_grads`` hold sums afterwards and no other
         gradient means anything.
         """
-        if self.ownership.size == 1:
+        if self._owns_all:
             self.all_reduce(groups)
             return
-        spans = [self.grads[slice(*self.layout.span(dtype))] for dtype in self.params]
-        reduce_scatter_gradients(spans, self.ownership.group, self.storage[self.layout.numel :], groups)
+        spans = [(self.grads[slice(*self.layout.span(part))], self.owners(part).group) for part in self.layout.parts]
+        reduce_scatter_gradients(spans, self.storage[self.layout.numel :], groups)
+
+    def owners(self, part: Part) -> Ownership:
+        """The ranks that own shares of ``part``."""
+        experts = self.ownership.experts
+        return experts if part.expert and experts is not None else self.ownership
+
+    @property
+    def _owns_all(self) -> bool:
+        return all(self.owners(part).size == 1 for part in self.layout.parts)
+
+    def owned_span(self, part: Part) -> tuple[int, int]:
+        """First and last element of the gradient buffer that this rank owns of ``part``."""
+        return self.layout.owned_span(part, self.owners(part).rank)
+
+    def owned_ranges(self) -> list[FlatRange]:
+        """What this rank owns, by weight-decay rule."""
+        experts = self.ownership.experts
+        return self.layout.owned_ranges(self.ownership.rank, experts.rank if experts else 0)
 
     def owned_grads(self) -> list[Tensor]:
-        """The gradients that this rank owns: a view per dtype, each a multiple of ``GRAIN_ELEMENTS`` long."""
-        if self.ownership.size == 1:
+        """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, one per part or one for all."""
+        if self._owns_all and not self.layout.expert_numel:
             return [self.grads]
-        return [self.grads[slice(*self.layout.owned_span(dtype, self.ownership.rank))] for dtype in self.params]
+        return [self.grads[slice(*self.owned_span(part))] for part in self.layout.parts]
 
-    def owned_params(self, dtype: torch.dtype) -> Tensor:
-        """1-D view of the elements of ``params[dtype]`` that this rank owns."""
-        offset = self.layout.span(dtype)[0]
-        start, end = self.layout.owned_span(dtype, self.ownership.rank)
-        return self.params[dtype][start - offset : end - offset]
+    def owned_params(self, part: Part) -> Tensor:
+        """1-D view of the elements of ``params[part]`` that this rank owns."""
+        offset = self.layout.span(part)[0]
+        start, end = self.owned_span(part)
+        return self.params[part][start - offset : end - offset]
 
     def gather_params(self) -> None:
         """Fill all parameters with what their owners hold; a collective, the identity for an only owner."""
-        for flat in self.params.values():
-            all_gather_in_place(flat, self.ownership.group)
+        for part, flat in self.params.items():
+            all_gather_in_place(flat, self.owners(part).group)
 
     def check_addresses(self) -> None:
         """Host-only check that no parameter has left its place.

@@ -42,27 +42,30 @@ def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHan
     ]
 
 
-def all_reduce_gradients(storage: Tensor, groups: ParallelGroups) -> None:
-    """One all-reduce (sum) of the flat gradients and the slots behind them over all ranks with the same parameters.
+def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: int = 0) -> None:
+    """Sum the flat gradients and the slots behind them over all ranks with the same parameters, one all-reduce each.
 
     A sum and no mean: losses are already divided by the target tokens of the whole global batch.
 
     Args:
         storage: ``(gradients + extras,)`` float32, summed in place. Queued on the current stream on CUDA.
+        expert_numel: elements in front that are weights of experts, whose copies are on other ranks.
     """
-    all_reduce_sum(storage, groups.dp_cp_group)
+    if expert_numel:
+        all_reduce_sum(storage[:expert_numel], groups.expert_dp_group)
+    all_reduce_sum(storage[expert_numel:], groups.dp_cp_group)
 
 
 def reduce_scatter_gradients(
-    spans: Iterable[Tensor], group: dist.ProcessGroup | None, tail: Tensor, groups: ParallelGroups
+    spans: Iterable[tuple[Tensor, dist.ProcessGroup | None]], tail: Tensor, groups: ParallelGroups
 ) -> None:
-    """Sum each span over ``group``, every rank its own equal part of it; sum ``tail`` everywhere.
+    """Sum each span over its group, every rank its own equal share of it; sum ``tail`` everywhere.
 
     Args:
-        spans: 1-D float32 gradients, in place. What lies outside of a rank's own part is undefined afterwards.
+        spans: 1-D float32 gradients, in place. What lies outside of a rank's own share is undefined afterwards.
         tail: the slots behind the gradients, as in ``all_reduce_gradients``.
     """
-    for span in spans:
+    for span, group in spans:
         reduce_scatter_in_place(span, group)
     if tail.numel():
         all_reduce_sum(tail, groups.dp_cp_group)

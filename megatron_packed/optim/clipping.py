@@ -41,6 +41,7 @@ def norm_and_flag(
     *,
     group: dist.ProcessGroup | None = None,
     elsewhere: Sequence[Tensor] = (),
+    copies: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm of all gradients and non-finite flag, both 0-d float32 and the same on all ranks: one collective.
 
@@ -52,16 +53,25 @@ def norm_and_flag(
         must_be_finite: any tensor; one inf or nan on one rank raises the flag on all.
         group: ranks that hold different gradients.
         elsewhere: views into ``grads`` that hold copies: another rank of ``group`` counts them. Left as they were.
+        copies: for each of ``grads``, how many ranks of ``group`` hold the same: each counts its share. By default 1.
     """
     with _set_aside(elsewhere):
-        norm = global_norm(*grads)
+        square = _sum_of_squares(grads, copies or [1] * len(grads))
     # One bad gradient makes the norm bad, so no gradient is looked at twice.
-    bad = nonfinite_flag(norm if must_be_finite is None else must_be_finite)
+    bad = nonfinite_flag(square if must_be_finite is None else must_be_finite)
     if group is not None:
-        square, bad = all_reduce_sum(torch.stack([norm.square(), bad.to(norm.dtype)]), group).unbind()
-        norm = square.sqrt()
-    norm = norm.to(torch.float32)
+        square, bad = all_reduce_sum(torch.stack([square, bad.to(square.dtype)]), group).unbind()
+    norm = square.sqrt().to(torch.float32)
     return norm, nonfinite_flag(norm).logical_or(bad).to(torch.float32)
+
+
+def _sum_of_squares(grads: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """0-d float64; gradients of equally many copies are one norm."""
+    squares = [
+        global_norm(*(part for part, its_copies in zip(grads, copies) if its_copies == number)).square() / number
+        for number in dict.fromkeys(copies)
+    ]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.distributed.flat_buffers import DTYPES, FlatBuffers, FlatRange, ParamSlot
+from megatron_packed.distributed.flat_buffers import FlatBuffers, FlatRange, ParamSlot, Part
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
 from megatron_packed.optim.clipping import clip_divisor, norm_and_flag
 
@@ -45,6 +45,7 @@ class Optimizer:
             ``no_weight_decay``.
         clip_grad: largest global norm; 0 or less: no clipping.
         norm_group: ranks that together hold every gradient; by default the owners of ``buffers``.
+        copies: part of ``buffers`` -> how many ranks of ``norm_group`` own the same of it; 1 where not said.
         counted_elsewhere: elements ``[start, end)`` of the gradient buffer that another rank of ``norm_group`` holds
             too and counts.
         implementation: 'auto' or a name of ``adamw.OP``.
@@ -63,6 +64,7 @@ class Optimizer:
         weight_decay: float = 0.01,
         clip_grad: float = 1.0,
         norm_group: dist.ProcessGroup | None = None,
+        copies: Mapping[Part, int] | None = None,
         counted_elsewhere: Sequence[tuple[int, int]] = (),
         implementation: str = "auto",
     ) -> None:
@@ -80,23 +82,25 @@ class Optimizer:
         self._betas, self._eps = (beta1, beta2), eps
 
         device, layout = buffers.device, buffers.layout
-        self._owned = {dtype: layout.owned_span(dtype, buffers.ownership.rank) for dtype in DTYPES}
+        self._owned = {part: buffers.owned_span(part) for part in layout.parts}
         self._norm_group = norm_group or buffers.ownership.group
+        self._owned_grads = buffers.owned_grads()
+        self._copies = [(copies or {}).get(part, 1) for part in layout.parts][: len(self._owned_grads)]
         self._counted_elsewhere = [
             buffers.grads[max(start, first) : min(end, last)]
             for start, end in counted_elsewhere
             for first, last in self._owned.values()
             if max(start, first) < min(end, last)
         ]
-        low, high = (end - start for start, end in self._owned.values())
-        self._state_base = dict(zip(DTYPES, (0, low)))
-        self._low_master = torch.zeros(low, dtype=torch.float32, device=device)
-        self._masters = {torch.bfloat16: self._low_master}
-        if high:
-            self._masters[torch.float32] = buffers.owned_params(torch.float32)
-        self.exp_avg = torch.zeros(low + high, dtype=torch.float32, device=device)
-        """First moments of what this rank owns: the bf16 parameters' and behind them the float32 ones'."""
-        self.exp_avg_sq = torch.zeros(low + high, dtype=torch.float32, device=device)
+        self._masters = {part: self._master_of(part) for part in layout.parts}
+        self._state_base: dict[Part, int] = {}
+        numel = 0
+        for part, (start, end) in self._owned.items():
+            self._state_base[part] = numel
+            numel += end - start
+        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        """First moments of what this rank owns, one part after the other."""
+        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         """Steps taken, skipped ones not counted."""
@@ -105,7 +109,7 @@ class Optimizer:
             nonfinite=torch.zeros((), dtype=torch.float32, device=device),
         )
         self.reset_masters()
-        ranges = layout.owned_ranges(buffers.ownership.rank)
+        ranges = buffers.owned_ranges()
         self._slices = [
             self._slices_of([item for item in ranges if item.decay == decay], weight_decay if decay else 0.0)
             for decay in (True, False)
@@ -119,6 +123,7 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         norm_group: dist.ProcessGroup | None = None,
+        copies: Mapping[Part, int] | None = None,
         counted_elsewhere: Sequence[tuple[int, int]] = (),
     ) -> Optimizer:
         """An optimizer with the values of ``config``."""
@@ -130,6 +135,7 @@ class Optimizer:
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
             norm_group=norm_group,
+            copies=copies,
             counted_elsewhere=counted_elsewhere,
             implementation=config.optimizer_backend,
         )
@@ -151,7 +157,11 @@ class Optimizer:
         if lr is not None:
             self.set_lr(lr)
         norm, skip = norm_and_flag(
-            self.buffers.owned_grads(), loss, group=self._norm_group, elsewhere=self._counted_elsewhere
+            self._owned_grads,
+            loss,
+            group=self._norm_group,
+            elsewhere=self._counted_elsewhere,
+            copies=self._copies,
         )
         self.steps.add_(1.0 - skip)
         control = Control(
@@ -172,15 +182,24 @@ class Optimizer:
     @torch.no_grad()
     def write_params(self) -> None:
         """Rewrite the parameters from their masters (one copy). Call it after masters were loaded in place."""
-        if self._low_master.numel():
-            self.buffers.owned_params(torch.bfloat16).copy_(self._low_master)
+        for part, master in self._low_masters():
+            self.buffers.owned_params(part).copy_(master)
         self.buffers.gather_params()
 
     @torch.no_grad()
     def reset_masters(self) -> None:
         """Take the masters from the bf16 parameters. Call it after weights were loaded into the module without them."""
-        if self._low_master.numel():
-            self._low_master.copy_(self.buffers.owned_params(torch.bfloat16))
+        for part, master in self._low_masters():
+            master.copy_(self.buffers.owned_params(part))
+
+    def _master_of(self, part: Part) -> Tensor:
+        """What this rank updates of a part: float32 parameters themselves, or a copy of bf16 ones."""
+        params = self.buffers.owned_params(part)
+        return params if part.dtype == torch.float32 else params.float()
+
+    def _low_masters(self) -> list[tuple[Part, Tensor]]:
+        """Masters that are copies, each with its part."""
+        return [(part, master) for part, master in self._masters.items() if part.dtype != torch.float32]
 
     def state_shards(self) -> dict[str, Tensor]:
         """This rank's state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.
@@ -193,8 +212,8 @@ class Optimizer:
         shards = {}
         for slot in self.buffers.layout.slots:
             if (owned := self._owned_part(slot)) is not None:
-                in_state = self._state_slice(slot.dtype, *owned)
-                shards[f"master/{slot.name}"] = self._master(slot.dtype, *owned)
+                in_state = self._state_slice(slot.part, *owned)
+                shards[f"master/{slot.name}"] = self._master(slot.part, *owned)
                 shards[f"exp_avg/{slot.name}"] = self.exp_avg[in_state]
                 shards[f"exp_avg_sq/{slot.name}"] = self.exp_avg_sq[in_state]
         shards["step"] = self.steps.view(1)
@@ -240,30 +259,31 @@ class Optimizer:
     def _owned_part(self, slot: ParamSlot) -> tuple[int, int] | None:
         """Elements of ``slot`` that this rank owns; an empty parameter is the first rank's."""
         if slot.start == slot.end:
-            return (slot.start, slot.end) if self.buffers.ownership.rank == 0 else None
-        start, end = max(slot.start, self._owned[slot.dtype][0]), min(slot.end, self._owned[slot.dtype][1])
+            return (slot.start, slot.end) if self.buffers.owners(slot.part).rank == 0 else None
+        first, last = self._owned[slot.part]
+        start, end = max(slot.start, first), min(slot.end, last)
         return (start, end) if start < end else None
 
-    def _state_slice(self, dtype: torch.dtype, start: int, end: int) -> slice:
+    def _state_slice(self, part: Part, start: int, end: int) -> slice:
         """Elements ``[start, end)`` of the gradient buffer, as they are numbered in the moments."""
-        shift = self._state_base[dtype] - self._owned[dtype][0]
+        shift = self._state_base[part] - self._owned[part][0]
         return slice(start + shift, end + shift)
 
     def _slices_of(self, ranges: list[FlatRange], weight_decay: float) -> Slices:
         pieces = [
-            (item.dtype, start, min(start + MAX_SLICE_ELEMENTS, item.end))
+            (item.part, start, min(start + MAX_SLICE_ELEMENTS, item.end))
             for item in ranges
             for start in range(item.start, item.end, MAX_SLICE_ELEMENTS)
         ]
         return Slices(
             weight_decay=weight_decay,
-            params=[self._master(dtype, start, end) for dtype, start, end in pieces],
+            params=[self._master(part, start, end) for part, start, end in pieces],
             grads=[self.buffers.grads[start:end] for _, start, end in pieces],
             exp_avgs=[self.exp_avg[self._state_slice(*piece)] for piece in pieces],
             exp_avg_sqs=[self.exp_avg_sq[self._state_slice(*piece)] for piece in pieces],
         )
 
-    def _master(self, dtype: torch.dtype, start: int, end: int) -> Tensor:
+    def _master(self, part: Part, start: int, end: int) -> Tensor:
         """Masters of elements ``[start, end)`` of the gradient buffer."""
-        offset = self._owned[dtype][0]
-        return self._masters[dtype][start - offset : end - offset]
+        offset = self._owned[part][0]
+        return self._masters[part][start - offset : end - offset]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership
+from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -65,6 +66,15 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
     ]
 
 
+def ranks_of_norm(groups: ParallelGroups, buffers: FlatBuffers) -> tuple[dist.ProcessGroup | None, dict[Part, int]]:
+    """The fewest ranks that together hold every gradient, and how many of them own the same of each part."""
+    ownership = buffers.ownership
+    if ownership.size == 1 and ownership.experts is None:
+        return groups.tp_group, {}
+    holders = {part: groups.expert_dp_size if part.expert else groups.dp_cp_size for part in buffers.layout.parts}
+    return groups.world_group, {part: count // buffers.owners(part).size for part, count in holders.items()}
+
+
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Model, flat buffers, optimizer and step on this rank's device."""
     model = build_model(config, vocab_size, groups.device, groups).train()
@@ -72,12 +82,14 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
         model,
         extras=extra_slots(groups),
         counters=counter_slots(model),
-        ownership=Ownership.over(groups) if config.parallel.use_distributed_optimizer else None,
+        ownership=(Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided)(groups),
     )
+    norm_group, copies = ranks_of_norm(groups, buffers)
     optimizer = Optimizer.from_config(
         buffers,
         config.optim,
-        norm_group=groups.tp_group if buffers.ownership.size == 1 else groups.world_group,
+        norm_group=norm_group,
+        copies=copies,
         counted_elsewhere=counted_elsewhere(model, buffers),
     )
     return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))

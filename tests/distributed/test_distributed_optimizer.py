@@ -28,7 +28,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed import collectives
-from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership
+from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 from megatron_packed.optim.optimizer import Optimizer
@@ -205,8 +205,8 @@ def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> F
         "moved": addresses != [p.data_ptr() for p in module.parameters()],
         "sizes": {
             "elements": buffers.layout.numel,
-            "bf16": buffers.params[torch.bfloat16].numel(),
-            "master": optimizer._low_master.numel(),
+            "bf16": buffers.params[Part(torch.bfloat16)].numel(),
+            "master": sum(master.numel() for _, master in optimizer._low_masters()),
             "moments": (optimizer.exp_avg.numel(), optimizer.exp_avg_sq.numel()),
             "updated": sum(t.numel() for group in optimizer._slices for t in group.params),
         },

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_packed.distributed.flat_buffers import FlatBuffers, FlatLayout
+from megatron_packed.distributed.flat_buffers import Described, FlatBuffers, FlatLayout, Part
 from megatron_packed.distributed.groups import ParallelGroups
+
+BF16, FP32 = Part(torch.bfloat16), Part(torch.float32)
 
 
 class MainGradLinear(torch.autograd.Function):
@@ -52,54 +54,69 @@ class Mixed(nn.Module):
 def test_layout_orders_by_dtype_then_decay_and_aligns() -> None:
     layout = FlatLayout.plan(
         [
-            ("norm", (5,), torch.bfloat16, False),
-            ("router", (3, 7), torch.float32, True),
-            ("w", (130,), torch.bfloat16, True),
-            ("v", (2, 2), torch.bfloat16, True),
-            ("a", (1,), torch.float32, False),
+            Described("norm", (5,), BF16, False),
+            Described("router", (3, 7), FP32, True),
+            Described("w", (130,), BF16, True),
+            Described("v", (2, 2), BF16, True),
+            Described("a", (1,), FP32, False),
         ]
     )
     assert [(s.name, s.start, s.end) for s in layout.slots] == [
         ("w", 0, 130), ("v", 192, 196), ("norm", 256, 261), ("router", 4096, 4117), ("a", 4160, 4161),
     ]  # fmt: skip
-    assert [(r.dtype, r.decay, r.start, r.end) for r in layout.ranges] == [
-        (torch.bfloat16, True, 0, 256),
-        (torch.bfloat16, False, 256, 4096),
-        (torch.float32, True, 4096, 4160),
-        (torch.float32, False, 4160, 8192),
+    assert [(r.part, r.decay, r.start, r.end) for r in layout.ranges] == [
+        (BF16, True, 0, 256),
+        (BF16, False, 256, 4096),
+        (FP32, True, 4096, 4160),
+        (FP32, False, 4160, 8192),
     ]
-    assert layout.span(torch.bfloat16) == (0, 4096)
-    assert layout.span(torch.float32) == (4096, 8192)
+    assert layout.span(BF16) == (0, 4096)
+    assert layout.span(FP32) == (4096, 8192)
+    assert layout.parts == [BF16, FP32] and layout.expert_numel == 0
+
+
+def test_weights_of_experts_have_parts_of_their_own_in_front() -> None:
+    layout = FlatLayout.plan(
+        [
+            Described("w", (130,), BF16, True),
+            Described("fc1", (4, 1500), Part(torch.bfloat16, expert=True), True),
+            Described("router", (3, 7), FP32, True),
+        ],
+        num_owners=3,
+        num_expert_owners=2,
+    )
+    assert [(s.name, s.start) for s in layout.slots] == [("fc1", 0), ("w", 8192), ("router", 8192 + 3 * 4096)]
+    assert layout.expert_numel == 8192 and layout.numel == 8192 + 6 * 4096
+    assert layout.owned_span(Part(torch.bfloat16, expert=True), 1) == (4096, 8192)
+    assert layout.owned_span(BF16, 2) == (8192 + 2 * 4096, 8192 + 3 * 4096)
+    owned = layout.owned_ranges(rank=2, expert_rank=1)
+    assert [(r.start, r.end) for r in owned] == [(4096, 8192), (16384, 20480), (28672, 32768)]
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4])
 def test_shards_have_one_size_cut_parameters_and_cover_everything_once(num_owners: int) -> None:
     parameters = [
-        ("long", (70, 119), torch.bfloat16, True),
-        ("norm", (5,), torch.bfloat16, False),
-        ("router", (3, 7), torch.float32, True),
-        ("longer", (67, 191), torch.float32, False),
+        Described("long", (70, 119), BF16, True),
+        Described("norm", (5,), BF16, False),
+        Described("router", (3, 7), FP32, True),
+        Described("longer", (67, 191), FP32, False),
     ]
     layout = FlatLayout.plan(parameters, num_owners)
     owned = [layout.owned_ranges(rank) for rank in range(num_owners)]
-    for dtype in (torch.bfloat16, torch.float32):
-        spans = [layout.owned_span(dtype, rank) for rank in range(num_owners)]
+    for part in (BF16, FP32):
+        spans = [layout.owned_span(part, rank) for rank in range(num_owners)]
         assert {(end - start) % 4096 for start, end in spans} == {0} and len({e - s for s, e in spans}) == 1
-        assert [spans[0][0], *(end for _, end in spans)] == [*(start for start, _ in spans), layout.span(dtype)[1]]
+        assert [spans[0][0], *(end for _, end in spans)] == [*(start for start, _ in spans), layout.span(part)[1]]
     pieces = sorted((item for ranges in owned for item in ranges), key=lambda item: item.start)
     assert pieces[0].start == 0 and pieces[-1].end == layout.numel
     assert all(one.end == two.start for one, two in pairwise(pieces))
     for piece in pieces:
         assert any(
-            (r.dtype, r.decay) == (piece.dtype, piece.decay) and r.start <= piece.start and piece.end <= r.end
+            (r.part, r.decay) == (piece.part, piece.decay) and r.start <= piece.start and piece.end <= r.end
             for r in layout.ranges
         )
-    cuts = {layout.owned_span(dtype, rank)[0] for dtype in layout_dtypes(layout) for rank in range(1, num_owners)}
+    cuts = {layout.owned_span(part, rank)[0] for part in layout.parts for rank in range(1, num_owners)}
     assert num_owners == 1 or any(slot.start < cut < slot.end for slot in layout.slots for cut in cuts)
-
-
-def layout_dtypes(layout: FlatLayout) -> set[torch.dtype]:
-    return {slot.dtype for slot in layout.slots}
 
 
 def test_parameters_become_aligned_views_with_the_same_values() -> None:

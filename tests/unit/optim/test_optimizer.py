@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_buffers import FlatBuffers, Part
 from megatron_packed.optim.optimizer import Optimizer
 
 LR = float(np.float32(3e-3))  # the device holds float32: give torch.optim the same number
@@ -225,9 +225,9 @@ def test_padding_stays_zero_and_slices_cover_everything_once(monkeypatch: pytest
         backward(whole, whole_buffers, step)
         optimizer.step(LR)
         whole_optimizer.step(LR)
-    assert torch.equal(buffers.params[torch.float32], whole_buffers.params[torch.float32])
+    assert torch.equal(buffers.params[Part(torch.float32)], whole_buffers.params[Part(torch.float32)])
     used = sum(p.numel() for p in pieced.parameters())
-    assert buffers.params[torch.float32].count_nonzero() <= used and optimizer.exp_avg.count_nonzero() <= used
+    assert buffers.params[Part(torch.float32)].count_nonzero() <= used and optimizer.exp_avg.count_nonzero() <= used
 
 
 def test_the_captured_form_keeps_the_learning_rate_written_before() -> None:
