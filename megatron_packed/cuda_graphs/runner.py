@@ -328,9 +328,9 @@ class GraphRunner:
             captured = one.module.captured[cell]
             with _capturing(one.module):
                 wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
-                grads = [self._static_outside((one.module.name, "grad", n), t) for n, t in enumerate(wanted)]
-                if after is not None and after.before is captured:
-                    grads[0] = after.grad_input
+                grads = [after.grad_input] if after is not None and after.before is captured else []
+                for number in range(len(grads), len(wanted)):
+                    grads.append(self._static_outside((one.module.name, "grad", number), wanted[number]))
                 captured.capture_backward(grads)
             del wanted, grads
             if after is not None:

@@ -265,6 +265,13 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
     assert counters.replays == 2 and counters.fallbacks == {"no graphs for its capacity": 1}
 
 
+def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
+    """Between neighbours one's output is the other's input, forward and backward; E layers add their losses' gradients."""
+    names = {(key[0], *key[1:-3]) for key in jobs[1].runner._outside}
+    dense = {name for name in names if name[1:] in (("input",), ("grad", 0))}
+    assert dense == {("layers.0", "input"), (f"layers.{len(jobs[1].model.layers) - 1}", "grad", 0)}
+
+
 def test_dropout_is_refused_by_name():
     model = tiny_model(hidden_dropout=0.1)
     job = Job(model, graphs=True, names={1}, ladder=Ladder.of([4], T)).capture()
