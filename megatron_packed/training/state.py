@@ -49,7 +49,9 @@ class Held(NamedTuple):
     owned: bool
     """Whether no lower tensor-parallel rank holds it too."""
     replicated: bool
-    """Whether all ranks of the ``dp_cp`` group hold it."""
+    """Whether all ranks of the ``dp_cp`` group (weights of experts: of ``expert_dp``) hold it."""
+    expert: bool = False
+    """Whether it belongs to weights of experts."""
 
 
 def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
@@ -57,20 +59,21 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
     parameters, persistent, first = model.sharded_parameters(), model.state_dict(), model.tp.rank == 0
     for name, sharded in parameters.items():
         for shard, owned in _shards_of(f"model/{name}", sharded, sharded.parameter.detach().view(-1)):
-            yield Held(shard, owned, replicated=True)
+            yield Held(shard, owned, replicated=True, expert=sharded.is_expert)
     for name, buffer in model.named_buffers():
         if name in persistent:
             yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
     if optimizer is None:
         return
-    starts, alike = optimizer.state_starts(), optimizer.buffers.ownership.size == 1
+    starts, buffers = optimizer.state_starts(), optimizer.buffers
+    alike = {slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots}
     for name, view in optimizer.state_shards().items():
         kind, _, of = name.partition("/")
         if name == "step":
             yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
         elif kind != "master" or parameters[of].parameter.dtype != torch.float32:  # else it is its own master
             for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
-                yield Held(shard, owned, replicated=alike)
+                yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
 
 
 def _shards_of(
@@ -147,8 +150,10 @@ class RunState:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         owned = [held for held in held_state(self.model, self.optimizer) if held.owned]
-        alike = [held.shard for held in owned if held.replicated]
+        alike = [held.shard for held in owned if held.replicated and not held.expert]
+        experts = [held.shard for held in owned if held.replicated and held.expert]
         shards = share_out(alike, self.groups.dp_cp_rank, self.groups.dp_cp_size)
+        shards += share_out(experts, self.groups.expert_dp_rank, self.groups.expert_dp_size)
         shards += [held.shard for held in owned if not held.replicated]
         rng = RngState.capture(self._device)
         shards += whole_tensors({f"rng/rank_{rank}/{name}": tensor for name, tensor in rng.tensors.items()})
