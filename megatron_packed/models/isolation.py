@@ -262,9 +262,10 @@ def _observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
             handle.remove()
     embedded_TD, normed_TD = captured
     (input_grad_TD,) = torch.autograd.grad(output.loss, [embedded_TD])
+    normed_TD = normed_TD.detach()
     if model.tp.sequence_parallel:
         normed_TD, input_grad_TD = (all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD))
-    return {"outputs": normed_TD.detach(), "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
+    return {"outputs": normed_TD, "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
 
 
 def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:

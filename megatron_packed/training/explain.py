@@ -98,12 +98,12 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
 
 
 def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Hashable]]:
-    """Every op that the model runs, with the inputs by which it chooses its kernel."""
-    model, tokens = config.model, config.packing.tokens_per_pack
+    """Every op that the model runs on a rank, with the inputs by which it chooses its kernel."""
+    model, tokens, tp = config.model, config.packing.tokens_per_pack, config.parallel.tensor_model_parallel_size
     dtype, kind = (torch.bfloat16 if config.training.bf16 else torch.float32), device.type
     if ATTENTION in model.hybrid_layer_pattern:
         yield varlen_attention.OP, varlen_attention.inputs_of_pack(
-            tokens=tokens, num_heads=model.num_attention_heads, num_kv_heads=model.num_query_groups,
+            tokens=tokens, num_heads=model.num_attention_heads // tp, num_kv_heads=max(model.num_query_groups // tp, 1),
             head_dim=model.head_dim, dtype=dtype, device=device, deterministic=config.training.deterministic_mode,
         )  # fmt: skip
         if model.position_embedding_type == "rope":
@@ -111,31 +111,31 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
                 dtype=dtype, device_type=kind, head_dim=model.head_dim, rotary_dim=model.rotary_dim
             )
     if MAMBA in model.hybrid_layer_pattern:
-        states = model.mamba_num_groups * model.mamba_state_dim
-        channels = model.d_inner + 2 * states
+        heads, groups = model.mamba_num_heads // tp, max(model.mamba_num_groups // tp, 1)
+        inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
+        channels = inner + 2 * states
         yield causal_conv1d.OP, causal_conv1d.Inputs(
             tokens=tokens, channels=channels, width=model.mamba_d_conv,
-            row_stride=model.d_inner + channels + model.mamba_num_heads, dtype=dtype, weight_dtype=dtype,
+            row_stride=inner + channels + heads, dtype=dtype, weight_dtype=dtype,
             bias_dtype=dtype, device_type=kind,
         )  # fmt: skip
         yield ssd.OP, ssd.Inputs(
-            tokens=tokens, heads=model.mamba_num_heads, head_dim=model.mamba_head_dim, groups=model.mamba_num_groups,
-            state_dim=model.mamba_state_dim, chunk_size=model.mamba_chunk_size, row_stride=channels, dtype=dtype,
-            device_type=kind,
+            tokens=tokens, heads=heads, head_dim=model.mamba_head_dim, groups=groups, state_dim=model.mamba_state_dim,
+            chunk_size=model.mamba_chunk_size, row_stride=channels, dtype=dtype, device_type=kind,
         )  # fmt: skip
         yield gated_rms_norm.OP, gated_rms_norm.Inputs(
-            channels=model.d_inner, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True,
-            dtype=dtype, device_type=kind,
+            channels=inner, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True, dtype=dtype,
+            device_type=kind, split_group=model.mamba_num_groups < tp,
         )  # fmt: skip
     if model.normalization == "RMSNorm":
         yield rms_norm.OP, rms_norm.Inputs(
             features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
         )
     if MLP in model.hybrid_layer_pattern:
-        width = model.ffn_hidden_size * (2 if model.activation == "swiglu" else 1)
+        width = model.ffn_hidden_size // tp * (2 if model.activation == "swiglu" else 1)
         yield activation.OP, activation.Inputs(kind=model.activation, features=width, dtype=dtype, device_type=kind)
     if MOE in model.hybrid_layer_pattern:
-        width = model.moe_ffn_hidden_size
+        width = model.moe_ffn_hidden_size // config.parallel.expert_tensor_parallel_size
         yield grouped_mlp.OP, grouped_mlp.Inputs(
             channels=model.hidden_size, experts=model.num_experts,
             hidden_in=width * (2 if model.activation == "swiglu" else 1), hidden_out=width, dtype=dtype,
@@ -144,7 +144,7 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
         yield permute.OP, permute.Inputs(
             channels=model.hidden_size, routes=model.moe_router_topk, dtype=dtype, device_type=kind
         )
-    rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY)
+    rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY, tp) // tp
     yield cross_entropy.OP, cross_entropy.Inputs(vocab_rows=rows, dtype=dtype, device_type=kind)
 
 
@@ -172,6 +172,9 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
 def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
     if not graphs.enabled:
+        if config.parallel.tensor_model_parallel_size > 1:
+            yield Capability("CUDA graphs", OFF, "not built yet with tensor parallelism: layers hold collectives")
+            return
         yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
                          "--cuda-graph-impl local" if device.type == "cuda" else "")
         return
@@ -199,9 +202,20 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
 
 
 def _parallelism(config: RunConfig) -> Iterator[Capability]:
-    sharded = config.parallel.use_distributed_optimizer
+    parallel = config.parallel
+    sharded, tp = parallel.use_distributed_optimizer, parallel.tensor_model_parallel_size
+    if tp == 1:
+        yield Capability("tensor parallelism", OFF, "every rank has whole matrices")
+    else:
+        yield Capability("tensor parallelism", ON, f"{tp} ranks share each matrix")
+        if parallel.sequence_parallel:
+            yield Capability("sequence parallelism", ON, f"between the layers each rank has 1 / {tp} of the tokens")
+        else:
+            yield Capability("sequence parallelism", OFF, "between the layers each rank has all tokens",
+                             "--sequence-parallel saves memory")
     collective = "reduce-scatter" if sharded else "all-reduce"
-    yield Capability("data parallelism", ON, f"all processes; gradients by one {collective}")
+    whom = "all processes" if parallel.ranks_per_replica == 1 else f"replicas of {parallel.ranks_per_replica} processes"
+    yield Capability("data parallelism", ON, f"{whom}; gradients by one {collective}")
     yield Capability("distributed optimizer", ON if sharded else OFF,
                      f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
                      "" if sharded else "--use-distributed-optimizer")

@@ -189,14 +189,24 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
 
 def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console) -> None:
     precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
+    parameters = sum(sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values())
     console.say(
-        f"model {config.model.hybrid_layer_pattern}: {job.model.num_parameters:,} parameters, {precision}, "
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}, "
         f"optimizer kernel {job.optimizer.implementation}"
     )
     console.say(
-        f"{groups.world_size} process(es) on {groups.device.type}; packs of {config.packing.tokens_per_pack:,} tokens, "
-        f"{config.packs_per_step()} packs a step; plan {data.train.plan.hash[:12]}"
+        f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
+        f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
+        f"plan {data.train.plan.hash[:12]}"
     )
+
+
+def _shared(config: RunConfig, groups: ParallelGroups) -> str:
+    """How the processes share the work, where they do not just train on different packs."""
+    if groups.tp_cp_size == 1:
+        return ""
+    tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
+    return f" ({tensor} x {groups.dp_size} data-parallel)"
 
 
 def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console) -> None:

@@ -1,0 +1,336 @@
+"""Training in tensor-parallel layouts: steps, checkpoints and decisions are those of one process on the same packs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import to_dict
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import seed_all
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers import attention
+from megatron_packed.models.isolation import check_isolation
+from megatron_packed.ops.dispatch import Op
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.explain import op_inputs
+from megatron_packed.training.state import RunState, held_state
+from megatron_packed.training.train_step import StepValues
+from megatron_packed.training.trainer import bad_places
+
+SLOTS, VOCAB = 48, 211
+MODEL = ModelConfig(
+    hybrid_layer_pattern="M*-E", hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+    mamba_head_dim=8, mamba_num_heads=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8,
+    add_bias_linear=False, normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=5,
+    moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=16, moe_aux_loss_coeff=1e-2,
+    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, make_vocab_size_divisible_by=16,
+    init_method_std=0.1,
+)  # fmt: skip
+"""Tied embeddings; on 4 ranks a group and a key-value head belong to two, and the vocabulary has more padding."""
+
+
+class Way(NamedTuple):
+    """A layout and how it is used."""
+
+    world_size: int = 1
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return {"tp_size": self.tp_size}
+
+    def __str__(self) -> str:
+        words = [f"tp{self.tp_size}", f"dp{self.dp_size}", "sp" * self.sequence_parallel, "zero" * self[3]]
+        return "-".join(word for word in words if word)
+
+
+def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> RunConfig:
+    return RunConfig(
+        model=dataclasses.replace(MODEL, **model),
+        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
+        packing=PackingConfig(seq_length=SLOTS, global_batch_size=12),
+        # An epsilon far above the rounding of gradients: updates follow them, also where they are nearly zero.
+        optim=OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-3),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=way.tp_size,
+            sequence_parallel=way.sequence_parallel,
+            use_distributed_optimizer=way.distributed_optimizer,
+        ),
+        training=TrainingConfig(train_iters=5, device="cpu", bf16=bf16, seed=seed),
+    )
+
+
+def packs_of(step: int, count: int) -> list[MicroBatch]:
+    """The packs of a step; the last one is empty where there are several."""
+    draw = np.random.default_rng(step)
+    packs = [[(draw.integers(0, VOCAB, n), None) for n in draw.permutation([19, 8, 3, 1])] for _ in range(count)]
+    if count > 2:
+        packs[-1] = []
+    targets = sum(len(tokens) - 1 for pack in packs for tokens, _ in pack)
+    scales = (1 / targets, 1 / sum(bool(pack) for pack in packs))
+    return [MicroBatch.build(pack, SLOTS, scales=scales) for pack in packs]
+
+
+def mine(groups: ParallelGroups, step: int, count: int) -> list[MicroBatch]:
+    return packs_of(step, count)[groups.dp_rank :: groups.dp_size]
+
+
+Shards = list[tuple[str, tuple[int, ...], int, Tensor]]
+
+
+def everything(job: Job) -> Shards:
+    """What this rank holds, as ranges of what checkpoints hold."""
+    shards = [held.shard for held in held_state(job.model, job.optimizer)]
+    return [(shard.name, shard.global_shape, shard.start, shard.tensor.clone()) for shard in shards]
+
+
+def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
+    """Whole tensors; what several ranks hold must be the same to the bit, and nothing may be missing."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for shards in ranks:
+        for name, shape, start, part in shards:
+            flat = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype)).view(-1)
+            known = seen.setdefault(name, torch.zeros(flat.numel(), dtype=torch.bool))
+            place = slice(start, start + part.numel())
+            agree = torch.where(known[place], flat[place], part)
+            assert same_bits(agree, part), f"copies of {name} differ"
+            flat[place], known[place] = part, True
+    assert all(known.all() for known in seen.values())
+    return whole
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not same_bits(one[name], other[name])] == []
+
+
+def train(groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]) -> tuple[Tensor, Shards, Shards]:
+    """Metrics of three steps of ``count`` packs; the state after the first of them (moments are gradients) and last."""
+    job = build_job(config_of(way, **model), groups, VOCAB)
+    metrics, states = [], []
+    for step in range(3):
+        metrics.append(job.step(mine(groups, step, count), 1e-2)[:5].clone())
+        states.append(everything(job))
+    return torch.stack(metrics), states[0], states[-1]
+
+
+@cache
+def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    seed_all(0)  # as the processes of a pool are
+    metrics, first, last = train(ParallelGroups.single(), Way(), count, {"hidden_dropout": dropout})
+    return metrics, assembled([first]), assembled([last])
+
+
+STEPS = [
+    (Way(2, 2), 1), (Way(2, 2, True), 3), (Way(4, 4), 3), (Way(4, 4, True), 1),
+    (Way(4, 2), 2), (Way(4, 2, True), 6), (Way(4, 2, False, True), 6), (Way(4, 2, True, True), 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "count"), STEPS, ids=lambda value: str(value))
+def test_steps_are_those_of_one_process(way: Way, count: int, pools: WorkerPools) -> None:
+    """Losses, norms, gradients (the first moments after one step) and weights, with clipping."""
+    found = pools.run(train, way.world_size, way, count, {}, layout=way.layout)
+    compare(found, *alone(count))
+
+
+def compare(found: list[Any], expected: Tensor, first: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+    for metrics, _, _ in found:
+        assert torch.equal(metrics, found[0][0]), "ranks report different numbers"
+        torch.testing.assert_close(metrics, expected, rtol=1e-5, atol=1e-7)
+    assert expected[:, 0].min() > 1 and expected[:, 2].min() > 0.5 and expected[:, 3:].abs().max() == 0
+    for which, wanted, tolerance in ((1, first, 1e-5), (2, last, 1e-4)):
+        for name, tensor in assembled([rank[which] for rank in found]).items():
+            scale = wanted[name].abs().max().item()
+            assert scale > 0 or "expert_bias" in name, f"{name} is zero and shows nothing"
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=tolerance * scale, msg=f"{name} {which}")
+
+
+def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: WorkerPools) -> None:
+    way = Way(2, 2)
+    compare(pools.run(train, 2, way, 1, {"hidden_dropout": 0.2}, layout=way.layout), *alone(1, 0.2))
+    assert not torch.allclose(alone(1, 0.2)[0], alone(1)[0])
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
+    """A step in which the last rank alone has something to say."""
+    job = build_job(config_of(way), groups, VOCAB)
+    job.step(mine(groups, 0, way.dp_size), 1e-2)
+    before, reduce, last = everything(job), job.step._reduce, groups.rank == groups.world_size - 1
+
+    def spoil() -> None:
+        if last and where == "gradient":
+            job.buffers.grads[3] = float("inf")
+        if last and where == "loss":
+            job.buffers.extras["loss"].fill_(float("nan"))
+        reduce()
+
+    job.step._reduce = spoil  # type: ignore[method-assign]
+    values = job.step(mine(groups, 1, way.dp_size), 1e-2, stop_requested=last and where == "stop")
+    after = everything(job)
+    unchanged = all(same_bits(one[3], other[3]) for one, other in zip(before, after))
+    return {"values": StepValues.from_list(values.tolist()), "unchanged": unchanged}
+
+
+@pytest.mark.parametrize("where", ["gradient", "loss", "stop"])
+@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True)], ids=str)
+def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, where: str, pools: WorkerPools) -> None:
+    for found in pools.run(spoilt, way.world_size, way, where, layout=way.layout):
+        values = found["values"]
+        assert (values.nonfinite, values.stop_requested) == (where != "stop", where == "stop")
+        assert found["unchanged"] == (where != "stop")
+
+
+def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
+    """The second micro-batch of the last replica has a gradient that is not finite, in the last rank's rows alone."""
+    job = build_job(config_of(way), groups, VOCAB)
+    if groups.rank == groups.world_size - 1:
+        keep = job.step._keep_sum
+        calls: list[int] = []
+
+        def poison(grad_TD: Tensor) -> None:
+            calls.append(1)
+            keep(grad_TD * float("nan") if len(calls) == 2 else grad_TD)
+
+        job.step._keep_sum = poison  # type: ignore[method-assign]
+    values = job.step(mine(groups, 0, 3 * way.dp_size), 1e-2)
+    return StepValues.from_list(values.tolist()).bad_micro_batches
+
+
+def test_all_ranks_learn_which_micro_batch_was_bad(pools: WorkerPools) -> None:
+    way = Way(4, 2, True)
+    assert pools.run(poisoned, 4, way, layout=way.layout) == [{3: 1}] * 4
+    assert bad_places({3: 1}, 2) == ["micro-batch 1 of ranks 2 to 3"]
+    assert bad_places({2: 2, 3: 1, 0: 5}, 2) == ["micro-batch 1 of ranks 2 to 3", "micro-batch 5 of ranks 0 to 1"]
+    assert bad_places({2: 2, 0: 1}, 1) == ["micro-batch 2 of rank 2", "micro-batch 1 of rank 0"]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+WAYS = [Way(), Way(2, 2, True), Way(4, 4), Way(4, 2, True, True)]
+
+
+def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:
+    config = to_dict(config_of(way, bf16=True))
+    return RunState(job.model, job.optimizer, groups, plan_hash="", config=config, model_hash="")
+
+
+def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
+    """Two steps, a save, one step more."""
+    job = build_job(config_of(way, bf16=True), groups, VOCAB)
+    for step in range(2):
+        job.step(mine(groups, step, 2), 1e-2)
+    saved = run_state(job, groups, way).save(CheckpointConfig(save=folder))
+    sizes = [file.stat().st_size for file in sorted(saved.path.glob("rank_*"))]
+    state = everything(job)
+    loss = float(job.step(mine(groups, 2, 2), 1e-2)[0])
+    return {"state": state, "loss": loss, "later": everything(job), "sizes": sizes}
+
+
+def load(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
+    """What a job with other weights restores, and where its next step leads."""
+    job = build_job(config_of(way, bf16=True, seed=2), groups, VOCAB)
+    run_state(job, groups, way).load(CheckpointConfig(load=folder))
+    state = everything(job)
+    loss = float(job.step(mine(groups, 2, 2), 1e-2)[0])
+    return {"state": state, "loss": loss, "later": everything(job)}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: Path, pools: WorkerPools) -> None:
+    written = pools.run(save, way.world_size, way, str(tmp_path), layout=way.layout)
+    expected = assembled([rank["state"] for rank in written])
+    assert expected["model/embedding.weight"].shape == (224, 32)  # as one process pads it
+    assert any(tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/"))
+    sizes = written[0]["sizes"]
+    assert len(sizes) == way.world_size and max(sizes) < 2 * min(sizes)  # all write
+    for into in WAYS:
+        found = pools.run(load, into.world_size, into, str(tmp_path), layout=into.layout)
+        assert_same_bits(assembled([rank["state"] for rank in found]), expected)
+        assert found[0]["loss"] == pytest.approx(written[0]["loss"], abs=2e-3)  # in bf16, summed in another order
+        if into == way:
+            later = (assembled([rank["later"] for rank in ranks]) for ranks in (written, found))
+            assert found[0]["loss"] == written[0]["loss"]
+            assert_same_bits(*later)
+
+
+# -- the start of a run ----------------------------------------------------------------------------
+
+
+def self_test(groups: ParallelGroups, sequence_parallel: bool, leaking: int | None) -> list[bool]:
+    """Whether the checks pass; rank ``leaking`` has attention that looks over the boundaries of documents."""
+    sound: Callable[..., Tensor] = attention.varlen_attention
+
+    def leak(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **more: Any) -> Tensor:
+        whole = torch.tensor([0, *[len(q)] * (len(cu_seqlens) - 1)], dtype=torch.int32)
+        return sound(q, k, v, whole, len(q), **{**more, "seq_idx_1T": torch.zeros(1, len(q), dtype=torch.int32)})
+
+    with mock.patch.object(attention, "varlen_attention", leak if groups.rank == leaking else sound):
+        results = check_isolation(
+            MODEL, "cpu", torch.float32, groups=groups, sequence_parallel=sequence_parallel
+        )
+    return [result.passed for result in results]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_the_isolation_self_test(tp_size: int, sequence_parallel: bool, pools: WorkerPools) -> None:
+    ranks = pools.run(self_test, tp_size, sequence_parallel, None, layout={"tp_size": tp_size})
+    assert all(len(passed) == 12 and all(passed) for passed in ranks)
+    ranks = pools.run(self_test, tp_size, sequence_parallel, tp_size - 1, layout={"tp_size": tp_size})
+    assert not any(all(passed) for passed in ranks)
+
+
+def asked(groups: ParallelGroups, way: Way) -> bool:
+    """Whether ``--explain`` asks the ops what the model asks them."""
+    config = config_of(way)
+    model = build_job(config, groups, 32_768).model
+    seen: dict[str, set[Any]] = {}
+    true = Op.select
+
+    def select(self: Op, inputs: Any, backend: str = "auto") -> Any:
+        seen.setdefault(self.name, set()).add(inputs)
+        return true(self, inputs, backend)
+
+    with mock.patch.object(Op, "select", select):
+        model(packs_of(0, 1)[0]).loss.backward()
+    told = {op.name: inputs for op, inputs in op_inputs(config, torch.device("cpu"))}
+    return set(told) == set(seen) and all(inputs in seen[name] for name, inputs in told.items())
+
+
+@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 4, True)], ids=str)
+def test_explain_asks_for_the_sizes_of_a_rank(way: Way, pools: WorkerPools) -> None:
+    assert all(pools.run(asked, way.world_size, way, layout=way.layout))
