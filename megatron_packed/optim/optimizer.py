@@ -26,7 +26,9 @@ class StepStats:
     grad_norm: Tensor
     """L2 norm of all gradients before clipping; inf or nan when they are."""
     nonfinite: Tensor
-    """1.0 when the step was skipped because a gradient or the loss was not finite, else 0.0."""
+    """1.0 when a gradient or the loss was not finite, so that the step was skipped, else 0.0."""
+    skipped: Tensor
+    """1.0 when the step changed nothing, for whatever reason, else 0.0."""
 
 
 class Optimizer:
@@ -107,6 +109,7 @@ class Optimizer:
         self._stats = StepStats(
             grad_norm=torch.zeros((), dtype=torch.float32, device=device),
             nonfinite=torch.zeros((), dtype=torch.float32, device=device),
+            skipped=torch.zeros((), dtype=torch.float32, device=device),
         )
         self.reset_masters()
         ranges = buffers.owned_ranges()
@@ -145,7 +148,9 @@ class Optimizer:
         self.lr.fill_(lr)  # the value travels as a kernel argument: no host memory to wait for
 
     @torch.no_grad()
-    def step(self, lr: float | None = None, *, loss: Tensor | None = None) -> StepStats:
+    def step(
+        self, lr: float | None = None, *, loss: Tensor | None = None, hold: Tensor | None = None
+    ) -> StepStats:
         """Queue one step; nothing waits for the device.
 
         Reads: [Note: predicated step]. Gradients may hold their clipped values afterwards.
@@ -153,16 +158,18 @@ class Optimizer:
         Args:
             lr: learning rate of this step; None keeps what ``set_lr`` wrote (for a captured step).
             loss: any tensor on the device whose elements must all be finite, else the step is skipped.
+            hold: 0-d on the device, the same on all ranks; above 0 the step is skipped too.
         """
         if lr is not None:
             self.set_lr(lr)
-        norm, skip = norm_and_flag(
+        norm, nonfinite = norm_and_flag(
             self._owned_grads,
             loss,
             group=self._norm_group,
             elsewhere=self._counted_elsewhere,
             copies=self._copies,
         )
+        skip = nonfinite if hold is None else nonfinite.maximum((hold > 0).to(torch.float32))
         self.steps.add_(1.0 - skip)
         control = Control(
             lr=self.lr,
@@ -176,7 +183,8 @@ class Optimizer:
         self._run(self._slices, control)
         self.write_params()
         self._stats.grad_norm.copy_(norm)
-        self._stats.nonfinite.copy_(skip)
+        self._stats.nonfinite.copy_(nonfinite)
+        self._stats.skipped.copy_(skip)
         return self._stats
 
     @torch.no_grad()

@@ -32,12 +32,15 @@ class StepValues(NamedTuple):
     stop_requested: bool
     bad_micro_batches: dict[int, int]
     """Rank -> number (from 0) of the first micro-batch in which it saw a non-finite loss or input gradient."""
+    held: bool = False
+    """The step, or one before it, needed more room for experts than there was: it changed nothing and must be done
+    again. See [Note: steps that are done again]."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
-        loss, aux_loss, grad_norm, nonfinite, stop = values[:5]
-        bad = {rank: int(number) - 1 for rank, number in enumerate(values[5:]) if number > 0}
-        return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad)
+        loss, aux_loss, grad_norm, nonfinite, stop, *numbers, held = values
+        bad = {rank: int(number) - 1 for rank, number in enumerate(numbers) if number > 0}
+        return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad, held != 0)
 
 
 def extra_slots(groups: ParallelGroups) -> dict[str, int]:
@@ -46,6 +49,7 @@ def extra_slots(groups: ParallelGroups) -> dict[str, int]:
         "loss": 1,
         "aux_loss": 1,
         "signs": 1 + groups.world_size,
+        "overflow": 1,
     }
 
 
@@ -63,6 +67,11 @@ class TrainStep:
     gradients of parameters that they hold together is summed before. Signs (slot 0: this rank was asked to stop; slot
     1 + rank: 1 + number of its first bad micro-batch) differ between all ranks: their sum goes over both groups.
 
+    [Note: steps that are done again]
+    A step in which a buffer for experts overflowed anywhere is not applied, and nor is any step behind it, until the
+    host has learnt of it and calls ``redo``: the flag stays up on the device. So steps take effect in their order, and
+    weights are those of a run with room for everything.
+
     Args:
         model: the model, its parameters living in ``buffers``.
         buffers: flat parameters and gradients with the slots of ``extra_slots`` and ``counter_slots``.
@@ -79,7 +88,8 @@ class TrainStep:
         """Replays what it has captured of the model; None: all of it runs eagerly."""
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self._shared = model.shared_gradients()
-        self.metrics = torch.zeros(5 + groups.world_size, dtype=torch.float32, device=self.device)
+        self.metrics = torch.zeros(6 + groups.world_size, dtype=torch.float32, device=self.device)
+        self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output. The
         # embedding is in no graph, so its hooks see every micro-batch.
@@ -93,7 +103,7 @@ class TrainStep:
             lr: learning rate of this step.
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
         Returns:
-            The metrics vector ``(5 + world_size,)`` float32 on the device; the same memory every step.
+            The metrics vector ``(6 + world_size,)`` float32 on the device; the same memory every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
@@ -104,10 +114,11 @@ class TrainStep:
             self._accumulate(micro_batch, number)
         self._reduce()
         extras = self.buffers.extras
+        self._held.add_(extras["overflow"])
         with record_function("optim::step"):
-            stats = self.optimizer.step(lr, loss=extras["loss"])
+            stats = self.optimizer.step(lr, loss=extras["loss"], hold=self._held[0])
         if self.model.num_moe_layers:
-            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.nonfinite.bool())
+            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.skipped.bool())
         torch.cat(
             [
                 extras["loss"],
@@ -115,10 +126,21 @@ class TrainStep:
                 stats.grad_norm.reshape(1),
                 stats.nonfinite.to(torch.float32).reshape(1),
                 extras["signs"],
+                self._held,
             ],
             out=self.metrics,
         )
         return self.metrics
+
+    def redo(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
+        """The first step that was held, again with room for all rows of experts; all ranks call it together.
+
+        Arguments and result as of a step. The steps that were held behind it come next, as usual.
+        Reads: [Note: steps that are done again].
+        """
+        self._held.zero_()
+        with self.model.full_expert_buffers():
+            return self(micro_batches, lr, stop_requested=stop_requested)
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
         """On the device, by one copy: where graphs read it if they can replay it."""
@@ -157,6 +179,7 @@ class TrainStep:
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
+                extras["overflow"].add_(output.expert_overflow)
                 self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
             # The first bad one of this rank stays: a later one finds the slot taken.
             slot = extras["signs"][1 + self.groups.rank]

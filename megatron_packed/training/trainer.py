@@ -16,6 +16,7 @@ from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.schedule import Schedule
+from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import Stream
 from megatron_packed.training.exit_codes import ExitCode
@@ -61,6 +62,7 @@ class Trainer:
         self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
+        self._in_flight: dict[int, list[MicroBatch]] = {}  # iteration -> its micro-batches, until its metrics are there
         self._known_fallbacks: set[str] = set()
         self._started = time.perf_counter()
         # A run that resumes at its last iteration has nothing new to save.
@@ -74,7 +76,7 @@ class Trainer:
             self.validate()  # was due when the run was stopped, which saved at once
         self._late.restart()
         while progress.iteration < training.train_iters and exit_code is None:
-            exit_code = self._handle(self._one_step())
+            exit_code = self._settle(self._one_step())
             if exit_code is None and self._due(training.eval_interval):
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
@@ -86,7 +88,7 @@ class Trainer:
             if exit_code is None and self._due(training.exit_interval):
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
                 exit_code = ExitCode.DONE
-        late = self._handle(self._late.flush())
+        late = self._settle(self._late.flush())
         if late is not None and exit_code in (None, ExitCode.DONE):
             exit_code = late
         if exit_code is None and training.eval_interval and progress.validated_at != progress.iteration:
@@ -171,6 +173,7 @@ class Trainer:
         micro_batches = self.train.loader.micro_batches(progress.iteration)
         counters = None if self.step.graphs is None else self.step.graphs.counters
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
+        self._in_flight[facts.iteration] = micro_batches
         vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
@@ -207,6 +210,34 @@ class Trainer:
             flops=self.flops.training(lengths).total,
             plan_hash=self.train.plan.hash,
         )
+
+    def _settle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
+        """Takes a finished step, or does it again if it was held; the exit code if it is a reason to stop."""
+        if arrived is None:
+            return None
+        if StepValues.from_list(arrived.values).held:
+            return self._redo(arrived.facts)
+        del self._in_flight[arrived.facts.iteration]
+        return self._handle(arrived)
+
+    def _redo(self, facts: StepFacts) -> ExitCode | None:
+        """The step again, and behind it the one that was queued meanwhile. Reads: [Note: steps that are done again]."""
+        self.console.say(
+            f"step {facts.iteration} needed more room for experts than --moe-expert-rank-capacity-factor leaves; it is "
+            "done again with room for all of its tokens."
+        )
+        behind = self._late.flush()
+        self._late.restart()
+        vector = self.step.redo(
+            self._in_flight[facts.iteration], facts.learning_rate, stop_requested=self._stop_requested()
+        )
+        self._late.push(facts, vector)
+        exit_code = self._settle(self._late.flush())
+        if behind is not None:  # it counts as done, whatever comes next
+            micro_batches = self._in_flight[behind.facts.iteration]
+            vector = self.step(micro_batches, behind.facts.learning_rate, stop_requested=self._stop_requested())
+            self._late.push(behind.facts, vector)
+        return exit_code
 
     def _handle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
         """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
@@ -252,7 +283,7 @@ class Trainer:
 
     def _pause(self, action: Callable[[], object]) -> ExitCode | None:
         """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""
-        exit_code = self._handle(self._late.flush())
+        exit_code = self._settle(self._late.flush())
         if exit_code is None:
             action()
         self._late.restart()
