@@ -137,11 +137,12 @@ def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
     assert status(tmp_path).items() >= {"exit_code": OUT_OF_MEMORY, "rank": None, "step": 3}.items()
 
 
-def test_a_rank_that_is_killed(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["data-parallel", "tensor-parallel"])
+def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     """It can say nothing. The other one names what it saw; what the run before wrote does not stand there any more."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "STATUS.json").write_text('{"exit_code": 0}')
-    finished = run(options, tmp_path, 2, partial(kill_at, "between backward and all-reduce", 3, 1))
+    finished = run({**options, **layout}, tmp_path, 2, partial(kill_at, "between backward and all-reduce", 3, 1))
     assert finished.exit_codes == (UNFORESEEN, -9), finished.console
     assert status(tmp_path)["step"] == 3 and status(tmp_path)["exit_code"] == UNFORESEEN
     assert finished.console.count("another process was lost on rank 0 in step 3: ") == 1

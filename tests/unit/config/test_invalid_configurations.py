@@ -115,6 +115,8 @@ INVALID = [
     ("--report run.html", {"--report": "--log-jsonl"}),
     ("--report run.png --log-jsonl log.jsonl", {"--report": ".html"}),
     ("--tensor-model-parallel-size 2", {"--tensor-model-parallel-size": "does not divide the 1 processes"}),
+    ("^6 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-attention-heads 0",
+     {"--pipeline-model-parallel-size": "not built yet", "--num-attention-heads": "required"}),
     ("^6 --tensor-model-parallel-size 4", {"--tensor-model-parallel-size": "give 1, 2, 3 or 6"}),
     ("^3 --tensor-model-parallel-size 3 --mamba-num-heads 12 --mamba-num-groups 3 --ffn-hidden-size 99",
      {"--tensor-model-parallel-size": "(4) choose from 1"}),

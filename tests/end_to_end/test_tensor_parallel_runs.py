@@ -1,0 +1,68 @@
+"""Real runs whose processes share matrices: the log and the checkpoints of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Data, assert_same_state, final_state, in_folder, run, steps, tiny_options
+
+TOLERANCE = 1e-5
+ROUNDED = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+SEQUENCE: dict[str, Any] = {**TENSOR, "sequence_parallel": True}
+HALF, LAST = 3, 6
+
+
+def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
+    """The console of a run in ``folder`` that must end well."""
+    finished = run({**options, **in_folder(folder), **more}, folder, processes)
+    assert finished.exit_code == 0, finished.console
+    return finished.console
+
+
+def assert_same_log(found: Path, expected: Path) -> None:
+    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs."""
+    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
+    assert len(lines) == len(wanted)
+    for line, other in zip(lines, wanted):
+        assert line == {
+            name: pytest.approx(value, rel=TOLERANCE) if name in ROUNDED else value for name, value in other.items()
+        }
+
+
+def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:
+    """Begun by two processes, gone on by four of which two share a matrix, with the isolation self-test."""
+    options = tiny_options(
+        data, train_iters=LAST, valid_data_path=data.valid, eval_interval=HALF, no_isolation_self_test=None
+    )
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    said = trained(alone, 1, options)
+    [model] = [line for line in said.splitlines() if "parameters" in line]
+    said = trained(together, 2, options, exit_interval=HALF, **SEQUENCE)
+    assert model in said  # the whole model's parameters, not a rank's
+    assert "2 process(es) on cpu (2 tensor-parallel, sequence too, x 1 data-parallel)" in said
+    assert "isolation self-test: 12 checks passed" in said
+    said = trained(together, 4, options, use_distributed_optimizer=True, **SEQUENCE)
+    assert f"(iteration {HALF})" in said and "(2 tensor-parallel, sequence too, x 2 data-parallel)" in said
+    assert_same_log(together, alone)
+    state, expected = (final_state(folder / "checkpoints", LAST)[0] for folder in (together, alone))
+    names = {name for name in state if not name.startswith("rng/")}
+    assert names == {name for name in expected if not name.startswith("rng/")}
+    for name in names:
+        assert state[name].shape == expected[name].shape
+        assert (state[name] - expected[name]).abs().max() <= 2e-3 * expected[name].abs().max(), name
+    trained(together, 1, options)  # and one process finds nothing left to do
+    assert_same_log(together, alone)
+
+
+def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:
+    """Bit for bit; ranks without sequence parallelism drop what one process drops."""
+    options = tiny_options(data, train_iters=LAST, hidden_dropout=0.1)
+    alone, whole, halves = (tmp_path / name for name in ("alone", "whole", "halves"))
+    trained(alone, 1, options)
+    trained(whole, 2, options, **TENSOR)
+    assert_same_log(whole, alone)
+    trained(halves, 2, options, exit_interval=HALF, **TENSOR)
+    trained(halves, 2, options, **TENSOR)
+    assert steps(halves / "log.jsonl") == steps(whole / "log.jsonl")
+    assert_same_state(halves / "checkpoints", whole / "checkpoints", LAST)
