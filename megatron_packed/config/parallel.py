@@ -17,10 +17,11 @@ from megatron_packed.config.packing import PackingConfig
 
 NOT_BUILT = {
     "context_parallel_size": "context parallelism",
-    "expert_model_parallel_size": "expert parallelism",
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
 """Axes whose size must be 1."""
+SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+"""Axes whose size may be any that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class ParallelConfig(Section, title="parallel"):
         False, "Between the layers, tensor-parallel ranks share the tokens too: less memory for activations."
     )
     context_parallel_size: int = option(1, "Ranks that share each pack; 1.", unit="ranks", minimum=1)
-    expert_model_parallel_size: int = option(1, "Ranks that share the experts; 1.", unit="ranks", minimum=1)
+    expert_model_parallel_size: int = option(1, "Ranks that share the experts.", unit="ranks", minimum=1)
     expert_tensor_parallel_size: int = option(
         None, "Ranks that share each matrix of an expert.", unit="ranks", minimum=1,
         derived="--tensor-model-parallel-size",
@@ -72,16 +73,11 @@ class ParallelConfig(Section, title="parallel"):
             size = getattr(self, name)
             if sound(name) and size != 1:
                 yield Problem(self.flag(name), str(size), f"{axis} is not built yet", "give 1")
-        if sound("tensor_model_parallel_size", "expert_tensor_parallel_size"):
-            tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
-            if expert_tp == 1 != tp:
-                yield Problem("--expert-tensor-parallel-size", "1", "whole experts beside split layers are not built "
-                              "yet", f"leave it out: experts are split like the rest, by {tp}")
 
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
     """The sizes make a layout of so many processes."""
-    keys = (f"parallel.{name}" for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size", *NOT_BUILT))
+    keys = (f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
         yield from layout_problems(world_size, **parallel.layout_sizes)
 
@@ -102,10 +98,18 @@ def parallel_rules(
     parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
     """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for all sections."""
+    yield from _tensor_rules(parallel, model, packing, graphs, sound)
+    if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
+        yield from _expert_rules(parallel, model, packing, graphs, sound)
+
+
+def _tensor_rules(
+    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
+) -> Iterator[Problem]:
     size = parallel.tensor_model_parallel_size
     if not sound("parallel.tensor_model_parallel_size") or size == 1:
         return
-    flag, shared = "--tensor-model-parallel-size", list(_shared_items(model, sound))
+    flag, shared = "--tensor-model-parallel-size", list(_shared_items(parallel, model, sound))
     most = gcd(*(items.number for items in shared if not items.may_be_fewer))
     for items in shared:
         if not items.fits(size):
@@ -123,9 +127,34 @@ def parallel_rules(
                       "puts some into every layer", "leave one of them out")
 
 
-def _shared_items(model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
+def _expert_rules(
+    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
+) -> Iterator[Problem]:
+    size, experts, flag = parallel.expert_model_parallel_size, model.num_experts, "--expert-model-parallel-size"
+    if MOE not in model.hybrid_layer_pattern:
+        if size > 1:
+            yield Problem(flag, str(size), "the pattern has no expert layer (E)", "leave it out")
+        return
+    if sound("model.num_experts") and experts is not None and experts % size:
+        yield Problem(flag, str(size), f"does not divide --num-experts ({experts})",
+                      f"choose from {divisors(experts)}")  # fmt: skip
+    if sound("parallel.tensor_model_parallel_size", "parallel.expert_tensor_parallel_size", "packing.seq_length",
+             "packing.micro_batch_size"):  # fmt: skip
+        tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
+        if parallel.expert_tensor_parallel_size == 1 < tp and tokens % tp and not parallel.sequence_parallel:
+            yield Problem("--expert-tensor-parallel-size", "1", f"shares the {tokens} token slots of a pack evenly "
+                          f"among --tensor-model-parallel-size ({tp}) ranks",
+                          f"choose a size from {divisors(tokens)}, or leave it out")  # fmt: skip
+    captured = sound("cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules") and graphs.enabled
+    if size > 1 and captured and (not graphs.modules or "moe" in graphs.modules):
+        yield Problem("--cuda-graph-modules", " ".join(graphs.modules), f"captures no collectives yet, and {flag} "
+                      f"({size}) puts some into expert layers", "give attn mamba mlp moe_router")  # fmt: skip
+
+
+def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
     """What the layers of the pattern share out, as far as it is known."""
     symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
+    whole_experts = parallel.expert_tensor_parallel_size == 1
     for symbol, name, groups in (
         (ATTENTION, "num_attention_heads", "num_query_groups"),
         (MAMBA, "mamba_num_heads", "mamba_num_groups"),
@@ -135,6 +164,8 @@ def _shared_items(model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
     ):
         count = getattr(model, name)
         if symbol not in symbols or not sound(f"model.{name}") or not count:
+            continue
+        if name == "moe_ffn_hidden_size" and whole_experts:
             continue
         yield _Shared(model.flag(name), count)
         if groups and sound(f"model.{groups}") and getattr(model, groups) != count:

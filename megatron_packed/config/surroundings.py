@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.parallel import NOT_BUILT, processes_rules
+from megatron_packed.config.parallel import NOT_BUILT, SIZES, processes_rules
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
 
@@ -36,7 +36,7 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
         return
     of_layout = list(processes_rules(run.parallel, world_size, sound))
     yield from of_layout
-    if not of_layout and sound("parallel.tensor_model_parallel_size", *(f"parallel.{name}" for name in NOT_BUILT)):
+    if not of_layout and sound(*(f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))):
         yield from batch_rule(run, world_size, sound)
 
 

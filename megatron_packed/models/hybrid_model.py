@@ -321,12 +321,12 @@ class HybridModel(nn.Module):
         return logits_TV[:, : self.vocab_size].float()
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
-        """Sizes of the static buffer in front of the experts of an E layer, None without E layers.
+        """Sizes of the static buffer in front of the experts of an E layer; None without one.
 
         Args:
             total_tokens: slots of a pack.
         """
-        if not self.moe_layers:
+        if not self.moe_layers or not self.moe_layers[0].mixer.dispatcher.static:
             return None
         dispatcher = self.moe_layers[0].mixer.dispatcher
         tokens = total_tokens // (self.cp.size * (self.tp.size if self.ep.whole_experts else 1))

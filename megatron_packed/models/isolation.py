@@ -109,7 +109,7 @@ def check_isolation(
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
     Under 2 seconds once kernels are compiled and tuned; waits for the device, so call it before training and not in it.
-    A collective of tensor-parallel ranks, which share these layers as they share those of the model.
+    A collective of the ranks of ``groups``, which share these layers as they share those of the model.
 
     Returns:
         Three results for each kind of layer; refuse to train unless all ``passed``, and print those that did not.
@@ -120,7 +120,7 @@ def check_isolation(
         _tune_the_scan(model_config, device, dtype, backends.ssd, tp.size)
     results = []
     for symbol in dict.fromkeys(model_config.layer_types):
-        small = small_config(symbol, model_config, tp.size)
+        small = small_config(symbol, model_config, tp.size, 1 if groups is None else groups.ep_size)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * tp.size
         model = HybridModel(
             small, vocab_size=VOCAB, max_positions=total, groups=groups, sequence_parallel=sequence_parallel,
@@ -147,25 +147,29 @@ def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype
     ssd.tune(inputs, device, backend=backend)
 
 
-def small_config(symbol: str, config: ModelConfig, tp_size: int = 1) -> ModelConfig:
+def small_config(symbol: str, config: ModelConfig, tp_size: int = 1, ep_size: int = 1) -> ModelConfig:
     """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible.
 
     Among tensor-parallel ranks each has these sizes, and they share groups of heads where those of ``config`` do.
     """
     is_moe = symbol == MOE
+    experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
         "hybrid_layer_pattern": symbol,
         "hidden_size": HIDDEN,
         "ffn_hidden_size": 2 * HIDDEN * tp_size,
         "hidden_dropout": 0.0,
         "init_method_std": HIDDEN**-0.5,
-        "num_experts": min(config.num_experts or 1, max(8, config.moe_router_topk)) if is_moe else None,
+        "num_experts": -(-experts // ep_size) * ep_size if is_moe else None,
         "moe_ffn_hidden_size": HIDDEN * tp_size,
         "moe_shared_expert_intermediate_size": HIDDEN * tp_size
         if is_moe and config.moe_shared_expert_intermediate_size
         else None,
-        "moe_aux_loss_coeff": 0.0,  # couples documents by design
+        "moe_aux_loss_coeff": 0.0,  # couples documents by design, as a capacity does
         "moe_z_loss_coeff": None,
+        "moe_expert_capacity_factor": None,
+        "moe_pad_expert_input_to_capacity": False,
+        "moe_expert_rank_capacity_factor": None,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
     }

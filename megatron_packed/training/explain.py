@@ -219,8 +219,25 @@ def _parallelism(config: RunConfig) -> Iterator[Capability]:
     yield Capability("distributed optimizer", ON if sharded else OFF,
                      f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
                      "" if sharded else "--use-distributed-optimizer")
+    yield from _experts(config)
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not built yet")
+
+
+def _experts(config: RunConfig) -> Iterator[Capability]:
+    parallel, model = config.parallel, config.model
+    size = parallel.expert_model_parallel_size
+    if MOE not in model.hybrid_layer_pattern:
+        return
+    if size == 1:
+        yield Capability("expert parallelism", OFF, "every rank has all experts")
+        return
+    how = f"{size} ranks share the experts, dispatched by {model.moe_token_dispatcher_type}"
+    if model.moe_token_dispatcher_type == "alltoall" and not model.moe_pad_expert_input_to_capacity:  # noqa: S105
+        yield Capability("expert parallelism", PARTIAL, f"{how}: one host sync per E layer",
+                         "--moe-token-dispatcher-type allgather")  # fmt: skip
+    else:
+        yield Capability("expert parallelism", ON, how)
 
 
 def _keeping(config: RunConfig) -> Iterator[Capability]:

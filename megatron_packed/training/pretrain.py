@@ -199,14 +199,25 @@ def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
         f"plan {data.train.plan.hash[:12]}"
     )
+    buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
+    if buffer is not None and groups.ep_size > 1:
+        room = buffer.rows * buffer.bytes_per_row / 2**20
+        console.say(
+            f"experts of a rank have room for {buffer.rows:,} rows ({room:,.1f} MiB in front of them in each E layer); "
+            f"the worst case is {buffer.worst_rows:,}"
+        )
 
 
 def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     """How the processes share the work, where they do not just train on different packs."""
-    if groups.tp_cp_size == 1:
-        return ""
-    tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
-    return f" ({tensor} x {groups.dp_size} data-parallel)"
+    words = []
+    if groups.tp_cp_size > 1:
+        tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
+        words.append(f"{tensor} x {groups.dp_size} data-parallel")
+    if groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size:
+        of_experts = f"{groups.expert_tp_size} tensor-parallel x {groups.ep_size} expert-parallel"
+        words.append(f"experts {of_experts} x {groups.expert_dp_size} data-parallel")
+    return f" ({'; '.join(words)})" if words else ""
 
 
 def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console) -> None:
@@ -220,8 +231,9 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
         groups=groups,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    # The first use compiles and tunes kernels.
-    results = in_turns(groups, check) if groups.device.type == "cuda" else check()
+    # The first use compiles and tunes kernels: once for all, unless ranks need each other for it.
+    alone = groups.tp_cp_size == groups.ep_size == 1
+    results = in_turns(groups, check) if groups.device.type == "cuda" and alone else check()
     leaks = [str(result) for result in results if not result.passed]
     if leaks:
         raise IsolationLeak(
@@ -237,7 +249,8 @@ def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job
     console.say(f"CUDA graphs: capturing {len(graphs.modules)} modules for up to {capacities} documents")
     capture = partial(capture_graphs, graphs, job.step, config.packs_per_step())
     # Warm-up compiles and tunes kernels for sizes that the self-test did not use.
-    in_turns(groups, capture) if groups.device.type == "cuda" else capture()
+    alone = groups.tp_cp_size == groups.ep_size == 1
+    in_turns(groups, capture) if groups.device.type == "cuda" and alone else capture()
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
     captured = all_gather_json(graphs.counters.captures, groups)
     for rank, count in enumerate(captured):

@@ -74,6 +74,9 @@ class Dispatcher:
         ep: the ranks that share the experts.
     """
 
+    static = True
+    """Whether shapes are the same for every pack."""
+
     def __init__(self, config: ModelConfig, ep: ExpertParallel, backends: Backends) -> None:
         assert config.num_experts is not None, "a config with an E layer has num_experts"
         self.config, self.ep, self.backend = config, ep, backends.permute
@@ -160,6 +163,8 @@ class AllToAllDispatcher(Dispatcher):
 
     How many go where is asked of the device once per layer and pass: the one host sync, which a CUDA graph cannot hold.
     """
+
+    static = False
 
     def __call__(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: Experts
