@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The quickstart's job with its processes in another layout, the losses the same: examples/layouts/run.sh NAME [FLAGS]
+# Several machines: the same torchrun flags as ever (--nnodes, --rdzv-endpoint); tensor-parallel ranks are neighbours.
+source "$(dirname "${BASH_SOURCE[0]}")/../../.ci/environment.sh"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+name=${1:-}
+case $name in
+  # two processes share each matrix
+  tensor) processes=2 layout=(--tensor-model-parallel-size 2) ;;
+  # and the tokens between the layers: less memory for activations
+  tensor-sequence) processes=2 layout=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
+  # two replicas of two processes; each replica updates half of the weights
+  tensor-data) processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer) ;;
+  *)
+    echo "usage: $0 tensor|tensor-sequence|tensor-data [FLAGS]" >&2
+    exit 2
+    ;;
+esac
+
+if [ ! -e runs/quickstart/data/valid.jsonl ]; then
+  python examples/quickstart/stdlib_qa.py runs/quickstart/data
+fi
+torchrun --nproc_per_node "$processes" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
+  pretrain_hybrid.py @examples/quickstart/sft.args "${layout[@]}" \
+  --save "runs/layouts/$name" --load "runs/layouts/$name" --log-jsonl "runs/layouts/$name/log.jsonl" "${@:2}"
