@@ -112,7 +112,8 @@ def over_epochs(run: Run) -> dict[str, Any]:
         "plan_hash": steps[0]["plan_hash"], "steps": len(steps), "validations": len(valid),
         "epochs": sorted(by_epoch), "fallbacks_by_epoch": [by_epoch[epoch] for epoch in sorted(by_epoch)],
         "replays": sum(step.get("graph_replays", 0) for step in steps),
-        "captured": run.said("captured ") + run.said("not captured"), "in_all": "".join(run.said("micro-batches replayed")[-1:]),
+        "captured": run.said("captured ") + run.said("not captured"),
+        "in_all": "".join(run.said("micro-batches replayed")[-1:]),
         "last_loss": steps[-1]["lm_loss"],
     }  # fmt: skip
 

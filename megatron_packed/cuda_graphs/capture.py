@@ -44,11 +44,11 @@ class Outputs(NamedTuple):
 class CapturedModule:
     """Forward and backward of ``function`` in two graphs.
 
-    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release` for all. What a
-    backward graph was the last to read is given back at once, as eager autograd would, and serves the backward graphs of
-    the modules before; the other outputs (small ones, as a rule) live until `release`. From then on all memory is only
-    borrowed, so that another cell's graphs may use the same. Static tensors that lie outside the graphs' pool must be
-    kept by who made them.
+    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release` for all. What
+    only graphs read is given back behind the last of them, as eager autograd would, and serves the backward graphs of
+    the modules before: inputs, gradients, and hidden states that another captured module takes. What callers may read
+    lives until `release`. From then on all memory is only borrowed, so that another cell's graphs may use the same.
+    Static tensors that lie outside the graphs' pool must be kept by who made them.
 
     Args:
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot. The first tensor of
@@ -107,9 +107,14 @@ class CapturedModule:
             raise TypeError(INDEPENDENT)
         return self.outputs[0]
 
-    def capture_backward(self, grad_outputs: Sequence[Tensor]) -> Tensor:
-        """Capture with ``grad_outputs`` as static gradients of the differentiable outputs; returns the input's, which
-        its taker gives back by `release_gradient`."""
+    def capture_backward(self, grad_outputs: Sequence[Tensor], *, passed_on: bool = False) -> Tensor:
+        """Capture with ``grad_outputs`` as static gradients of the differentiable outputs.
+
+        Args:
+            passed_on: the hidden states go to another captured module.
+        Returns:
+            The input's gradient, which its taker gives back by `release_gradient`.
+        """
         static = list(grad_outputs)
 
         def backward() -> Tensor:
@@ -129,7 +134,8 @@ class CapturedModule:
         borrowed = self._engine.borrowed
         self.input = borrowed(self.input)
         self._leaf = self.input.detach().requires_grad_()
-        self.outputs[0] = borrowed(self.outputs[0])
+        if passed_on:
+            self.outputs[0] = borrowed(self.outputs[0])
         self.grad_outputs = [borrowed(tensor) for tensor in static]
         return self.grad_input
 
@@ -150,7 +156,8 @@ class CapturedModule:
         self._live = None
 
     def replay(self, hidden: Tensor) -> Any:
-        """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch."""
+        """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch, and hidden
+        states that the next captured module takes by its backward pass."""
         self.slot.turn = self.turns[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]

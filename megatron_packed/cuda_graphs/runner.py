@@ -328,10 +328,11 @@ class GraphRunner:
             captured = one.module.captured[cell]
             with _capturing(one.module):
                 wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
-                grads = [after.grad_input] if after is not None and after.before is captured else []
+                passed_on = after is not None and after.before is captured
+                grads = [after.grad_input] if after is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
                     grads.append(self._static_outside((one.module.name, "grad", number), wanted[number]))
-                captured.capture_backward(grads)
+                captured.capture_backward(grads, passed_on=passed_on)
             del wanted, grads
             if after is not None:
                 after.release_gradient()

@@ -39,7 +39,7 @@ DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
 LADDER = Ladder.of([8, 64, T], T)
 SCALES = (1e-3, 0.5)
-RESULTS = ("loss", "loss_sum", "aux_loss", "per_token_loss", "tokens_per_expert", "hidden_gradient")
+RESULTS = ("loss", "loss_sum", "aux_loss", "per_token_loss", "tokens_per_expert", "expert_overflow", "hidden_gradient")
 REPEATS = 5
 """Eager runs whose spread is the measure for kernels that are not deterministic."""
 FACTOR = 3.0
@@ -159,7 +159,7 @@ class Job:
         """What the micro-batch gives, by name, the gradient of every parameter included; copies."""
         self.buffers.zero_grad()
         output = self.drive(micro_batch)
-        values = dict(zip(RESULTS, (*output, self.hidden_gradient)))
+        values = dict(zip(RESULTS, (*output, self.hidden_gradient), strict=True))
         values |= {name: parameter.main_grad for name, parameter in self.buffers.parameters.items()}
         return {name: value.detach().clone() for name, value in values.items()}
 

@@ -9,7 +9,7 @@ from stand_in import RecordingEngine
 from torch import nn
 
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.cuda_graphs.capture import same_memory
+from megatron_packed.cuda_graphs.capture import CapturedModule, same_memory
 from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import HostFactError, StaleMetadataError, StaticPackedSeqParams
@@ -270,6 +270,22 @@ def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
     names = {(key[0], *key[1:-3]) for key in jobs[1].runner._outside}
     dense = {name for name in names if name[1:] in (("input",), ("grad", 0))}
     assert dense == {("layers.0", "input"), (f"layers.{len(jobs[1].model.layers) - 1}", "grad", 0)}
+
+
+def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(monkeypatch):
+    """The hidden states that the last captured module returns may be read after the backward pass; those between not."""
+    job = Job(tiny_model("M*-E"), graphs=True, ladder=Ladder.of([4], T))
+    given_back, at_release = set(), []
+    true = CapturedModule.release
+    monkeypatch.setattr(job.engine, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor)
+    monkeypatch.setattr(CapturedModule, "release", lambda self: at_release.append(set(given_back)) or true(self))
+    job.capture()
+    captured = [module.captured[job.runner.ladder.cells[0]] for module in job.runner.modules]
+    outputs = [one.outputs[0].data_ptr() for one in captured]
+    assert [pointer in at_release[0] for pointer in outputs] == [True, True, True, False]
+    assert all(one.grad_input.data_ptr() in at_release[0] for one in captured[1:])
+    reports = [tensor.data_ptr() for tensor in captured[-1].outputs[1:]]
+    assert reports and not at_release[0].intersection(reports)
 
 
 def test_dropout_is_refused_by_name():
