@@ -137,7 +137,7 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
     if MOE in model.hybrid_layer_pattern:
         width = model.moe_ffn_hidden_size // config.parallel.expert_tensor_parallel_size
         yield grouped_mlp.OP, grouped_mlp.Inputs(
-            channels=model.hidden_size, experts=model.num_experts,
+            channels=model.hidden_size, experts=model.num_experts // config.parallel.expert_model_parallel_size,
             hidden_in=width * (2 if model.activation == "swiglu" else 1), hidden_out=width, dtype=dtype,
             weight_dtype=dtype, device_type=kind,
         )  # fmt: skip

@@ -40,7 +40,7 @@ SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
     hybrid_layer_pattern="M*-E", hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
     mamba_head_dim=8, mamba_num_heads=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8,
-    add_bias_linear=False, normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=5,
+    add_bias_linear=False, normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=8,
     moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=16, moe_aux_loss_coeff=1e-2,
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, make_vocab_size_divisible_by=16,
     init_method_std=0.1,
@@ -55,6 +55,8 @@ class Way(NamedTuple):
     tp_size: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    ep_size: int = 1
+    expert_tp_size: int | None = None
 
     @property
     def dp_size(self) -> int:
@@ -62,10 +64,12 @@ class Way(NamedTuple):
 
     @property
     def layout(self) -> dict[str, int]:
-        return {"tp_size": self.tp_size}
+        sizes = {"tp_size": self.tp_size, "ep_size": self.ep_size, "expert_tp_size": self.expert_tp_size}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def __str__(self) -> str:
         words = [f"tp{self.tp_size}", f"dp{self.dp_size}", "sp" * self.sequence_parallel, "zero" * self[3]]
+        words += [f"ep{self.ep_size}" * (self.ep_size > 1), f"etp{self.expert_tp_size}" * bool(self.expert_tp_size)]
         return "-".join(word for word in words if word)
 
 
@@ -80,6 +84,8 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             tensor_model_parallel_size=way.tp_size,
             sequence_parallel=way.sequence_parallel,
             use_distributed_optimizer=way.distributed_optimizer,
+            expert_model_parallel_size=way.ep_size,
+            expert_tensor_parallel_size=way.expert_tp_size,
         ),
         training=TrainingConfig(train_iters=5, device="cpu", bf16=bf16, seed=seed),
     )
@@ -154,6 +160,8 @@ def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], 
 STEPS = [
     (Way(2, 2), 1), (Way(2, 2, True), 3), (Way(4, 4), 3), (Way(4, 4, True), 1),
     (Way(4, 2), 2), (Way(4, 2, True), 6), (Way(4, 2, False, True), 6), (Way(4, 2, True, True), 2),
+    (Way(2, ep_size=2), 6), (Way(4, 1, False, True, 2), 12), (Way(4, 2, True, ep_size=2), 6),
+    (Way(2, 2, expert_tp_size=1), 1), (Way(4, 2, True, True, 4, 1), 6), (Way(4, 4, False, True, 2, 1), 3),
 ]  # fmt: skip
 
 
@@ -206,7 +214,7 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss", "stop"])
-@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True)], ids=str)
+@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4)], ids=str)
 def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, where: str, pools: WorkerPools) -> None:
     for found in pools.run(spoilt, way.world_size, way, where, layout=way.layout):
         values = found["values"]
@@ -240,7 +248,7 @@ def test_all_ranks_learn_which_micro_batch_was_bad(pools: WorkerPools) -> None:
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-WAYS = [Way(), Way(2, 2, True), Way(4, 4), Way(4, 2, True, True)]
+WAYS = [Way(), Way(2, 2, True), Way(4, 4), Way(4, 2, True, True), Way(2, ep_size=2), Way(4, 2, True, True, 4, 1)]
 
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:
@@ -280,7 +288,7 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: P
     for into in WAYS:
         found = pools.run(load, into.world_size, into, str(tmp_path), layout=into.layout)
         assert_same_bits(assembled([rank["state"] for rank in found]), expected)
-        assert found[0]["loss"] == pytest.approx(written[0]["loss"], abs=2e-3)  # in bf16, summed in another order
+        assert found[0]["loss"] == pytest.approx(written[0]["loss"], abs=5e-3)  # bf16, another order: some tokens change experts
         if into == way:
             later = (assembled([rank["later"] for rank in ranks]) for ranks in (written, found))
             assert found[0]["loss"] == written[0]["loss"]
@@ -331,6 +339,6 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
     return set(told) == set(seen) and all(inputs in seen[name] for name, inputs in told.items())
 
 
-@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 4, True)], ids=str)
+@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 4, True), Way(4, 2, True, ep_size=2)], ids=str)
 def test_explain_asks_for_the_sizes_of_a_rank(way: Way, pools: WorkerPools) -> None:
     assert all(pools.run(asked, way.world_size, way, layout=way.layout))
