@@ -288,7 +288,8 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: P
     for into in WAYS:
         found = pools.run(load, into.world_size, into, str(tmp_path), layout=into.layout)
         assert_same_bits(assembled([rank["state"] for rank in found]), expected)
-        assert found[0]["loss"] == pytest.approx(written[0]["loss"], abs=5e-3)  # bf16, another order: some tokens change experts
+        # In bf16, where another order of sums sends some tokens to other experts.
+        assert found[0]["loss"] == pytest.approx(written[0]["loss"], abs=5e-3)
         if into == way:
             later = (assembled([rank["later"] for rank in ranks]) for ranks in (written, found))
             assert found[0]["loss"] == written[0]["loss"]
