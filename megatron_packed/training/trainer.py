@@ -108,7 +108,7 @@ class Trainer:
         model.eval()
         total = torch.zeros((), dtype=torch.float64, device=device)
         targets = 0
-        with torch.no_grad():
+        with torch.no_grad(), model.full_expert_buffers():
             for number in range(self.valid.plan.num_steps):
                 targets += self.valid.plan.step(number).global_targets
                 for micro_batch in self.valid.loader.micro_batches(number):
