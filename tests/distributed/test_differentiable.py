@@ -156,7 +156,7 @@ def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
         return x[rank]
     if name == "reduce_from":
         return torch.stack(x).sum(0)
-    if name == "gather_rows":
+    if name in ("gather_rows", "join_rows"):
         return torch.cat(x)
     if name == "scatter_rows":
         return torch.stack(x).sum(0).chunk(size)[rank]
