@@ -34,6 +34,7 @@ from megatron_packed.checkpoint.directory import (
     scan,
 )
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
+from megatron_packed.checkpoint.extent import Extent, overlaps
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -285,7 +286,7 @@ class _Load:
         """Read and check this rank's share of the files, all of their bytes (the ranges in a file fill it)."""
         manifest = self._manifest
         for index in _share(manifest, self.ranks.rank, self.ranks.world_size):
-            pieces = [(name, start, end, start, None) for name, _, start, end in manifest.held[index]]
+            pieces = [(name, extent, 0, None) for name, _, extent in manifest.held[index]]
             with _open(self.directory, manifest, index) as reader:
                 for segment, data in reader.scan(_locate(reader, pieces)):
                     check_values(segment, data, reader.path, finite=self.check_finite)
@@ -316,8 +317,8 @@ def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
     return mine
 
 
-_Piece = tuple[str, int, int, int, Tensor | None]
-"""(tensor name, start and end of a stored range, first element of it that is wanted, uint8 view to fill or None)."""
+_Piece = tuple[str, Extent, int, Tensor | None]
+"""(tensor name, a stored range, first of its own elements that is wanted, uint8 view to fill or None for all of it)."""
 
 
 def _pieces_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[list[_Piece]]:
@@ -326,11 +327,9 @@ def _pieces_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[l
     for shard in wanted:
         size = shard.dtype.itemsize
         data = byte_view(shard.tensor)
-        for start, end, index in manifest.tensors[shard.name].ranges:
-            low, high = max(start, shard.start), min(end, shard.end)
-            if low < high:
-                target = data[(low - shard.start) * size : (high - shard.start) * size]
-                by_file[index].append((shard.name, start, end, low, target))
+        for extent, index in manifest.tensors[shard.name].ranges:
+            for there, here, length in overlaps(extent, shard.extent):
+                by_file[index].append((shard.name, extent, there, data[here * size : (here + length) * size]))
     return by_file
 
 
@@ -342,9 +341,7 @@ def _open(directory: Path, manifest: Manifest, index: int) -> ShardReader:
     """
     record = manifest.files[index]
     reader = ShardReader(directory / record.name, record)
-    expected = {
-        shard_key(name, start, end): (dtype, (end - start,)) for name, dtype, start, end in manifest.held[index]
-    }
+    expected = {shard_key(name, extent): (dtype, (extent.numel,)) for name, dtype, extent in manifest.held[index]}
     found = {entry.key: (entry.dtype, entry.shape) for entry in reader.header.entries}
     strings = manifest.header_metadata(record.rank)
     if reader.header.metadata == strings and found == expected:
@@ -372,9 +369,9 @@ def _locate(reader: ShardReader, pieces: Sequence[_Piece]) -> list[Segment]:
     """Where in the file's data section the pieces lie."""
     entries = {entry.key: entry for entry in reader.header.entries}
     segments = []
-    for name, start, end, low, target in pieces:
-        entry = entries[shard_key(name, start, end)]
-        begin = entry.begin + (low - start) * entry.dtype.itemsize
+    for name, extent, first, target in pieces:
+        entry = entries[shard_key(name, extent)]
+        begin = entry.begin + first * entry.dtype.itemsize
         stop = entry.end if target is None else begin + target.numel()
         segments.append(Segment(begin=begin, end=stop, key=entry.key, dtype=entry.dtype, target=target))
     return sorted(segments, key=lambda segment: segment.begin)

@@ -18,6 +18,7 @@ import torch
 
 from megatron_packed.checkpoint.checksum import ALGORITHMS
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.extent import Extent, first_not_once
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
 from megatron_packed.checkpoint.seal import Json, read_small_file, seal, unseal
 from megatron_packed.checkpoint.state import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
@@ -57,11 +58,11 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """A tensor and the files its flat ranges lie in: ``(start, end, index into files)``, in order, without holes."""
+    """A tensor and the files its parts lie in: ``(extent, index into files)``, each element once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[Extent, int], ...]
 
     @property
     def numel(self) -> int:
@@ -85,12 +86,12 @@ class Manifest:
     tensors: dict[str, TensorRecord] = field(repr=False)
 
     @cached_property
-    def held(self) -> list[list[tuple[str, torch.dtype, int, int]]]:
-        """For each file the ranges in it: ``(name, dtype, start, end)``."""
-        held: list[list[tuple[str, torch.dtype, int, int]]] = [[] for _ in self.files]
+    def held(self) -> list[list[tuple[str, torch.dtype, Extent]]]:
+        """For each file the ranges in it: ``(name, dtype, extent)``."""
+        held: list[list[tuple[str, torch.dtype, Extent]]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
-            for start, end, index in record.ranges:
-                held[index].append((name, record.dtype, start, end))
+            for extent, index in record.ranges:
+                held[index].append((name, record.dtype, extent))
         return held
 
     def header_metadata(self, rank: int) -> dict[str, str]:
@@ -135,7 +136,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 name: {
                     "shape": list(record.shape),
                     "dtype": DTYPE_NAMES[record.dtype],
-                    "ranges": [list(part) for part in record.ranges],
+                    "ranges": [_encode_range(*part) for part in record.ranges],
                 }
                 for name, record in manifest.tensors.items()
             },
@@ -188,7 +189,7 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
         },
     )
     for record, held in zip(files, manifest.held):
-        found = sum((end - start) * dtype.itemsize for _, dtype, start, end in held)
+        found = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
         if found != record.data_bytes:
             raise CheckpointError(
                 f"the ranges in file {record.name} do not fill it",
@@ -218,7 +219,7 @@ def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, 
                     found=f"{value['dtype']} {value['shape']}",
                     cure="give every tensor one global shape and dtype",
                 )
-            known["ranges"].extend([start, end, index] for start, end in value["ranges"])
+            known["ranges"].extend(_encode_range(Extent(*part), index) for part in value["ranges"])
     for value in merged.values():
         value["ranges"].sort()
     return {name: _tensor_record(name, merged[name], len(parts), path) for name in sorted(merged)}
@@ -238,30 +239,46 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
             cure=_CURE,
         )
     numel = math.prod(shape)
-    ranges = check.take("ranges", list)
-    offset = 0
-    for part in ranges:
-        whole = is_sizes(part) and len(part) == 3 and part[2] < num_files
-        if not whole or part[0] != offset or not (part[0] < part[1] or numel == 0) or part[1] > numel:
+    ranges = []
+    for part in check.take("ranges", list):
+        extent, index = _decode_range(part) if is_sizes(part) and len(part) in (3, 5) else (None, 0)
+        if extent is None or extent.problem(numel) is not None or index >= num_files:
             raise CheckpointError(
                 f"the ranges of tensor {name} do not cover its {numel} elements once each",
                 path=path,
-                expected=f"a range that starts at {offset} and ends at most at {numel}",
+                expected=f"a range that ends at most at {numel} and lies in one of {num_files} files",
                 found=repr(part)[:100],
                 cure="each element must have exactly one owner",
             )
-        offset = part[1]
-    if offset != numel or not ranges:
+        ranges.append((extent, index))
+    extents = [extent for extent, _ in ranges]
+    wrong = first_not_once(extents, numel)
+    if wrong is not None:
+        early = all(extent.last <= wrong for extent in extents)
         raise CheckpointError(
-            f"the ranges of tensor {name} end early",
+            f"the ranges of tensor {name} {'end early' if early else f'do not cover its {numel} elements once each'}",
             path=path,
-            expected=f"{numel} elements",
-            found=offset,
+            expected=f"{numel} elements" if early else f"a range that starts at {wrong}",
+            found=wrong if early else ", ".join(extent.text for extent in extents)[:100],
             cure="each element must have exactly one owner",
         )
-    return TensorRecord(
-        shape=tuple(shape), dtype=dtype, ranges=tuple((start, end, index) for start, end, index in ranges)
-    )
+    return TensorRecord(shape=tuple(shape), dtype=dtype, ranges=tuple(ranges))
+
+
+def encode_extent(extent: Extent) -> list[int]:
+    """``[start, end]``, for several rows ``[start, end, rows, stride]``."""
+    return list(extent) if extent.rows > 1 else [extent.start, extent.end]
+
+
+def _encode_range(extent: Extent, index: int) -> list[int]:
+    """``[start, end, file]``, for several rows ``[start, end, file, rows, stride]``."""
+    start, end, *more = encode_extent(extent)
+    return [start, end, index, *more]
+
+
+def _decode_range(part: Sequence[int]) -> tuple[Extent, int]:
+    start, end, index, *more = part
+    return Extent(start, end, *more), index
 
 
 def _file_record(value: Json, path: Path) -> FileRecord:

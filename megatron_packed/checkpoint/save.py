@@ -46,6 +46,7 @@ from megatron_packed.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
+    encode_extent,
     encode_manifest,
     header_metadata,
     merge_tensors,
@@ -236,7 +237,7 @@ class _Save:
             entry = held.setdefault(
                 shard.name, {"shape": list(shard.global_shape), "dtype": DTYPE_NAMES[shard.dtype], "ranges": []}
             )
-            entry["ranges"].append([shard.start, shard.end])
+            entry["ranges"].append(encode_extent(shard.extent))
         return {"file": record.to_json(), "tensors": held}
 
     def publish(self, temporary: Path, plan: Json, facts: Sequence[Json]) -> Json:

@@ -1,8 +1,9 @@
 """What a checkpoint holds: flat ranges of globally named tensors.
 
 A tensor has one global name, shape and dtype, whatever the parallel layout; a process holds any flat ranges of it (row
-major). So a checkpoint written by one layout loads into any other, and no name mentions a rank, except where the state
-itself belongs to a rank (random number generators: ``rng/rank_0/...``).
+major), or the same columns of consecutive rows as one (`extent.py`). So a checkpoint written by one layout loads into
+any other, and no name mentions a rank, except where the state itself belongs to a rank (random number generators:
+``rng/rank_0/...``).
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_packed.checkpoint.extent import Extent
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -39,7 +42,8 @@ TENSOR_NAME = re.compile(r"[A-Za-z0-9_./:@+=,-]{1,500}")
 class TensorShard:
     """Elements ``[start, end)`` of the flattened tensor ``name``; ``tensor`` is a 1-D contiguous view of them.
 
-    When saved the view is read, when loaded it is written in place. CPU or CUDA.
+    When saved the view is read, when loaded it is written in place. CPU or CUDA. With ``rows`` above 1 the elements are
+    those of an `Extent`, row after row in the view.
     """
 
     name: str
@@ -47,6 +51,8 @@ class TensorShard:
     start: int
     end: int
     tensor: Tensor
+    rows: int = 1
+    stride: int = 0
 
     def __post_init__(self) -> None:
         if not TENSOR_NAME.fullmatch(self.name):
@@ -54,16 +60,13 @@ class TensorShard:
         if self.tensor.dtype not in DTYPE_NAMES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
             raise ValueError(f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint holds {known}.")
-        numel = math.prod(self.global_shape)
-        if not (0 <= self.start < self.end <= numel or self.start == self.end == numel == 0):
+        problem = self.extent.problem(math.prod(self.global_shape))
+        if problem is not None:
+            raise ValueError(f"range of tensor {self.name} of shape {self.global_shape}: {problem}.")
+        if self.tensor.dim() != 1 or self.tensor.numel() != self.extent.numel or not self.tensor.is_contiguous():
             raise ValueError(
-                f"range [{self.start}, {self.end}) of tensor {self.name} is not a non-empty part of its {numel} "
-                f"elements (shape {self.global_shape})."
-            )
-        if self.tensor.dim() != 1 or self.tensor.numel() != self.end - self.start or not self.tensor.is_contiguous():
-            raise ValueError(
-                f"view of tensor {self.name}[{self.start}:{self.end}] has shape {tuple(self.tensor.shape)} and strides "
-                f"{self.tensor.stride()}; it must be contiguous, 1-D, {self.end - self.start} elements."
+                f"view of tensor {self.key} has shape {tuple(self.tensor.shape)} and strides {self.tensor.stride()}; "
+                f"it must be contiguous, 1-D, {self.extent.numel} elements."
             )
 
     @property
@@ -71,14 +74,18 @@ class TensorShard:
         return self.tensor.dtype
 
     @property
+    def extent(self) -> Extent:
+        """Which elements it holds."""
+        return Extent(self.start, self.end, self.rows, self.stride)
+
+    @property
     def key(self) -> str:
         """Key of this range in a safetensors file."""
-        return shard_key(self.name, self.start, self.end)
+        return shard_key(self.name, self.extent)
 
-    def part(self, first: int, last: int) -> TensorShard:
-        """Elements ``[first, last)`` of this shard's own."""
-        start = self.start + first
-        return replace(self, start=start, end=start + last - first, tensor=self.tensor[first:last])
+    def part(self, first: int, last: int) -> list[TensorShard]:
+        """Its own elements ``[first, last)``, counted in its order."""
+        return shards_of(self.name, self.global_shape, self.extent.cut(first, last), self.tensor[first:last])
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> TensorShard:
@@ -86,9 +93,20 @@ class TensorShard:
         return cls(name=name, global_shape=tuple(tensor.shape), start=0, end=tensor.numel(), tensor=_flat(name, tensor))
 
 
-def shard_key(name: str, start: int, end: int) -> str:
-    """``("layers.0.norm.weight", 0, 64)`` -> ``"layers.0.norm.weight[0:64]"``."""
-    return f"{name}[{start}:{end}]"
+def shards_of(
+    name: str, global_shape: tuple[int, ...], extents: Sequence[Extent], tensor: Tensor
+) -> list[TensorShard]:
+    """A shard for each extent; ``tensor`` (1-D, contiguous) has their elements one extent after the other."""
+    views = tensor.split([extent.numel for extent in extents]) if extents else ()
+    return [
+        TensorShard(name=name, global_shape=global_shape, tensor=view, **extent._asdict())
+        for extent, view in zip(extents, views)
+    ]
+
+
+def shard_key(name: str, extent: Extent) -> str:
+    """``("layers.0.norm.weight", Extent(0, 64))`` -> ``"layers.0.norm.weight[0:64]"``."""
+    return f"{name}[{extent.text}]"
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -127,8 +145,10 @@ def share_out(shards: Sequence[TensorShard], rank: int, world_size: int) -> list
         start = min(max(-(-(first - offset) // size), 0), numel)
         end = min(max(-(-(last - offset) // size), 0), numel)
         offset += shard.tensor.nbytes
-        if start < end or (numel == 0 and rank == 0):
-            shares.append(shard.part(start, end))
+        if start < end:
+            shares += shard.part(start, end)
+        elif numel == 0 and rank == 0:
+            shares.append(shard)
     return shares
 
 

@@ -102,6 +102,18 @@ class Shard:
         """Each piece with the position where it begins on this rank."""
         return zip(accumulate((piece.length for piece in self.pieces), initial=0), self.pieces)
 
+    def stored_columns(self) -> list[tuple[int, Piece]]:
+        """As ``local_pieces``, without padding and with neighbours that as many ranks hold joined to one."""
+        joined: list[tuple[int, Piece]] = []
+        for begin, piece in self.local_pieces():
+            piece = replace(piece, length=min(piece.length, max(self.length - self.padding - piece.start, 0)))
+            at, last = joined[-1] if joined else (0, Piece(start=-1, length=0))
+            if (at + last.length, last.start + last.length, last.shared_by) == (begin, piece.start, piece.shared_by):
+                joined[-1] = (at, replace(last, length=last.length + piece.length))
+            elif piece.length:
+                joined.append((begin, piece))
+        return joined
+
     def global_shape(self, local_shape: Sequence[int]) -> torch.Size:
         """The shape of the whole."""
         assert local_shape[self.dim] == self.local_length, (tuple(local_shape), self)
@@ -150,10 +162,27 @@ class FlatPiece:
     owned: bool
     """Whether this rank is the first of those that hold it: owned pieces of all ranks are the whole, once."""
 
-    def goes_on_with(self, other: FlatPiece) -> bool:
-        """Whether ``other`` is the next one here and in the whole."""
-        steps = (other.local_start - self.local_start, other.global_start - self.global_start)
-        return steps == (self.length, self.length) and other.owned == self.owned
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPiece:
+    """Elements of a rank's part of a parameter and where a checkpoint has them, both counted flat.
+
+    ``rows`` runs of ``length`` elements; from one run to the next it is ``local_stride`` here, ``global_stride`` there.
+    """
+
+    local_start: int
+    global_start: int
+    length: int
+    owned: bool
+    """As of `FlatPiece`."""
+    rows: int = 1
+    local_stride: int = 0
+    global_stride: int = 0
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where each run begins, here and there."""
+        for row in range(self.rows):
+            yield self.local_start + row * self.local_stride, self.global_start + row * self.global_stride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,17 +212,27 @@ class ShardedParameter:
         shape[self.shard.dim] -= self.shard.padding
         return torch.Size(shape)
 
-    def stored_pieces(self) -> list[FlatPiece]:
-        """As ``flat_pieces``, in flat elements of the whole of ``stored_shape``, neighbours joined."""
-        assert self.shard.padding == 0 or self.shard.dim == 0, self.shard
-        end, joined = self.stored_shape.numel(), list[FlatPiece]()
-        for piece in self.flat_pieces():
-            piece = replace(piece, length=min(piece.length, max(end - piece.global_start, 0)))
-            if joined and joined[-1].goes_on_with(piece):
-                joined[-1] = replace(joined[-1], length=joined[-1].length + piece.length)
-            elif piece.length > 0:
-                joined.append(piece)
-        return joined
+    def stored_pieces(self) -> list[StoredPiece]:
+        """What a checkpoint holds of this rank's part: few pieces whatever the shape, as neighbours are joined."""
+        shard, shape = self.shard, self.parameter.shape
+        assert shard.padding == 0 or shard.dim == 0, shard
+        inner, outer = prod(shape[shard.dim + 1 :]), prod(shape[: shard.dim])
+        before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
+        strides = (shard.local_length * inner, shard.length * inner)
+        pieces = []
+        for begin, piece in shard.stored_columns():
+            starts = (begin * inner, before * strides[1] + piece.start * inner)
+            length, owned = piece.length * inner, self.rank % piece.shared_by == 0
+            if outer > 1 and (length, length) != strides:
+                pieces.append(StoredPiece(
+                    local_start=starts[0], global_start=starts[1], length=length, owned=owned, rows=outer,
+                    local_stride=strides[0], global_stride=strides[1],
+                ))  # fmt: skip
+            else:
+                pieces.append(StoredPiece(
+                    local_start=starts[0], global_start=starts[1], length=outer * length, owned=owned,
+                ))  # fmt: skip
+        return pieces
 
     def flat_pieces(self) -> list[FlatPiece]:
         """What this rank holds as ranges of flat elements, in the order of the whole's outer dimensions."""

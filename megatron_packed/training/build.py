@@ -59,10 +59,11 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
     """Elements ``[start, end)`` of the gradient buffer that a lower tensor-parallel rank holds too."""
     starts = {slot.name: slot.start for slot in buffers.layout.slots}
     return [
-        (starts[name] + piece.local_start, starts[name] + piece.local_start + piece.length)
+        (starts[name] + begin, starts[name] + begin + piece.length)
         for name, sharded in model.sharded_parameters().items()
         for piece in sharded.stored_pieces()
         if not piece.owned
+        for begin, _ in piece.runs()
     ]
 
 

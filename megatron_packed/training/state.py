@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron_packed.checkpoint.ranks import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
-from megatron_packed.checkpoint.state import TensorShard, share_out, whole_tensors
+from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, whole_tensors
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.serialise import model_differences
@@ -86,18 +87,16 @@ def _shards_of(
         start: which of them the first is.
     """
     for piece in sharded.stored_pieces():
-        first = max(piece.local_start, start)
-        last = min(piece.local_start + piece.length, start + view.numel())
-        if first < last:
-            shift = piece.global_start - piece.local_start
-            shard = TensorShard(
-                name=name,
-                global_shape=tuple(sharded.stored_shape),
-                start=first + shift,
-                end=last + shift,
-                tensor=view[first - start : last - start],
-            )
-            yield shard, piece.owned
+        extent = Extent(piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride)
+        # Here the runs of most pieces lie one behind the other; where they do not, each is an extent of its own.
+        together = piece.rows == 1 or piece.local_stride == piece.length
+        extents = [(piece.local_start, extent)] if together else zip((at for at, _ in piece.runs()), extent.each_row())
+        for at, its_extent in extents:
+            first, last = max(at, start), min(at + its_extent.numel, start + view.numel())
+            if first < last:
+                held = its_extent.cut(first - at, last - at)
+                for shard in shards_of(name, tuple(sharded.stored_shape), held, view[first - start : last - start]):
+                    yield shard, piece.owned
 
 
 def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:

@@ -153,9 +153,10 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
         assert shapes == [shape, stored_shape]
         local = rank[kind][name]
         for piece in stored_pieces:
-            place = stored[piece.global_start : piece.global_start + piece.length]
-            assert not piece.owned or place.isnan().all(), f"{name}: two ranks own a range of a checkpoint"
-            place.copy_(local.flatten()[piece.local_start : piece.local_start + piece.length])
+            for here, there in piece.runs():
+                place = stored[there : there + piece.length]
+                assert not piece.owned or place.isnan().all(), f"{name}: two ranks own a range of a checkpoint"
+                place.copy_(local.flatten()[here : here + piece.length])
         taken = shard.take(result)
         assert torch.equal(torch.where(taken.isnan(), local, taken), local), f"{name}: copies differ"
         shard.place(local, result)

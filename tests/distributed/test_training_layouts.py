@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
@@ -106,13 +107,13 @@ def mine(groups: ParallelGroups, step: int, count: int) -> list[MicroBatch]:
     return packs_of(step, count)[groups.dp_rank :: groups.dp_size]
 
 
-Shards = list[tuple[str, tuple[int, ...], int, Tensor]]
+Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
 def everything(job: Job) -> Shards:
     """What this rank holds, as ranges of what checkpoints hold."""
     shards = [held.shard for held in held_state(job.model, job.optimizer)]
-    return [(shard.name, shard.global_shape, shard.start, shard.tensor.clone()) for shard in shards]
+    return [(shard.name, shard.global_shape, tuple(shard.extent), shard.tensor.clone()) for shard in shards]
 
 
 def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
@@ -120,10 +121,10 @@ def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for shards in ranks:
-        for name, shape, start, part in shards:
+        for name, shape, extent, part in shards:
             flat = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype)).view(-1)
             known = seen.setdefault(name, torch.zeros(flat.numel(), dtype=torch.bool))
-            place = slice(start, start + part.numel())
+            place = torch.cat([torch.arange(row.start, row.end) for row in Extent(*extent).each_row()])
             agree = torch.where(known[place], flat[place], part)
             assert same_bits(agree, part), f"copies of {name} differ"
             flat[place], known[place] = part, True
