@@ -1,0 +1,167 @@
+"""Expert parallelism over NCCL with the kernels of GPUs: two ranks against one process, no host sync, captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import run_distributed
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.micro_batch import MicroBatch
+
+VOCAB, TOKENS, HIDDEN = 512, 1024, 256
+LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])
+"""Of the documents of two packs."""
+CONFIG = {
+    "hidden_size": HIDDEN, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64,
+    "mamba_num_heads": 16, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_num_groups": 2,
+    "mamba_chunk_size": 128, "num_experts": 8, "moe_ffn_hidden_size": 384, "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 1e-2, "moe_shared_expert_intermediate_size": 256, "add_bias_linear": False,
+    "normalization": "RMSNorm", "squared_relu": True, "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
+ALLGATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
+BOUNDED: dict[str, Any] = {**ALLGATHER, "moe_expert_rank_capacity_factor": 1.5}
+ALLTOALL: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+PADDED: dict[str, Any] = {
+    **ALLTOALL, "moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True,
+}  # fmt: skip
+LAYOUTS = [{"ep_size": 2}, {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2}]
+
+
+def build(groups: ParallelGroups | None, changes: dict[str, Any], pattern: str = "M*-E") -> HybridModel:
+    return HybridModel(
+        ModelConfig(hybrid_layer_pattern=pattern, **{**CONFIG, **changes}),
+        vocab_size=VOCAB,
+        max_positions=TOKENS,
+        groups=groups,
+        sequence_parallel=groups is not None and groups.tp_size > 1,
+        device="cuda",
+        dtype=torch.bfloat16,
+    ).train()
+
+
+def packs() -> list[MicroBatch]:
+    rng = np.random.default_rng(0)
+    targets = sum(length - 1 for lengths in LENGTHS for length in lengths)
+    drawn = [[(rng.integers(0, VOCAB, length), None) for length in lengths] for lengths in LENGTHS]
+    return [MicroBatch.build(documents, TOKENS, 10, (1 / targets, 0.5)).to("cuda") for documents in drawn]
+
+
+def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss of this rank's packs and gradients, summed over the ranks that hold the same parameters."""
+    rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
+    model = build(groups, changes)
+    shared = model.shared_gradients()
+    loss, overflow = torch.zeros(2, device="cuda").unbind()
+    for pack in packs()[rank::ranks]:
+        output = model(pack)
+        output.loss.backward()
+        loss, overflow = loss + output.loss.detach(), overflow + output.expert_overflow
+    shared.sum()
+    found = {"loss": all_reduce_sum(loss, groups.dp_cp_group if groups else None), "overflow": overflow}
+    for name, part in model.sharded_parameters().items():
+        gradient = part.parameter.grad
+        assert gradient is not None
+        if groups is not None:
+            gradient = all_reduce_sum(gradient, groups.expert_dp_group if part.is_expert else groups.dp_cp_group)
+        whole = torch.zeros(part.global_shape, device="cuda")
+        part.shard.place(gradient.float(), whole)
+        found[name] = whole
+    return found
+
+
+def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of this rank's parts against one process on the same GPU."""
+    found, expected = train(groups, changes), train(None, changes)
+    errors = {"loss": float((found["loss"] - expected["loss"]).abs() / expected["loss"].abs())}
+    errors["overflow"] = float(found["overflow"])
+    model = build(groups, changes)
+    for name, part in model.sharded_parameters().items():
+        mine, wanted = part.shard.take(found[name]), part.shard.take(expected[name])
+        errors[name] = float((mine - wanted).norm() / wanted.norm())
+    return errors
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts"])
+def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
+    for changes in (ALLGATHER, BOUNDED, ALLTOALL, PADDED):
+        for errors in run_distributed(compare_rank, 2, changes, backend="nccl", layout=layout, timeout=300):
+            assert errors.pop("overflow") == 0
+            assert errors.pop("loss") <= 1e-2
+            worst = max(errors, key=errors.__getitem__)
+            assert errors[worst] <= 3e-2, f"{changes}: {worst} {errors[worst]:.1e}"
+
+
+def without_sync(groups: ParallelGroups, changes: dict[str, Any]) -> bool:
+    """A pass forward and backward in which a host sync is an error; whether one was noticed."""
+    model, (first, second) = build(groups, changes), packs()
+    model(first).loss.backward()  # compiles and tunes
+    torch.cuda.synchronize()
+    packed = second.with_buffer(second.buffer)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(packed).loss.backward()
+    except RuntimeError as error:
+        assert "synchroniz" in str(error), error
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+@pytest.mark.multi_gpu
+def test_only_alltoall_with_exact_parts_waits_for_the_device() -> None:
+    for changes in (ALLGATHER, BOUNDED, PADDED):
+        found = run_distributed(without_sync, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300)
+        assert found == [False, False], changes
+
+
+def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
+    """Largest difference between a captured expert layer, forward and backward, and the layer itself."""
+    model = build(groups, changes, "E")
+    layer, batch = model.layers[0], packs()[0]
+    packed = model.prepare(batch.packed)
+    generator = torch.Generator(device="cuda").manual_seed(groups.rank)
+    x_TD = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16().requires_grad_()
+    dy_TD = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()
+
+    def run() -> tuple[Tensor, Tensor]:
+        y_TD = layer(x_TD, packed).hidden_TD
+        (dx_TD,) = torch.autograd.grad(y_TD, x_TD, dy_TD)
+        return y_TD.detach(), dx_TD
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        static = run()
+    worst = 0.0
+    for _ in range(3):  # other tokens are routed elsewhere
+        with torch.no_grad():
+            x_TD.copy_(torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator))
+        graph.replay()
+        replayed = [value.clone() for value in static]
+        for value, eager in zip(replayed, run()):
+            worst = max(worst, float((value - eager).abs().max()))
+    graph.reset()
+    return worst
+
+
+@pytest.mark.multi_gpu
+def test_a_captured_expert_layer_computes_what_the_layer_does() -> None:
+    for changes in (ALLGATHER, BOUNDED, PADDED):
+        found = run_distributed(replay, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300)
+        assert found == [0.0, 0.0], changes
