@@ -12,8 +12,15 @@ case $name in
   tensor-sequence) processes=2 layout=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
   # two replicas of two processes; each replica updates half of the weights
   tensor-data) processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer) ;;
+  # two processes share the experts, and train on packs of their own
+  experts) processes=2 layout=(--expert-model-parallel-size 2) ;;
+  # whole experts on four processes, of which two share each other matrix
+  tensor-experts)
+    processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel)
+    layout+=(--expert-model-parallel-size 4 --expert-tensor-parallel-size 1)
+    ;;
   *)
-    echo "usage: $0 tensor|tensor-sequence|tensor-data [FLAGS]" >&2
+    echo "usage: $0 tensor|tensor-sequence|tensor-data|experts|tensor-experts [FLAGS]" >&2
     exit 2
     ;;
 esac

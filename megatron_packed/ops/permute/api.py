@@ -52,11 +52,6 @@ class Permuted:
     row_TK: Tensor
     """int32: the row of each route; -1 for a route without one."""
 
-    @property
-    def overflow(self) -> Tensor:
-        """0-d bool, on the device: whether routes to experts found no row."""
-        return self.tokens_per_expert_E.sum() > (self.row_TK >= 0).sum()
-
 
 def permute(
     x_TD: Tensor,
@@ -75,7 +70,7 @@ def permute(
         topk_ids_TK: ``(T, K)`` integers; routes to numbers outside of [0, num_experts) lead nowhere.
         num_experts: E.
         valid_T: ``(T,)`` bool; the routes of tokens that are not valid lead nowhere either.
-        rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find none (``overflow``).
+        rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find none.
         rows_per_expert: every expert has exactly so many rows, zeros behind those that it needs; R is E times that.
     Raises:
         ValueError: shapes that do not fit together.
