@@ -111,14 +111,26 @@ def _rectangles(extent: Extent, stride: int) -> Iterator[_Rectangle]:
         yield _Rectangle(bottom, bottom + 1, 0, right, bottom * stride - extent.start, stride)
 
 
-def overlaps(one: Extent, other: Extent) -> Iterator[tuple[int, int, int]]:
-    """The elements that both have, as ``(offset in one, offset in other, length)`` with offsets in their own orders.
+class Overlap(NamedTuple):
+    """Elements that two extents have both: runs of ``length`` that begin at two offsets, each in one's own order."""
 
-    Runs that are consecutive in both orders are one.
+    here: int
+    there: int
+    length: int
+    rows: int = 1
+    pitch_here: int = 0
+    """From one run to the next."""
+    pitch_there: int = 0
+
+
+def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
+    """The elements that both have, ``here`` of ``one`` and ``there`` of ``other``; few, whatever the rows.
+
+    Runs that follow each other in both orders are one.
     """
     if one.rows > 1 and other.rows > 1 and one.stride != other.stride:
         for number, row in enumerate(other.each_row()):
-            yield from ((a, number * other.width + b, length) for a, b, length in overlaps(one, row))
+            yield from (o._replace(there=o.there + number * other.width) for o in overlaps(one, row))
         return
     stride = one.stride or other.stride or max(one.end, other.end, 1)
     for a in _rectangles(one, stride):
@@ -127,10 +139,11 @@ def overlaps(one: Extent, other: Extent) -> Iterator[tuple[int, int, int]]:
             rows, length = min(a.bottom, b.bottom) - top, min(a.right, b.right) - left
             if rows <= 0 or length <= 0:
                 continue
-            if a.pitch == b.pitch == length:
-                rows, length = 1, rows * length
-            at, bt = ((r.offset + (top - r.top) * r.pitch + left - r.left, r.pitch) for r in (a, b))
-            yield from ((at[0] + i * at[1], bt[0] + i * bt[1], length) for i in range(rows))
+            here, there = (r.offset + (top - r.top) * r.pitch + left - r.left for r in (a, b))
+            if rows == 1 or a.pitch == b.pitch == length:
+                yield Overlap(here, there, rows * length)
+            else:
+                yield Overlap(here, there, length, rows, a.pitch, b.pitch)
 
 
 def first_not_once(extents: Sequence[Extent], numel: int) -> int | None:

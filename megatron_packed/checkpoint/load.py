@@ -18,7 +18,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from megatron_packed.checkpoint.directory import (
     scan,
 )
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
-from megatron_packed.checkpoint.extent import Extent, overlaps
+from megatron_packed.checkpoint.extent import Extent, Overlap, overlaps
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -286,7 +286,7 @@ class _Load:
         """Read and check this rank's share of the files, all of their bytes (the ranges in a file fill it)."""
         manifest = self._manifest
         for index in _share(manifest, self.ranks.rank, self.ranks.world_size):
-            pieces = [(name, extent, 0, None) for name, _, extent in manifest.held[index]]
+            pieces: list[_Piece] = [(name, extent, None, None) for name, _, extent in manifest.held[index]]
             with _open(self.directory, manifest, index) as reader:
                 for segment, data in reader.scan(_locate(reader, pieces)):
                     check_values(segment, data, reader.path, finite=self.check_finite)
@@ -317,19 +317,18 @@ def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
     return mine
 
 
-_Piece = tuple[str, Extent, int, Tensor | None]
-"""(tensor name, a stored range, first of its own elements that is wanted, uint8 view to fill or None for all of it)."""
+_Piece = tuple[str, Extent, Overlap | None, Tensor | None]
+"""(tensor name, a stored range, what is wanted of it, uint8 view of what wants it); None twice for all of it."""
 
 
 def _pieces_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[list[_Piece]]:
     """For each file, its stored ranges of which something is wanted."""
     by_file: list[list[_Piece]] = [[] for _ in manifest.files]
     for shard in wanted:
-        size = shard.dtype.itemsize
         data = byte_view(shard.tensor)
         for extent, index in manifest.tensors[shard.name].ranges:
-            for there, here, length in overlaps(extent, shard.extent):
-                by_file[index].append((shard.name, extent, there, data[here * size : (here + length) * size]))
+            for overlap in overlaps(extent, shard.extent):
+                by_file[index].append((shard.name, extent, overlap, data))
     return by_file
 
 
@@ -369,11 +368,22 @@ def _locate(reader: ShardReader, pieces: Sequence[_Piece]) -> list[Segment]:
     """Where in the file's data section the pieces lie."""
     entries = {entry.key: entry for entry in reader.header.entries}
     segments = []
-    for name, extent, first, target in pieces:
+    for name, extent, overlap, data in pieces:
         entry = entries[shard_key(name, extent)]
-        begin = entry.begin + first * entry.dtype.itemsize
-        stop = entry.end if target is None else begin + target.numel()
-        segments.append(Segment(begin=begin, end=stop, key=entry.key, dtype=entry.dtype, target=target))
+        segment = Segment(begin=entry.begin, end=entry.end, key=entry.key, dtype=entry.dtype)
+        if overlap is not None and data is not None:
+            here, there, length, *more = (number * entry.dtype.itemsize for number in overlap)
+            rows, pitch, target_pitch = overlap.rows, more[1], more[2]
+            segment = replace(
+                segment,
+                begin=entry.begin + here,
+                end=entry.begin + here + (rows - 1) * pitch + length,
+                target=data[there : there + (rows - 1) * target_pitch + length],
+                rows=rows,
+                pitch=pitch,
+                target_pitch=target_pitch,
+            )
+        segments.append(segment)
     return sorted(segments, key=lambda segment: segment.begin)
 
 

@@ -117,13 +117,43 @@ class _RunningBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that receives them."""
+    """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that receives them.
+
+    With several ``rows`` the target receives runs of bytes: they begin ``pitch`` bytes apart in the file and
+    ``target_pitch`` in the target, the last one ends where both end, and what lies between them belongs to others.
+    """
 
     begin: int
     end: int
     key: str
     dtype: torch.dtype
     target: Tensor | None = None
+    rows: int = 1
+    pitch: int = 0
+    target_pitch: int = 0
+
+    @property
+    def length(self) -> int:
+        """Bytes of one run."""
+        return self.end - self.begin - (self.rows - 1) * self.pitch
+
+    def runs_in(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+        """The runs in bytes ``[low, high)`` of the file, as ``(where in the file, where in the target, bytes, rows)``.
+
+        Runs that are cut stand alone, the others are together: at most three.
+        """
+        first, after, step = 0, 1, max(self.pitch, 1)
+        if self.rows > 1:
+            first = max(0, (low - self.begin - self.length) // step + 1)
+            after = min(self.rows, -(-(high - self.begin) // step))
+        while first < after:
+            at = self.begin + first * self.pitch
+            begin, end = max(at, low), min(at + self.length, high)
+            whole = (high - self.length - self.begin) // step + 1 if self.rows > 1 else 1
+            rows = max(min(whole, after) - first, 1) if begin == at else 1
+            if begin < end:
+                yield begin, first * self.target_pitch + begin - at, end - begin, rows
+            first += rows
 
 
 class ShardReader:
@@ -173,8 +203,9 @@ class ShardReader:
                 low, high = max(segment.begin - start, 0), min(segment.end - start, len(block))
                 yield segment, block[low:high]
                 if segment.target is not None:
-                    offset = start + low - segment.begin
-                    buffers.copy_out(low, high, segment.target[offset : offset + high - low])
+                    for at, to, length, rows in segment.runs_in(start + low, start + high):
+                        target = segment.target[to : to + (rows - 1) * segment.target_pitch + length]
+                        buffers.copy_out(at - start, segment.pitch, target, segment.target_pitch, length, rows)
         buffers.finish()
 
     def _read_block(self, index: int, buffer: Bytes) -> Bytes:

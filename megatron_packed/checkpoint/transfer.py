@@ -78,14 +78,22 @@ class ReadBuffers:
         self._wait(self._turn)
         return self._buffers[self._turn].numpy()
 
-    def copy_out(self, begin: int, end: int, target: Tensor) -> None:
-        """Copy bytes ``[begin, end)`` of the buffer handed out last to ``target`` (uint8, CPU or CUDA)."""
-        source = self._buffers[self._turn][begin:end]
+    def copy_out(self, begin: int, pitch: int, target: Tensor, target_pitch: int, length: int, rows: int) -> None:
+        """Copy ``rows`` runs of ``length`` bytes of the buffer handed out last, from ``begin`` on, to ``target``.
+
+        Args:
+            pitch, target_pitch: bytes from one run to the next, in the buffer and in the target.
+            target: uint8, CPU or CUDA, from the first byte of the first run to the last of the last.
+        """
+        source = self._buffers[self._turn][begin : begin + (rows - 1) * pitch + length]
+        to = target.as_strided((rows, length), (target_pitch or length, 1))
         if not target.is_cuda:
-            target.copy_(source)
+            to.copy_(source.as_strided((rows, length), (pitch or length, 1)))
             return
         with torch.cuda.device(target.device):
-            target.copy_(source, non_blocking=True)
+            # Host memory is copied as it lies; what is wanted of it is picked on the device.
+            there = source.to(target.device, non_blocking=True) if rows > 1 else source
+            to.copy_(there.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
             event = torch.cuda.current_stream().record_event()
         self._copies[self._turn].append(event)
 

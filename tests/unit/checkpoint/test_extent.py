@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.extent import Extent, first_not_once, overlaps
+from megatron_packed.checkpoint.extent import Extent, Overlap, first_not_once, overlaps
 from megatron_packed.checkpoint.load import load_checkpoint, read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
+from megatron_packed.checkpoint.shard_file import Segment, ShardReader, write_shard_file
 from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out
 
 ROWS, STRIDE = 6, 10
@@ -54,11 +55,15 @@ def test_overlaps(other_stride: int) -> None:
     for _ in range(500):
         one, other = drawn(draw), drawn(draw, other_stride)
         here, there = elements(one), elements(other)
-        found = [(here[a + i], there[b + i]) for a, b, n in overlaps(one, other) for i in range(n)]
+        found = [
+            (here[o.here + row * o.pitch_here + i], there[o.there + row * o.pitch_there + i])
+            for o in overlaps(one, other) for row in range(o.rows) for i in range(o.length)
+        ]  # fmt: skip
         assert all(a == b for a, b in found)
         assert sorted(a for a, _ in found) == sorted(set(here) & set(there))
     columns = Extent(2, 7, 4, STRIDE)
-    assert list(overlaps(columns, columns)) == [(0, 0, 20)]  # the same layout: one copy
+    assert list(overlaps(columns, columns)) == [Overlap(0, 0, 20)]  # the same layout: one copy
+    assert list(overlaps(columns, Extent(0, 40))) == [Overlap(0, 2, 5, 4, 5, 10)]
 
 
 def test_every_element_once() -> None:
@@ -115,3 +120,27 @@ def test_ranges_that_overlap_are_not_saved(tmp_path: Path) -> None:
     shards = shards_of("w", (4, 8), [Extent(0, 5, 4, 8), Extent(4, 8, 4, 8)], torch.zeros(36))
     with pytest.raises(CheckpointError, match="do not cover its 32 elements once each"):
         save_checkpoint(tmp_path, 1, shards, {})
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 23, 5000])
+def test_runs_are_read_over_the_edges_of_blocks(width: int, tmp_path: Path) -> None:
+    """Blocks of 4,096 bytes cut rows of 24 and of 5,003 elements anywhere."""
+    stride = 24 if width < 24 else 5003
+    whole = torch.arange(400 * 24 if width < 24 else 7 * stride, dtype=torch.float32)
+    rows = len(whole) // stride
+    [shard] = shards_of("w", tuple(whole.shape), [Extent(0, len(whole))], whole)
+    record = write_shard_file(tmp_path / "file", 0, [shard], {}, lambda site: None, block_bytes=4096)
+    for left in {0, 1, stride - width}:
+        if left + width > stride:
+            continue
+        out = torch.full((rows * (width + 3),), -1.0)  # with room between the rows that must stay as it is
+        segment = Segment(
+            begin=4 * left, end=4 * ((rows - 1) * stride + left + width), key=shard.key, dtype=torch.float32,
+            target=out[: (rows - 1) * (width + 3) + width].view(torch.uint8), rows=rows, pitch=4 * stride,
+            target_pitch=4 * (width + 3),
+        )  # fmt: skip
+        with ShardReader(tmp_path / "file", record) as reader:
+            for _ in reader.scan([segment]):
+                pass
+        assert torch.equal(out.view(rows, -1)[:, :width], whole.view(rows, stride)[:, left : left + width])
+        assert (out.view(rows, -1)[:, width:] == -1).all()
