@@ -135,8 +135,11 @@ class AllGatherDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: Experts
     ) -> Dispatched:
         group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
-        x_GD, weights_GK = gather_rows(x_TD, group), gather_rows(topk_weights_TK, group)
-        ids_GK = all_gather_rows(topk_expert_ids_TK.to(torch.int32), group)
+        # Weights and numbers of experts in one message; float32 holds every number of an expert exactly.
+        routes_T2K = torch.cat([topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1)
+        x_GD, routes_G2K = gather_rows(x_TD, group), gather_rows(routes_T2K, group)
+        weights_GK, numbers_GK = routes_G2K.chunk(2, dim=1)
+        ids_GK = numbers_GK.detach().to(torch.int32)
         local_GK = ids_GK - self.ep.rank * self.num_local  # others' are below 0 or too large: they lead nowhere here
         permuted = permute(x_GD, local_GK, self.num_local, rows=rows, backend=self.backend)
         y_RD = experts(permuted.x_RD, permuted.offsets_E)
