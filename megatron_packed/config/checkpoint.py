@@ -27,6 +27,24 @@ class CheckpointConfig(Section, title="checkpoint"):
     )
     ckpt_step: int | None = option(None, "Load the checkpoint of this iteration.", unit="iteration", minimum=0)
     finetune: bool = option(False, "Load only the weights, and start at iteration 0.")
+    dist_ckpt_strictness: str = option(
+        "raise_all", "What follows when the checkpoint has other tensors than the run. Unexpected ones, which the run "
+        "wants and the checkpoint lacks, keep their start values where they are not an error; missing ones, which only "
+        "the checkpoint has, are left there.",
+        choices=("raise_all", "raise_unexpected", "assume_ok_unexpected", "log_unexpected", "log_all", "ignore_all"),
+        not_built={"return_unexpected": "give log_unexpected", "return_all": "give log_all"},
+        megatron=("assume_ok_unexpected", "weights that are silently left out are worse than an error"),
+    )
+
+    @property
+    def allows_unexpected(self) -> bool:
+        """Whether the checkpoint may lack tensors of the run."""
+        return self.dist_ckpt_strictness in ("log_unexpected", "log_all", "ignore_all")
+
+    @property
+    def allows_missing(self) -> bool:
+        """Whether the run may lack tensors of the checkpoint."""
+        return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name in ("save_interval", "save_retain"):

@@ -303,7 +303,7 @@ REFUSED: tuple[Refused, ...] = (
         "leave it out",
         ("--ckpt-format", "--use-dist-ckpt", "--async-save", "--use-persistent-ckpt-worker",
          "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
-         "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--dist-ckpt-save-pre-mcore-014",
+         "--ckpt-assume-constant-structure", "--dist-ckpt-save-pre-mcore-014",
          "--ckpt-convert-format", "--ckpt-convert-save", "--auto-detect-ckpt-format"),
     ),
     Refused(

@@ -177,6 +177,12 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         return
     what = "weights of" if options.finetune else "resuming from"
     console.say(f"{what} {loaded.path} (iteration {loaded.step})")
+    strictness = options.dist_ckpt_strictness
+    unexpected = [name for name in loaded.missing if not name.startswith("rng/")]
+    if unexpected and strictness.startswith("log_"):
+        console.warn(f"the checkpoint lacks what keeps its start values: {_some(unexpected)}")
+    if loaded.unused and strictness == "log_all":
+        console.warn(f"nobody wants these of the checkpoint: {_some(loaded.unused)}")
     changed = changed_options(loaded.metadata["config"], config, ("optim", "training"))
     if changed and not options.finetune:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
@@ -185,6 +191,10 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
     refusal = model_refusal(loaded.metadata, config.model)
     if refusal is not None:  # only --finetune comes this far
         console.warn(f"{loaded.path} {refusal}; --finetune takes its weights as they are.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console) -> None:

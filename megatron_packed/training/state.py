@@ -8,7 +8,7 @@ JSON: the position in the data, the plan it is a position in, random states that
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,7 +182,8 @@ class RunState:
 
         With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run starts at iteration 0:
         what the weights mean is the caller's word (a larger ``rotary_base`` for longer documents). A checkpoint
-        written in another layout restores all but the random states, which start from the seed.
+        written in another layout restores all but the random states, which start from the seed. Tensors that it lacks
+        keep their values, if ``dist_ckpt_strictness`` allows it; masters are then taken from the weights.
 
         Raises:
             NoCheckpointError: there is none.
@@ -200,19 +201,28 @@ class RunState:
             world_size=self.groups.world_size,
             group=self.groups.world_group,
             step=options.ckpt_step,
-            allow_missing=("rng/",),
-            allow_extra=("",) if options.finetune else ("rng/",),
+            allow_missing=("",) if options.allows_unexpected else ("rng/",),
+            allow_extra=("",) if options.finetune or options.allows_missing else ("rng/",),
             accept=None if options.finetune else self._refusal,
         )
         if options.finetune:
             self.optimizer.reset_masters()
             return loaded
+        self._reset_masters(loaded.missing)
         self.progress = Progress(**loaded.metadata["progress"])
         self.run_id = loaded.run_id
-        if loaded.metadata.get("layout") == self._layout and not loaded.missing:
+        if loaded.metadata.get("layout") == self._layout and not any(n.startswith("rng/") for n in loaded.missing):
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
         return loaded
+
+    @torch.no_grad()
+    def _reset_masters(self, missing: Sequence[str]) -> None:
+        """Takes masters that no checkpoint had from this rank's weights."""
+        masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
+        for name in (name.removeprefix("optimizer/") for name in missing if name.startswith("optimizer/master/")):
+            weights = self.model.get_parameter(name.removeprefix("master/")).view(-1)
+            masters[name].copy_(weights[starts[name] : starts[name] + masters[name].numel()])
 
     @property
     def _layout(self) -> dict[str, int]:

@@ -5,9 +5,10 @@ import resource
 import pytest
 import torch
 
+from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.state import split_replicated, whole_tensors
+from megatron_packed.checkpoint.state import shards_of, split_replicated, whole_tensors
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 
@@ -36,6 +37,24 @@ def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
     found = {name: torch.zeros_like(tensor) for name, tensor in on_gpu.items()}
     load_checkpoint(tmp_path / "cpu", whole_tensors(found))
     assert all(torch.equal(found[name], on_gpu[name]) for name in found)
+
+
+@pytest.mark.gpu
+def test_columns_are_saved_and_loaded(tmp_path):
+    """As tensor-parallel ranks share them, into more ranks and into one; rows of 1,500 floats over the edges of blocks."""
+    whole = torch.randn(4096, 3000, device="cuda")  # 46 MiB
+    halves = [
+        shards_of("w", (4096, 3000), [Extent(at, at + 1500, 4096, 3000)], whole[:, at : at + 1500].reshape(-1))
+        for at in (0, 1500)
+    ]
+    save_checkpoint(tmp_path, 1, halves[0] + halves[1], {})
+    for at, width in ((0, 1500), (750, 750), (1000, 1000), (0, 3000)):
+        found = torch.zeros(4096 * width, device="cuda")
+        load_checkpoint(tmp_path, shards_of("w", (4096, 3000), [Extent(at, at + width, 4096, 3000)], found))
+        assert torch.equal(found.view(4096, width), whole[:, at : at + width])
+    found = torch.zeros_like(whole)
+    load_checkpoint(tmp_path, whole_tensors({"w": found}))
+    assert torch.equal(found, whole)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,83 @@
+"""``--dist-ckpt-strictness``: tensors that only the run or only the checkpoint has, by Megatron's names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import to_dict
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.state import RunState
+
+GROUPS = ParallelGroups.single()
+
+
+def made(pattern: str, seed: int, folder: Path) -> tuple[Job, RunState]:
+    config = RunConfig(
+        model=ModelConfig(hybrid_layer_pattern=pattern, hidden_size=16, ffn_hidden_size=24),
+        data=DataConfig(train_data_path=("absent.jsonl",)),
+        packing=PackingConfig(seq_length=32),
+        optim=OptimizerConfig(lr=1e-2),
+        training=TrainingConfig(train_iters=5, device="cpu", bf16=True, seed=seed),
+    )
+    job = build_job(config, GROUPS, 61)
+    state = RunState(job.model, job.optimizer, GROUPS, plan_hash="", config=to_dict(config), model_hash="")
+    state._refusal = lambda metadata: None  # type: ignore[method-assign]  # of models that differ
+    return job, state
+
+
+def loaded(pattern: str, folder: Path, **options: Any) -> tuple[Job, Any]:
+    job, state = made(pattern, 2, folder)
+    return job, state.load(CheckpointConfig(load=str(folder), **options))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """A model of two MLPs whose masters are no rounded weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    job, state = made("--", 1, folder)
+    for name, view in job.optimizer.state_shards().items():
+        if name.startswith("master/"):
+            view.add_(1e-6)
+    state.save(CheckpointConfig(save=str(folder)))
+    return job, folder
+
+
+@pytest.mark.parametrize("strictness", ["log_unexpected", "log_all", "ignore_all"])
+def test_what_the_checkpoint_lacks_keeps_its_start_values(strictness: str, saved: tuple[Job, Path]) -> None:
+    before, folder = saved
+    start, _ = made("---", 2, folder)
+    job, found = loaded("---", folder, dist_ckpt_strictness=strictness)
+    assert "model/layers.2.mixer.fc1.weight" in found.missing and found.unused == ()
+    shards, expected = job.optimizer.state_shards(), before.optimizer.state_shards()
+    for name, parameter in job.model.named_parameters():
+        source = start if "layers.2" in name else before
+        assert torch.equal(parameter, source.model.get_parameter(name))
+        master = parameter.float().view(-1) if "layers.2" in name else expected[f"master/{name}"]
+        assert torch.equal(shards[f"master/{name}"], master)
+
+
+@pytest.mark.parametrize("strictness", ["raise_all", "raise_unexpected", "assume_ok_unexpected"])
+def test_what_the_checkpoint_lacks_is_an_error(strictness: str, saved: tuple[Job, Path]) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"layers\.2\.mixer\.fc1\.bias is missing"):
+        loaded("---", saved[1], dist_ckpt_strictness=strictness)
+
+
+def test_what_the_run_lacks(saved: tuple[Job, Path]) -> None:
+    before, folder = saved
+    with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.mixer\.fc1\.bias is extra"):
+        loaded("-", folder)
+    for strictness in ("raise_unexpected", "assume_ok_unexpected", "log_unexpected", "log_all", "ignore_all"):
+        job, found = loaded("-", folder, dist_ckpt_strictness=strictness)
+        assert "model/layers.1.mixer.fc1.weight" in found.unused
+        assert torch.equal(job.model.embedding.weight, before.model.embedding.weight)
