@@ -35,6 +35,7 @@ for name in "${@:?which steps?}"; do
     model) step model 400 python3 benchmarks/model_step.py ;;
     graph_step) step graph_step 400 python3 benchmarks/graph_step.py ;;
     graph_runs) step graph_runs 300 python3 benchmarks/graph_runs.py runs/real.zip ;;
+    layouts) step layouts 400 torchrun --nproc_per_node "$(nvidia-smi -L | wc -l)" benchmarks/layouts.py ;;
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;

@@ -143,7 +143,7 @@ def gpu_busy(function: Callable[[], object], *, calls: int = 3) -> Busy:
         for _ in range(calls):
             function()
         torch.cuda.synchronize()
-    events = _device_events(profiler)
+    events = device_events(profiler)
     totals: dict[str, float] = {}
     for event in events:
         totals[event.name] = totals.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / calls
@@ -181,7 +181,7 @@ def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int =
         walls.append(drained(calls))
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             drained(2 * calls)
-        events = _device_events(profiler)
+        events = device_events(profiler)
         if len(events) % (2 * calls):
             raise RuntimeError(f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some")
         busies.append(union_ms(events[len(events) // 2 :]) / calls / 1e3)
@@ -214,7 +214,7 @@ def row(function: Callable[[], object], *, calls: int) -> Row:
     wall = run(calls)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run(2 * calls)
-    events = _device_events(profiler)
+    events = device_events(profiler)
     if len(events) % (2 * calls):
         raise RuntimeError(f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some")
     settled = events[len(events) // 2 :]
@@ -222,7 +222,7 @@ def row(function: Callable[[], object], *, calls: int) -> Row:
     return Row(1e3 * wall, union_ms(settled) / calls, span / 1e3 / calls)
 
 
-def _device_events(profiler: Any) -> list[Any]:
+def device_events(profiler: Any) -> list[Any]:
     """Kernels, copies and memsets in the order of their starts."""
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sorted(events, key=lambda event: event.time_range.start)

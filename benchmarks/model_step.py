@@ -48,17 +48,27 @@ def packings(T: int, count: int) -> list[list[int]]:
     return lengths
 
 
-def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
-    """bf16 on a GPU, float32 on a CPU."""
-    config = ModelConfig(
+def model_config(c: dict) -> ModelConfig:
+    """With experts of ``expert_ffn`` in E layers where ``c`` has ``experts``."""
+    experts = {
+        "num_experts": c["experts"], "moe_ffn_hidden_size": c["expert_ffn"], "moe_router_topk": 2,
+        "moe_aux_loss_coeff": 1e-2,
+    } if "experts" in c else {}  # fmt: skip
+    return ModelConfig(
         hybrid_layer_pattern=c["pattern"], hidden_size=c["hidden"], num_attention_heads=c["heads"],
         num_query_groups=c["groups"], kv_channels=128, ffn_hidden_size=c["ffn"],
         squared_relu=True, normalization="RMSNorm", add_bias_linear=False, position_embedding_type="none",
         untie_embeddings_and_output_weights=True, mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
-        mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], vocab_size=c["vocab"],
+        mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], vocab_size=c["vocab"], **experts,
     )  # fmt: skip
+
+
+def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
+    """bf16 on a GPU, float32 on a CPU."""
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    return HybridModel(config, vocab_size=c["vocab"], max_positions=c["T"], device=device, dtype=dtype, seed=1234)
+    return HybridModel(
+        model_config(c), vocab_size=c["vocab"], max_positions=c["T"], device=device, dtype=dtype, seed=1234
+    )
 
 
 def megatron_model(c: dict) -> torch.nn.Module:

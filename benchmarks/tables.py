@@ -20,6 +20,7 @@ import capacity_cost
 import graph_runs
 import graph_step
 import harness
+import layouts
 import metadata_sync
 import op_backends
 import packed_vs_padded
@@ -130,6 +131,8 @@ TABLES = {
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
     "graph_runs_equal": Table("graph_runs.py", "graph_runs", graph_runs.equal_rows_of),
     "graph_runs_epochs": Table("graph_runs.py", "graph_runs", graph_runs.epoch_rows_of),
+    "layouts_2": Table("layouts.py", "layouts_2", layouts.rows_of),
+    "layouts_4": Table("layouts.py", "layouts_4", layouts.rows_of),
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
     "capacity_cost_mamba": Table("capacity_cost.py", "capacity_cost", capacity_cost.mamba_rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),

@@ -1,0 +1,272 @@
+"""Training in every layout of the processes that there are, beside one process on the same packs.
+
+    torchrun --nproc_per_node 2 benchmarks/layouts.py [--models hybrid1b hybrid1b_moe] [--layouts NAME ...]
+
+All layouts start from the same weights and train on the same packs for 20 steps. Loss and gradient norm of each step
+are compared with those of one process. Timed are the steps after the first ones; the share of communication is the
+time in which kernels of NCCL run, over the time from a step's first kernel to its last, on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import harness
+from harness import Spread
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.environment import apply_environment
+from megatron_packed.config.layout import Layout
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.train_step import StepValues
+from model_step import CONFIGS, model_config, packings
+from workloads import device_from, hash_of, pinned, random_documents
+
+ALIGNMENT = 8
+"""Documents are cut to multiples of it, so that no layout needs padding."""
+STEPS, WARM, PROFILED = 20, 8, 2
+QUICK_STEPS, QUICK_WARM = 4, 2
+LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
+"""Highest relative difference of a step's loss and gradient norm from one process's."""
+MODELS = {
+    "hybrid1b": CONFIGS["hybrid1b"],
+    "hybrid1b_moe": {**CONFIGS["hybrid1b"], "pattern": "MEM-M*-MEM-M*-MEM-M*-", "experts": 8, "expert_ffn": 4096},
+}
+ONE = "one process"
+
+TP2, CP2, EP2 = ({f"{axis}_size": 2} for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel"))
+SP = {"sequence_parallel": True}
+ZERO = {"use_distributed_optimizer": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "dp2 zero": ZERO, "tp2": TP2, "tp2 sp": {**TP2, **SP},
+        "cp2 a2a": {**CP2, "cp_comm_type": "a2a"}, "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
+        "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
+        "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
+        "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
+    },
+    4: {
+        "tp2 sp cp2": {**TP2, **SP, **CP2, "cp_comm_type": "a2a"}, "cp2 dp2": {**CP2, "cp_comm_type": "a2a"},
+        "tp2 sp ep2": {**TP2, **SP, **EP2, "moe_token_dispatcher_type": "allgather"},
+    },
+}  # fmt: skip
+"""By number of processes: name -> options of `ParallelConfig` and `ModelConfig`."""
+
+
+def config_of(
+    c: dict[str, Any], packs: int, options: dict[str, Any], device: torch.device, steps: int = STEPS
+) -> RunConfig:
+    fields = {field.name for field in dataclasses.fields(ParallelConfig)}
+    model: ModelConfig = dataclasses.replace(
+        model_config(c), **{name: value for name, value in options.items() if name not in fields}
+    )
+    return RunConfig(
+        model=model,
+        data=DataConfig(train_data_path=("none.jsonl",)),
+        packing=PackingConfig(seq_length=c["T"], global_batch_size=packs),
+        optim=OptimizerConfig(lr=1e-4, clip_grad=1.0),
+        parallel=ParallelConfig(**{name: value for name, value in options.items() if name in fields}),
+        training=TrainingConfig(train_iters=steps, bf16=device.type == "cuda", device=device.type),
+    )
+
+
+def packs_of(c: dict[str, Any], count: int, device: torch.device) -> list[MicroBatch]:
+    """The packs of every step, as a loader leaves them."""
+    rows = []
+    for row in packings(c["T"], count):
+        lengths = [max(length // ALIGNMENT, 1) * ALIGNMENT for length in row[:-1]]
+        rows.append([*lengths, c["T"] - sum(lengths)])
+    targets = sum(length - 1 for row in rows for length in row)
+    scales = (1 / targets, 1 / count)
+    return [
+        pinned(
+            MicroBatch.build(
+                [(tokens, None) for tokens in random_documents(row, c["vocab"], number)],
+                c["T"],
+                scales=scales,
+                alignment=ALIGNMENT,
+            ),
+            device,
+        )
+        for number, row in enumerate(rows)
+    ]
+
+
+def train(config: RunConfig, groups: ParallelGroups, packs: Sequence[MicroBatch], vocab: int) -> dict[str, Any]:
+    """Losses, norms and times of the steps on this rank's share of the packs."""
+    steps = config.training.train_iters
+    warm = WARM if steps == STEPS else QUICK_WARM
+    job = build_job(config, groups, vocab)
+    mine = packs[groups.dp_rank :: groups.dp_size]
+    losses, norms, seconds = [], [], []
+    for number in range(steps):
+        harness.synchronize()
+        start = time.perf_counter()
+        metrics = job.step(mine, config.optim.lr)
+        harness.synchronize()
+        if number >= warm:
+            seconds.append(time.perf_counter() - start)
+        values = StepValues.from_list(metrics.tolist())
+        losses.append(values.loss)
+        norms.append(values.grad_norm)
+    tokens = sum(pack.num_real_tokens for pack in packs)
+    found: dict[str, Any] = {
+        "loss": losses, "grad_norm": norms, "step_ms": Spread.of(seconds),
+        "tokens_per_second_per_gpu": tokens / statistics.median(seconds) / groups.world_size,
+        "parameters": sum(p.numel() for p in job.model.parameters()),
+    }  # fmt: skip
+    if groups.device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found |= communication(lambda: job.step(mine, config.optim.lr))
+    return found
+
+
+def communication(step: Callable[[], object]) -> dict[str, float]:
+    """Of the time from a step's first kernel to its last: shares in which NCCL runs at all, and nothing but NCCL."""
+    from torch.profiler import ProfilerActivity, profile
+
+    harness.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            step()
+        torch.cuda.synchronize()
+    events = harness.device_events(profiler)
+    ours = [event for event in events if "nccl" not in event.name.lower()]
+    span = (max(event.time_range.end for event in events) - events[0].time_range.start) / 1e3
+    busy, compute = harness.union_ms(events), harness.union_ms(ours)
+    sending = harness.union_ms([event for event in events if "nccl" in event.name.lower()])
+    return {"communication": sending / span, "exposed_communication": (busy - compute) / span, "idle": 1 - busy / span}
+
+
+def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """``found`` with what a layout is judged by."""
+    return found | {
+        "loss_difference": difference(found["loss"], one["loss"]),
+        "grad_norm_difference": difference(found["grad_norm"], one["grad_norm"]),
+        "scaling": found["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"],
+    }
+
+
+def problems_of(results: dict[str, Any]) -> list[str]:
+    problems = []
+    for model, result in results.items():
+        for name, found in result["layouts"].items():
+            if "failed" in found:
+                problems.append(f"{model}, {name}: {found['failed']}")
+            elif not (found["loss_difference"] <= LOSS_BOUND and found["grad_norm_difference"] <= NORM_BOUND):
+                problems.append(f"{model}, {name}: loss {found['loss_difference']:.1e}, "
+                                f"norm {found['grad_norm_difference']:.1e} from one process")
+    return problems
+
+
+def suits(options: dict[str, Any], c: dict[str, Any]) -> bool:
+    """Whether the model has what the layout shares out."""
+    return "experts" in c or "expert_model_parallel_size" not in options
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """A row for each layout, from results in the form of a result file."""
+    rows: list[dict[str, object]] = []
+    for model, result in results.items():
+        for name, found in result["layouts"].items():
+            if "failed" in found:
+                rows.append({"model": model, "layout": name, "step ms": found["failed"][:80]})
+                continue
+            shares = (found.get(key) for key in ("communication", "exposed_communication", "idle"))
+            rows.append({
+                "model": model, "layout": name, "step ms": harness.shown(found["step_ms"]),
+                "tokens/s per GPU": round(found["tokens_per_second_per_gpu"]),
+                "of one GPU's": f"{found['scaling']:.3f}",
+                "NCCL runs, alone; idle": ", ".join(f"{100 * s:.0f} %" for s in shares if s is not None),
+                "peak GiB": round(found.get("peak_gib", 0.0), 1),
+                "loss, norm from one process's": f"{found['loss_difference']:.1e}, {found['grad_norm_difference']:.1e}",
+                "plan": result["plan_hash"],
+            })  # fmt: skip
+    return rows
+
+
+def quick(c: dict[str, Any]) -> dict[str, Any]:
+    """The same layers, small enough for a CPU."""
+    small = {**c, "T": 128, "pattern": "M*E-" if "experts" in c else "M*-", "hidden": 64, "heads": 4, "groups": 2,
+             "ffn": 64, "mamba_heads": 2, "mamba_groups": 2, "vocab": 256}  # fmt: skip
+    return small | ({"expert_ffn": 32} if "experts" in c else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--layouts", nargs="+", help="names (default: all for the number of processes)")
+    parser.add_argument("--packs", type=int, default=4, help="of a step, over all processes")
+    harness.common_arguments(parser)
+    arguments = parser.parse_args()
+    device = device_from(arguments.device)
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world not in LAYOUTS:
+        parser.error(f"there are layouts of {' and '.join(map(str, LAYOUTS))} processes, not of {world}: use torchrun")
+    wanted = arguments.layouts or list(LAYOUTS[world])
+    if unknown := set(wanted) - LAYOUTS[world].keys():
+        parser.error(f"no layout {', '.join(sorted(unknown))} of {world}; there are {', '.join(LAYOUTS[world])}")
+    apply_environment(TrainingConfig(train_iters=STEPS))
+    everyone = ParallelGroups.create(ParallelConfig(), device, layout=Layout(world_size=world))
+    results: dict[str, Any] = {}
+    for model in arguments.models:
+        c = quick(MODELS[model]) if arguments.quick else MODELS[model]
+        packs = packs_of(c, arguments.packs, everyone.device)
+        layouts = {ONE: {}} | {name: LAYOUTS[world][name] for name in wanted if suits(LAYOUTS[world][name], c)}
+        result: dict[str, Any] = {"tokens": c["T"], "processes": world, "layouts": {}}
+        result["plan_hash"] = hash_of([pack.packed.cu_seqlens_cpu.tolist() for pack in packs])
+        results[model] = result
+        for name, options in layouts.items():
+            if device.type == "cuda":
+                harness.free_memory()
+                torch.cuda.reset_peak_memory_stats()
+            config = config_of(c, arguments.packs, options, device, QUICK_STEPS if arguments.quick else STEPS)
+            found: dict[str, Any] | None = None
+            try:
+                if name != ONE:
+                    layout = Layout(world_size=world, **config.parallel.layout_sizes)
+                    groups = ParallelGroups.create(config.parallel, device, layout=layout)
+                    found = train(config, groups, packs, c["vocab"])
+                elif rank == 0:
+                    found = train(config, ParallelGroups.single(everyone.device), packs, c["vocab"])
+            except ValueError as error:  # refused before the first collective, on all ranks alike
+                found = {"failed": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            dist.barrier()
+            if rank == 0 and found is not None:
+                one = result["layouts"].get(ONE, found)
+                result["layouts"][name] = found if "failed" in found else compared(found, one)
+                harness.save(f"layouts_{world}", results, folder=arguments.results)
+                print(f"{model}, {name}: {harness.shown(harness.plain(found).get('step_ms'))} ms", flush=True)
+    problems = problems_of(results) if rank == 0 else []
+    if rank == 0:
+        print(harness.table(rows_of(harness.plain(results))))
+    everyone.shutdown()
+    if problems:
+        raise SystemExit("failed: " + "; ".join(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`benchmarks/layouts.py`: layouts are compared with one process; what it judges."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+import layouts
+
+FOUND = {"loss": [2.0, 1.0], "grad_norm": [1.0, 0.5], "tokens_per_second_per_gpu": 100.0}
+SOUND = {"model": {"plan_hash": "abc", "layouts": {"tp2": {"loss_difference": 1e-3, "grad_norm_difference": 1e-3}}}}
+
+
+def test_two_processes_do_what_one_does(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "benchmarks/layouts.py", "--quick",
+               "--device", "cpu", "--models", "hybrid1b_moe", "--layouts", "tp2 sp", "ep2 allgather",
+               "--results", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "layouts_2.json").read_text())["results"]["hybrid1b_moe"]["layouts"]
+    assert list(found) == [layouts.ONE, "tp2 sp", "ep2 allgather"]
+    for one in found.values():
+        assert len(one["loss"]) == layouts.QUICK_STEPS and one["loss"][-1] < one["loss"][0]
+        assert one["loss_difference"] < 1e-5 and one["grad_norm_difference"] < 1e-5
+
+
+def test_packs_are_the_same_for_every_layout_and_need_no_padding():
+    c = layouts.quick(layouts.MODELS["hybrid1b"])
+    packs = layouts.packs_of(c, 3, torch.device("cpu"))
+    for pack in packs:
+        assert pack.num_real_tokens == c["T"] and (pack.packed.cu_seqlens_cpu % layouts.ALIGNMENT == 0).all()
+    assert sum(pack.num_target_tokens for pack in packs) == pytest.approx(1 / packs[0].scales[0].item(), rel=1e-6)
+
+
+def test_the_worst_step_counts():
+    found = layouts.compared({**FOUND, "loss": [2.0, 1.1]}, FOUND)
+    assert found["loss_difference"] == pytest.approx(0.1) and found["grad_norm_difference"] == 0.0
+    assert found["scaling"] == 1.0
+
+
+@pytest.mark.parametrize("change", [{"loss_difference": 0.02}, {"grad_norm_difference": 0.03},
+                                    {"loss_difference": float("nan")}, {"failed": "ValueError: no"}])  # fmt: skip
+def test_what_fails_it(change):
+    results = copy.deepcopy(SOUND)
+    assert layouts.problems_of(results) == []
+    results["model"]["layouts"]["tp2"].update(change)
+    assert len(layouts.problems_of(results)) == 1
+
+
+def test_every_layout_makes_a_configuration():
+    cpu = torch.device("cpu")
+    for world, named in layouts.LAYOUTS.items():
+        for name, options in named.items():
+            config = layouts.config_of(layouts.MODELS["hybrid1b_moe"], 4, options, cpu)
+            assert layouts.Layout(world_size=world, **config.parallel.layout_sizes).world_size == world, name
