@@ -241,9 +241,8 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
         groups=groups,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    # The first use compiles and tunes kernels: once for all, unless ranks need each other for it.
-    alone = groups.tp_cp_size == groups.ep_size == 1
-    results = in_turns(groups, check) if groups.device.type == "cuda" and alone else check()
+    # The first use compiles and tunes kernels.
+    results = in_turns(groups, check) if groups.device.type == "cuda" else check()
     leaks = [str(result) for result in results if not result.passed]
     if leaks:
         raise IsolationLeak(
@@ -259,8 +258,7 @@ def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job
     console.say(f"CUDA graphs: capturing {len(graphs.modules)} modules for up to {capacities} documents")
     capture = partial(capture_graphs, graphs, job.step, config.packs_per_step())
     # Warm-up compiles and tunes kernels for sizes that the self-test did not use.
-    alone = groups.tp_cp_size == groups.ep_size == 1
-    in_turns(groups, capture) if groups.device.type == "cuda" and alone else capture()
+    in_turns(groups, capture) if groups.device.type == "cuda" else capture()
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
     captured = all_gather_json(graphs.counters.captures, groups)
     for rank, count in enumerate(captured):

@@ -74,6 +74,15 @@ def test_turns_are_rank_0_then_one_per_machine_then_the_rest(pools: WorkerPools)
     assert began_after(two, zero) and began_after(one, two) and began_after(three, two)
 
 
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"cp_size": 2}, {"ep_size": 2}], ids=str)
+def test_ranks_that_wait_for_each_other_take_a_turn_together(layout: dict, pools: WorkerPools) -> None:
+    """Of two replicas the first one first, and its ranks do not wait: each needs the other for a forward pass."""
+    first, second = (lambda ranks: (ranks[:2], ranks[2:]))(pools.run(take_turns, 4, 3, layout=layout))
+    for one, other in (first, second):
+        assert one[0] < other[1] and other[0] < one[1]
+    assert min(start for start, _, _ in second) >= max(end for _, end, _ in first)
+
+
 def gradients(groups: ParallelGroups) -> dict:
     """One step on this rank's batch: gradients, an extra, a counter and a flag through one all-reduce."""
     module = model()

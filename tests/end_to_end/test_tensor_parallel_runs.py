@@ -4,7 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Data, assert_same_state, final_state, in_folder, run, steps, tiny_options
+import torch
+from runs import Data, assert_same_state, command_line, final_state, in_folder, run, steps, tiny_options
+
+from megatron_packed.config.flags import parse
+from megatron_packed.training.data import build_tokenizer
+from megatron_packed.training.inference import load_model
 
 TOLERANCE = 1e-5
 ROUNDED = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
@@ -53,6 +58,9 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp
         assert (state[name] - expected[name]).abs().max() <= 2e-3 * expected[name].abs().max(), name
     trained(together, 1, options)  # and one process finds nothing left to do
     assert_same_log(together, alone)
+    config = parse(command_line({**options, **in_folder(together)}), 1)
+    model = load_model(config, build_tokenizer(config.data).vocab_size)  # as a prompt's continuation loads it
+    assert torch.equal(model.embedding.weight, state["model/embedding.weight"])
 
 
 def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
 
 @pytest.mark.gpu
 def test_columns_are_saved_and_loaded(tmp_path):
-    """As tensor-parallel ranks share them, into more ranks and into one; rows of 1,500 floats over the edges of blocks."""
+    """As tensor-parallel ranks share them, into more ranks and into one; rows lie over the edges of blocks."""
     whole = torch.randn(4096, 3000, device="cuda")  # 46 MiB
     halves = [
         shards_of("w", (4096, 3000), [Extent(at, at + 1500, 4096, 3000)], whole[:, at : at + 1500].reshape(-1))
