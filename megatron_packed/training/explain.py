@@ -37,6 +37,10 @@ UNKNOWN_VOCABULARY = 32_768
 """Entries to ask the loss's kernels about while no tokenizer was read."""
 
 
+FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
+"""Room in documents from which FlexAttention was faster than these in some measured size (`capacity_cost.py`)."""
+
+
 class Capability(NamedTuple):
     """One line of the answer."""
 
@@ -195,10 +199,25 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         numbers = " ".join(map(str, graphs.capacities))
         yield Capability("  capacities", ON, f"{numbers} documents; what has more runs eagerly",
                          "" if graphs.cuda_graph_strict else "auto covers every pack")
+        if not eager and ATTENTION in pattern:
+            yield from _attention_of_graphs(config, device, graphs.capacities[-1])
     interval = graphs.cuda_graph_audit_interval
     yield Capability("  audit", ON if interval else OFF,
                      f"every {interval} iterations" if interval else "replay is never compared with eager",
                      "" if interval else "--cuda-graph-audit-interval 1000")
+
+
+def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int) -> Iterator[Capability]:
+    """Whether the time of the attention kernel grows with the room that a graph has."""
+    inputs = dict((op.name, inputs) for op, inputs in op_inputs(config, device))[varlen_attention.OP.name]
+    try:
+        chosen = varlen_attention.OP.select(inputs, config.training.attention_backend).name
+    except NoBackendError:
+        return
+    if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):
+        yield Capability("  attention", PARTIAL,
+                         f"{chosen} takes time for every document that there is room for, {capacity} of them",
+                         "flash-attn 4, or --attention-backend flex")
 
 
 def _parallelism(config: RunConfig) -> Iterator[Capability]:

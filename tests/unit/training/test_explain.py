@@ -9,6 +9,8 @@ import torch
 
 from megatron_packed.config.flags import parse
 from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.training import explain as explain_module
 from megatron_packed.training.build import build_model
 from megatron_packed.training.explain import capabilities, explain, kernel, op_inputs
 
@@ -62,6 +64,19 @@ def _graph_rows_of_a_gpu():
     from megatron_packed.training.explain import _graphs
 
     return _graphs(parse([*FLAGS, "--cuda-graph-impl", "local"], world_size=1), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("chosen, capacity, said", [("transformer_engine", 128, True), ("transformer_engine", 64, False),
+                                                    ("flash_attn_4", 512, False)])  # fmt: skip
+def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, capacity, said):
+    monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(Op, "select", lambda self, inputs, backend="auto": Backend(chosen, "nowhere"))
+    command = [*FLAGS, "--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "16", str(capacity)]
+    found = [row for row in explain_module._graphs(parse(command, world_size=1), torch.device("cuda"))
+             if row.name.strip() == "attention"]  # fmt: skip
+    assert len(found) == said
+    if said:
+        assert f"room for, {capacity} of them" in found[0].reason and "--attention-backend flex" in found[0].advice
 
 
 def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
