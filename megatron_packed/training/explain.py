@@ -209,7 +209,7 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
 
 def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int) -> Iterator[Capability]:
     """Whether the time of the attention kernel grows with the room that a graph has."""
-    inputs = dict((op.name, inputs) for op, inputs in op_inputs(config, device))[varlen_attention.OP.name]
+    inputs = {op.name: asked for op, asked in op_inputs(config, device)}[varlen_attention.OP.name]
     try:
         chosen = varlen_attention.OP.select(inputs, config.training.attention_backend).name
     except NoBackendError:

@@ -66,8 +66,10 @@ def _graph_rows_of_a_gpu():
     return _graphs(parse([*FLAGS, "--cuda-graph-impl", "local"], world_size=1), torch.device("cuda"))
 
 
-@pytest.mark.parametrize("chosen, capacity, said", [("transformer_engine", 128, True), ("transformer_engine", 64, False),
-                                                    ("flash_attn_4", 512, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "chosen, capacity, said",
+    [("transformer_engine", 128, True), ("transformer_engine", 64, False), ("flash_attn_4", 128, False)],
+)
 def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, capacity, said):
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(Op, "select", lambda self, inputs, backend="auto": Backend(chosen, "nowhere"))
