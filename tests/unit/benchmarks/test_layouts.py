@@ -17,8 +17,8 @@ SOUND = {"model": {"plan_hash": "abc", "layouts": {"tp2": {"loss_difference": 1e
 
 
 def test_two_processes_do_what_one_does(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "benchmarks/layouts.py", "--quick",
-               "--device", "cpu", "--models", "hybrid1b_moe", "--layouts", "tp2 sp", "ep2 allgather",
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "benchmarks/layouts.py",
+               "--quick", "--device", "cpu", "--models", "hybrid1b_moe", "--layouts", "tp2 sp", "ep2 allgather",
                "--results", str(tmp_path)]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300

@@ -266,14 +266,14 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
 
 
 def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
-    """Between neighbours one's output is the other's input, forward and backward; E layers add their losses' gradients."""
+    """Between neighbours one's output is the other's input, forward and backward; E layers have losses beside it."""
     names = {(key[0], *key[1:-3]) for key in jobs[1].runner._outside}
     dense = {name for name in names if name[1:] in (("input",), ("grad", 0))}
     assert dense == {("layers.0", "input"), (f"layers.{len(jobs[1].model.layers) - 1}", "grad", 0)}
 
 
 def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(monkeypatch):
-    """The hidden states that the last captured module returns may be read after the backward pass; those between not."""
+    """Hidden states that the last captured module returns may be read after the backward pass; those between not."""
     job = Job(tiny_model("M*-E"), graphs=True, ladder=Ladder.of([4], T))
     given_back, at_release = set(), []
     true = CapturedModule.release
