@@ -315,8 +315,7 @@ def self_test(groups: ParallelGroups, sequence_parallel: bool, leaking: int | No
     return [result.passed for result in results]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(2, True), (4, False)])
 def test_the_isolation_self_test(tp_size: int, sequence_parallel: bool, pools: WorkerPools) -> None:
     ranks = pools.run(self_test, tp_size, sequence_parallel, None, layout={"tp_size": tp_size})
     assert all(len(passed) == 12 and all(passed) for passed in ranks)

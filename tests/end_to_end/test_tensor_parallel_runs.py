@@ -1,5 +1,6 @@
 """Real runs whose processes share matrices: the log and the checkpoints of one process."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ def assert_same_log(found: Path, expected: Path) -> None:
         }
 
 
+def operations(folder: Path, processes: int) -> list[float]:
+    """Of each step, on all processes, in 10^12: from the rate of one GPU and the time of the step."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [e["tflops_per_gpu"] * processes * e["step_time_ms"] / 1e3 for e in lines if "lm_loss" in e]
+
+
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:
     """Begun by two processes, gone on by four of which two share a matrix, with the isolation self-test."""
     options = tiny_options(
@@ -50,6 +57,8 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp
     said = trained(together, 4, options, use_distributed_optimizer=True, **SEQUENCE)
     assert f"(iteration {HALF})" in said and "(2 tensor-parallel, sequence too, x 2 data-parallel)" in said
     assert_same_log(together, alone)
+    counted = operations(together, 2)[:HALF] + operations(together, 4)[HALF:]
+    assert counted == pytest.approx(operations(alone, 1))
     state, expected = (final_state(folder / "checkpoints", LAST)[0] for folder in (together, alone))
     names = {name for name in state if not name.startswith("rng/")}
     assert names == {name for name in expected if not name.startswith("rng/")}
