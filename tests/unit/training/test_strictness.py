@@ -16,8 +16,9 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training import state as run_state
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.state import RunState
+from megatron_packed.training.state import RunState, held_state
 
 GROUPS = ParallelGroups.single()
 
@@ -81,3 +82,16 @@ def test_what_the_run_lacks(saved: tuple[Job, Path]) -> None:
         job, found = loaded("-", folder, dist_ckpt_strictness=strictness)
         assert "model/layers.1.mixer.fc1.weight" in found.unused
         assert torch.equal(job.model.embedding.weight, before.model.embedding.weight)
+
+
+def test_masters_that_no_checkpoint_had_are_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first step would write start values over the weights that were loaded."""
+    before, state = made("-", 1, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_state, "held_state", lambda model, optimizer: held_state(model))
+        state.save(CheckpointConfig(save=str(tmp_path)))
+    job, found = loaded("-", tmp_path, dist_ckpt_strictness="log_unexpected")
+    assert any(name.startswith("optimizer/master/") for name in found.missing)
+    job.optimizer.write_params()
+    for name, parameter in before.model.named_parameters():
+        assert torch.equal(job.model.get_parameter(name), parameter)
