@@ -12,6 +12,15 @@ case $name in
   tensor-sequence) processes=2 layout=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
   # two replicas of two processes; each replica updates half of the weights
   tensor-data) processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer) ;;
+  # two processes share the tokens of each pack, and exchange heads for them
+  context) processes=2 layout=(--context-parallel-size 2) ;;
+  # keys and values go round a ring instead; documents are padded to multiples of 4, so packs are others
+  context-ring) processes=2 layout=(--context-parallel-size 2 --cp-comm-type p2p) ;;
+  # two processes share each matrix, and two such pairs each pack
+  tensor-context)
+    processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2)
+    layout+=(--use-distributed-optimizer)
+    ;;
   # two processes share the experts, and train on packs of their own
   experts) processes=2 layout=(--expert-model-parallel-size 2) ;;
   # whole experts on four processes, of which two share each other matrix
@@ -20,7 +29,8 @@ case $name in
     layout+=(--expert-model-parallel-size 4 --expert-tensor-parallel-size 1)
     ;;
   *)
-    echo "usage: $0 tensor|tensor-sequence|tensor-data|experts|tensor-experts [FLAGS]" >&2
+    names="tensor|tensor-sequence|tensor-data|context|context-ring|tensor-context|experts|tensor-experts"
+    echo "usage: $0 $names [FLAGS]" >&2
     exit 2
     ;;
 esac

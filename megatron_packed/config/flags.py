@@ -19,7 +19,7 @@ from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.megatron_flags import ALWAYS
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.options import problems_of, unchecked
-from megatron_packed.config.parallel import NOT_BUILT
+from megatron_packed.config.parallel import REPLICA_SIZES
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
 from megatron_packed.config.surroundings import environment_number, launch_problems, package_problems, path_problems
@@ -144,7 +144,7 @@ def _values_of(section: str, given: Given) -> dict[str, object]:
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
     """One micro-batch on every rank, when nothing else is said."""
     size = run.packing.micro_batch_size
-    axes = [getattr(run.parallel, axis) for axis in ("tensor_model_parallel_size", *NOT_BUILT)]
+    axes = [getattr(run.parallel, axis) for axis in REPLICA_SIZES]
     well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
     if run.packing.global_batch_size is None and well_typed and "packing.global_batch_size" not in unsound:
         object.__setattr__(run.packing, "global_batch_size", size * run.data_parallel_size(world_size))

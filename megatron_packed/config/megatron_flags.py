@@ -67,7 +67,7 @@ ALWAYS: dict[str, Always] = {
     "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
     "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
     "--num-distributed-optimizer-instances": Always("state is spread over all data-parallel ranks or none", ("1",)),
-    "--min-dynamic-context-parallel-size": Always("packs are not split over ranks", ("1",)),
+    "--min-dynamic-context-parallel-size": Always("all packs are split over the same number of ranks", ("1",)),
     "--calculate-per-token-loss": Always("the loss is the mean over the target tokens of the global batch"),
     "--ddp-num-buckets": Always("gradients are reduced as one buffer", ("1",)),
     "--cuda-graph-granularity": Always("graphs are captured layer by layer", ("layer",)),
@@ -160,8 +160,9 @@ REFUSED: tuple[Refused, ...] = (
          "--defer-embedding-wgrad-compute", "--use-ring-exchange-p2p"),
     ),
     Refused(
-        "context parallelism is not built yet", "leave it out: every rank computes whole packs",
-        ("--cp-comm-type", "--hierarchical-context-parallel-sizes", "--hybrid-context-parallel",
+        "packs are shared by one group of ranks, by heads or in a zigzag",
+        "use --context-parallel-size and --cp-comm-type",
+        ("--hierarchical-context-parallel-sizes", "--hybrid-context-parallel",
          "--max-seqlen-per-dp-cp-rank", "--cp-partition-mode", "--dynamic-context-parallel",
          "--min-dynamic-context-parallel-size"),
     ),
@@ -228,7 +229,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "packing has options of its own", "use --packing-method, --packing-window and --max-documents-per-pack",
-        ("--sequence-packing-scheduler", "--pad-packed-seq-alignment", "--thd-tail-padding-policy",
+        ("--sequence-packing-scheduler", "--thd-tail-padding-policy",
          "--rl-use-sequence-packing", "--rl-sequence-packing-max-sequences-per-bin", "--rl-sequence-packing-algo"),
     ),
     Refused(

@@ -36,6 +36,11 @@ class PackingConfig(Section, title="packing"):
         None, "The packer puts no more documents into a pack; without it there is no limit.", unit="documents",
         minimum=1,
     )
+    pad_packed_seq_alignment: int | None = option(
+        None, "Documents begin and end at multiples of it in their pack; the packer counts the padding behind them. By "
+        "default 2 x --context-parallel-size where --cp-comm-type cuts documents into so many chunks, else 1.",
+        unit="tokens", minimum=1,
+    )
     overlong_policy: str = option(
         "truncate", "What happens to a document longer than a pack: cut at the end, split into several, dropped, or an "
         "error; all are counted.", choices=("truncate", "split", "drop", "error"),

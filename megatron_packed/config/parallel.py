@@ -16,12 +16,18 @@ from megatron_packed.config.options import Section, Sound, option
 from megatron_packed.config.packing import PackingConfig
 
 NOT_BUILT = {
-    "context_parallel_size": "context parallelism",
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
 """Axes whose size must be 1."""
-SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 """Axes whose size may be any that fits."""
+REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
+"""Axes that share the work on one pack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,14 @@ class ParallelConfig(Section, title="parallel"):
     sequence_parallel: bool = option(
         False, "Between the layers, tensor-parallel ranks share the tokens too: less memory for activations."
     )
-    context_parallel_size: int = option(1, "Ranks that share each pack; 1.", unit="ranks", minimum=1)
+    context_parallel_size: int = option(1, "Ranks that share the tokens of each pack.", unit="ranks", minimum=1)
+    cp_comm_type: str = option(
+        "a2a", "How they see whole documents in attention: a2a exchanges heads for tokens, the others send keys and "
+        "values, at once or round a ring, and cut documents into equal chunks (--pad-packed-seq-alignment).",
+        choices=("a2a", "all_gather", "p2p"), value_aliases={"allgather": "all_gather"},
+        not_built={"a2a+p2p": "a2a or p2p"},
+        megatron=("p2p", "no document needs padding, and every attention kernel serves"),
+    )
     expert_model_parallel_size: int = option(1, "Ranks that share the experts.", unit="ranks", minimum=1)
     expert_tensor_parallel_size: int = option(
         None, "Ranks that share each matrix of an expert.", unit="ranks", minimum=1,
@@ -53,6 +66,16 @@ class ParallelConfig(Section, title="parallel"):
     def ranks_per_replica(self) -> int:
         """Ranks that work on one pack."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def document_alignment(self) -> int:
+        """What the slots of every document are a multiple of: the chunks that a zigzag cuts it into, or 1."""
+        return 1 if self.context_parallel_size == 1 or self.cp_comm_type == "a2a" else 2 * self.context_parallel_size
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks among which the rows of a pack are divided between the layers."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
     def layout_sizes(self) -> dict[str, int]:
@@ -83,48 +106,94 @@ def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> 
 
 
 class _Shared(NamedTuple):
-    """Items of a model that tensor-parallel ranks share."""
+    """Items of a model that tensor-parallel or context-parallel ranks share."""
 
     flag: str
     number: int
     may_be_fewer: bool = False
     """Whether several ranks may have a copy of one."""
 
+    symbol: str = ""
+    """Of the layers that have them."""
+
+    of_rank: str = ""
+    """Whose items they are, where they are not all of the model's."""
+
     def fits(self, ranks: int) -> bool:
         return self.number % ranks == 0 or (self.may_be_fewer and ranks % self.number == 0)
+
+    def of_one(self, ranks: int) -> _Shared:
+        """What one of ``ranks`` tensor-parallel ranks has."""
+        whose = "" if ranks == 1 else " of a tensor-parallel rank"
+        return self._replace(number=max(self.number // ranks, 1), of_rank=whose)
+
+    def exchanged_by(self, parallel: ParallelConfig) -> bool:
+        """Whether context-parallel ranks exchange them for tokens."""
+        return self.symbol == MAMBA or (self.symbol == ATTENTION and parallel.cp_comm_type == "a2a")
 
 
 def parallel_rules(
     parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
     """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for all sections."""
-    yield from _tensor_rules(parallel, model, packing, graphs, sound)
+    yield from _dense_rules(parallel, model, packing, graphs, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
         yield from _expert_rules(parallel, model, packing, graphs, sound)
 
 
-def _tensor_rules(
+def _dense_rules(
     parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
-    size = parallel.tensor_model_parallel_size
-    if not sound("parallel.tensor_model_parallel_size") or size == 1:
+    if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         return
-    flag, shared = "--tensor-model-parallel-size", list(_shared_items(parallel, model, sound))
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp_flag, cp_flag = "--tensor-model-parallel-size", "--context-parallel-size"
+    shared = list(_shared_items(parallel, model, sound))
+    yield from _shared_out(tp_flag, tp, shared)
+    if cp > 1 and all(items.fits(tp) for items in shared) and sound("parallel.cp_comm_type"):
+        yield from _shared_out(cp_flag, cp, [items.of_one(tp) for items in shared if items.exchanged_by(parallel)])
+    if sound("packing.seq_length", "packing.micro_batch_size"):
+        yield from _row_rules(parallel, packing, sound)
+    if sound("cuda_graph.cuda_graph_impl") and graphs.enabled and tp * cp > 1:
+        flag, size = (tp_flag, tp) if tp > 1 else (cp_flag, cp)
+        yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"captures no collectives yet, and {flag} ({size}) "
+                      "puts some into every layer", "leave one of them out")
+
+
+def _shared_out(flag: str, size: int, shared: list[_Shared]) -> Iterator[Problem]:
+    """What ``size`` ranks share must divide among them."""
     most = gcd(*(items.number for items in shared if not items.may_be_fewer))
     for items in shared:
         if not items.fits(size):
             fitting = [number for number in every_divisor(most) if all(other.fits(number) for other in shared)]
             rule = "neither divides nor is a multiple of" if items.may_be_fewer else "does not divide"
-            yield Problem(flag, str(size), f"{rule} {items.flag} ({items.number})",
+            yield Problem(flag, str(size), f"{rule} {items.flag} ({items.number}{items.of_rank})",
                           f"choose from {in_words(fitting)}" if fitting else "give 1")
-    if parallel.sequence_parallel and sound("packing.seq_length", "packing.micro_batch_size"):
-        tokens = packing.tokens_per_pack
-        if tokens % size:
-            yield Problem("--sequence-parallel", "", f"shares the {tokens} token slots of a pack evenly among "
-                          f"{flag} ({size}) ranks", f"choose a size from {divisors(tokens)}, or leave it out")
-    if sound("cuda_graph.cuda_graph_impl") and graphs.enabled:
-        yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"captures no collectives yet, and {flag} ({size}) "
-                      "puts some into every layer", "leave one of them out")
+
+
+def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
+    """The slots of a pack divide among the ranks that have rows of it, and documents into the chunks of a zigzag."""
+    tokens, tp, cp = packing.tokens_per_pack, parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp_flag, cp_flag, comm = "--tensor-model-parallel-size", "--context-parallel-size", parallel.cp_comm_type
+    if tokens % cp:
+        yield Problem(cp_flag, str(cp), f"does not divide the {tokens} token slots of a pack",
+                      f"choose from {divisors(tokens)}")
+    elif tokens % parallel.ranks_per_row:
+        yield Problem("--sequence-parallel", "", f"shares the {tokens} token slots of a pack evenly among "
+                      f"{tp_flag} ({tp}) x {cp_flag} ({cp}) ranks", "choose sizes whose product divides them, or "
+                      "leave it out" if cp > 1 else f"choose a size from {divisors(tokens)}, or leave it out")
+    chunks, given = parallel.document_alignment, packing.pad_packed_seq_alignment
+    if tokens % cp or not sound("parallel.cp_comm_type", "packing.pad_packed_seq_alignment"):
+        return
+    if tokens % chunks:
+        yield Problem("--cp-comm-type", comm, f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, and "
+                      f"{chunks} do not divide the {tokens} token slots of a pack",
+                      f"give a2a, or a --seq-length that is a multiple of {chunks}")
+    elif given is not None and (given % chunks or tokens % given):
+        fitting = in_words([size for size in every_divisor(tokens) if size % chunks == 0])
+        rule = f"must be a multiple of 2 x {cp_flag} ({chunks}) with --cp-comm-type {comm}"
+        yield Problem("--pad-packed-seq-alignment", str(given), rule if given % chunks else
+                      f"does not divide the {tokens} token slots of a pack", f"choose from {fitting}")
 
 
 def _expert_rules(
@@ -138,10 +207,11 @@ def _expert_rules(
     if sound("model.num_experts") and experts is not None and experts % size:
         yield Problem(flag, str(size), f"does not divide --num-experts ({experts})",
                       f"choose from {divisors(experts)}")  # fmt: skip
-    if sound("parallel.tensor_model_parallel_size", "parallel.expert_tensor_parallel_size", "packing.seq_length",
-             "packing.micro_batch_size"):  # fmt: skip
+    if sound("parallel.tensor_model_parallel_size", "parallel.expert_tensor_parallel_size",
+             "parallel.context_parallel_size", "packing.seq_length", "packing.micro_batch_size"):  # fmt: skip
         tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
-        if parallel.expert_tensor_parallel_size == 1 < tp and tokens % tp and not parallel.sequence_parallel:
+        cp = parallel.context_parallel_size
+        if parallel.expert_tensor_parallel_size == 1 < tp and tokens % (tp * cp) and not parallel.sequence_parallel:
             yield Problem("--expert-tensor-parallel-size", "1", f"shares the {tokens} token slots of a pack evenly "
                           f"among --tensor-model-parallel-size ({tp}) ranks",
                           f"choose a size from {divisors(tokens)}, or leave it out")  # fmt: skip
@@ -167,6 +237,6 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
             continue
         if name == "moe_ffn_hidden_size" and whole_experts:
             continue
-        yield _Shared(model.flag(name), count)
+        yield _Shared(model.flag(name), count, symbol=symbol)
         if groups and sound(f"model.{groups}") and getattr(model, groups) != count:
-            yield _Shared(model.flag(groups), getattr(model, groups), may_be_fewer=True)
+            yield _Shared(model.flag(groups), getattr(model, groups), may_be_fewer=True, symbol=symbol)

@@ -71,6 +71,11 @@ class RunConfig:
             return self.optim.lr_warmup_iters
         return int(self.optim.lr_warmup_fraction * self.decay_iters)
 
+    @property
+    def document_alignment(self) -> int:
+        """What slots of documents begin and end at multiples of, A; a zigzag needs one."""
+        return self.packing.pad_packed_seq_alignment or self.parallel.document_alignment
+
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different packs."""
         return max(world_size // self.parallel.ranks_per_replica, 1)

@@ -25,13 +25,12 @@ class Loader:
 
     Args:
         dataset: the documents.
-        plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`.
+        plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`. Its alignment is that of
+            documents in the micro-batches.
         dp_rank: rank within the plan's data-parallel ranks.
         total_tokens: slots of every pack.
         ladder: each micro-batch gets exactly the capacity and the bound of the longest row of the smallest cell that
             holds it. One that no cell holds, and all without a ladder, have room for their own documents and no more.
-        alignment: documents begin and end at multiples of it. ``total_tokens`` then has room for their padding
-            (`packed.metadata.aligned_total`); the plan knows nothing of it.
         prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are asked for.
         device: micro-batches are pinned for it if it is a CUDA device.
     Raises:
@@ -46,7 +45,6 @@ class Loader:
         dp_rank: int,
         total_tokens: int,
         ladder: Ladder | None = None,
-        alignment: int = 1,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -55,7 +53,7 @@ class Loader:
         _check_segments(plan.segments, dataset)
         self.dataset, self.plan = dataset, plan
         self.dp_rank, self.total_tokens, self.ladder = dp_rank, total_tokens, ladder
-        self.alignment, self._prefetch = alignment, prefetch
+        self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
         self._pool: ThreadPoolExecutor | None = None
@@ -110,14 +108,14 @@ class Loader:
             capacity=cell.capacity if cell is not None else None,
             scales=plan.scales,
             max_seqlen=cell.max_seqlen if cell is not None else None,
-            alignment=self.alignment,
+            alignment=self.plan.alignment,
         )
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
 
     def _cell(self, pieces: Pieces) -> Cell | None:
         if self.ladder is None:
             return None
-        lengths = aligned(self.plan.segments.length[pieces], self.alignment)
+        lengths = aligned(self.plan.segments.length[pieces], self.plan.alignment)
         tail = self.total_tokens - int(lengths.sum())
         return self.ladder.cell_for(pieces.size, max(int(lengths.max(initial=0)), tail))
 

@@ -15,6 +15,8 @@ Methods:
 
 Expected cost of a plan, per token packed: ``packs * (1 + DOCUMENT_COST * most documents in a pack) / tokens``. A
 pack costs the same however full it is, and kernels pay for the capacity in documents that the fullest pack sets.
+
+With an alignment all of this speaks of lengths rounded up to it: padding fills slots as tokens do.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from megatron_packed.config.packing import PackingConfig
 from megatron_packed.data.balanced import LEFT_OVER, balance, best_fit, long_first_order
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.packed.capacity import DOCUMENT_COST
+from megatron_packed.packed.metadata import aligned
 
 METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
@@ -77,22 +80,31 @@ class Packer:
     room: int | None = None
     """Documents that there is room for, in a CUDA graph: an epoch with a fuller pack is packed once more with this as
     `max_documents`. Other than under `max_documents`, an epoch that keeps to it anyway is packed as without it."""
+    alignment: int = 1
+    """Pieces take slots up to the next multiple of it, which divides `slots`."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"unknown packing method {self.method!r}; choose one of {', '.join(METHODS)}.")
-        for name in ("slots", "window", "max_documents", "room"):
+        for name in ("slots", "window", "max_documents", "room", "alignment"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if self.slots % self.alignment:
+            raise ValueError(
+                f"alignment ({self.alignment}) does not divide the {self.slots} slots of a pack, so a document of a "
+                "whole pack would not fit; choose an alignment that does."
+            )
 
     @classmethod
-    def from_config(cls, config: PackingConfig) -> Packer:
+    def from_config(cls, config: PackingConfig, alignment: int = 1) -> Packer:
+        """The rules of ``config``, with what `RunConfig.document_alignment` says."""
         return cls(
             slots=config.tokens_per_pack,
             method=config.packing_method,
             window=config.packing_window,
             max_documents=config.max_documents_per_pack,
+            alignment=alignment,
         )
 
     def keeping_to(self, room: int) -> Packer:
@@ -111,6 +123,7 @@ class Packer:
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
         self._check(tokens)
+        tokens = aligned(tokens, self.alignment)
         packs = self._pack(tokens, seed, epoch)
         if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
             return packs

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from megatron_packed.data.packing import Packer, Packs
 from megatron_packed.data.segments import Segments, TokenCounts
 from megatron_packed.packed.capacity import Ladder, coverage, percentile
+from megatron_packed.packed.metadata import aligned
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
 """Capacities in documents that a report covers; 64 and 106 are those of the published example (P90 43, P99 106)."""
@@ -33,7 +34,11 @@ class PackingReport:
     """Share of packs with at most so many documents, by capacity."""
     counts: TokenCounts
     padded_tokens: int
-    """Slots that hold no document: ``packs * slots == tokens_kept + padded_tokens``."""
+    """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens``."""
+    alignment: int = 1
+    """Documents begin and end at multiples of it."""
+    alignment_padding: int = 0
+    """Those of the padded slots that follow a document up to such a multiple; the others are tails of packs."""
     graph_capacities: tuple[int, ...] = ()
     """Capacities that CUDA graphs are captured for; none without graphs."""
     packs_beyond: int = 0
@@ -67,7 +72,8 @@ class PackingReport:
             )
         per_pack = packs.documents_per_pack
         total = len(packs) * packer.slots
-        one_more = int(tokens.sum()) * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
+        taken = int(aligned(segments.length, packer.alignment).sum())
+        one_more = taken * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
         return cls(
             method=packer.method,
             slots=packer.slots,
@@ -81,6 +87,8 @@ class PackingReport:
             coverage=coverage(per_pack, capacities),
             counts=segments.counts,
             padded_tokens=total - int(tokens.sum()),
+            alignment=packer.alignment,
+            alignment_padding=taken - int(tokens.sum()),
             graph_capacities=() if ladder is None else ladder.capacities,
             packs_beyond=0 if ladder is None else int((per_pack > ladder.largest).sum()),
             held_empty=packer.room is not None and int(per_pack.max()) == packer.room and one_more,
@@ -105,7 +113,17 @@ class PackingReport:
             f"+ {counts.tokens_truncated} truncated ({counts.documents_truncated} documents) "
             f"+ {counts.tokens_dropped} dropped ({counts.documents_dropped} documents); "
             f"{counts.documents_split} documents split.",
+            *self._alignment_sentences(),
             *self._graph_sentences(),
+        ]
+
+    def _alignment_sentences(self) -> list[str]:
+        if self.alignment == 1:
+            return []
+        share = self.alignment_padding / (self.packs * self.slots)
+        return [
+            f"Documents lie at multiples of {self.alignment} slots: {self.alignment_padding} slots ({share:.2%}) are "
+            f"padding behind documents, {self.padded_tokens - self.alignment_padding} are tails of packs."
         ]
 
     def _graph_sentences(self) -> list[str]:

@@ -44,7 +44,7 @@ class StepPlan:
     global_packs: int
     """Packs with at least one document, over all ranks."""
     global_tokens: int
-    """Tokens of documents, over all ranks; the rest of the slots is tail."""
+    """Tokens of documents, over all ranks; the rest of the slots is tail or padding of documents."""
     max_documents: int
     """Most documents in one of the step's packs, over all ranks: what decides the capacity of a replay."""
 
@@ -87,6 +87,8 @@ class _Table:
         }
         if self.packer.room is not None:
             rules["room"] = self.packer.room
+        if self.packer.alignment > 1:
+            rules["alignment"] = self.packer.alignment
         digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode())
         for array in (self.segments.document, self.segments.start, self.segments.length, self.targets):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
@@ -154,6 +156,11 @@ class PackPlan:
     @property
     def segments(self) -> Segments:
         return self._table.segments
+
+    @property
+    def alignment(self) -> int:
+        """What pieces begin and end at multiples of in their pack."""
+        return self._table.packer.alignment
 
     @property
     def micro_batches_per_rank(self) -> int:
@@ -274,6 +281,11 @@ class EvaluationPlan:
     @property
     def segments(self) -> Segments:
         return self._table.segments
+
+    @property
+    def alignment(self) -> int:
+        """What pieces begin and end at multiples of in their pack."""
+        return self._table.packer.alignment
 
     @property
     def documents_per_pack(self) -> NDArray[np.int64]:

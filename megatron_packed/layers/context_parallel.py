@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sharding import Segment, Shard
@@ -109,6 +109,10 @@ class ContextParallel:
         """The inverse of ``in_order_of_slots``."""
         order = self.order(packed)
         return x_TW if order is None else permute_rows(x_TW, order.slots_T, order.places_T)
+
+    def gather(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
+        """``(T, ...)`` of the whole pack, from each rank's ``(T / c, ...)``; what ``own`` takes apart."""
+        return self.in_order_of_slots(all_gather_rows(x_T, self.group), packed)
 
     def part(self, *segments: Segment) -> Shard:
         """The heads among ``segments`` that this rank works on where it exchanges them for rows.

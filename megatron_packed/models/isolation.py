@@ -24,6 +24,7 @@ from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.ssd import api as ssd
@@ -104,6 +105,7 @@ def check_isolation(
     backends: Backends | Mapping[str, str] | None = None,
     *,
     groups: ParallelGroups | None = None,
+    cp_comm_type: str = "a2a",
     sequence_parallel: bool = False,
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
@@ -115,24 +117,26 @@ def check_isolation(
         Three results for each kind of layer; refuse to train unless all ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
-    tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
+    tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
+    ranks = tp.size * cp.size
     if MAMBA in model_config.layer_types:
-        _tune_the_scan(model_config, device, dtype, backends.ssd, tp.size)
+        _tune_the_scan(model_config, device, dtype, backends.ssd, ranks)
     results = []
     for symbol in dict.fromkeys(model_config.layer_types):
-        small = small_config(symbol, model_config, tp.size, 1 if groups is None else groups.ep_size)
-        total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * tp.size
+        small = small_config(symbol, model_config, ranks, 1 if groups is None else groups.ep_size)
+        total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
+        slots = total if cp.exchanges_heads else total + BLOCK * ranks  # room for the padding of documents
         model = HybridModel(
-            small, vocab_size=VOCAB, max_positions=total, groups=groups, sequence_parallel=sequence_parallel,
-            device=device, dtype=dtype, backends=backends, seed=1,
+            small, vocab_size=VOCAB, max_positions=slots, groups=groups, cp_comm_type=cp_comm_type,
+            sequence_parallel=sequence_parallel, device=device, dtype=dtype, backends=backends, seed=1,
         )  # fmt: skip
-        results += _check_layer(symbol, model, total, device)
+        results += _check_layer(symbol, model, total, slots, device)
     return results
 
 
-def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, tp_size: int) -> None:
+def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, ranks: int) -> None:
     """Tiles are chosen once for packs of any size: by sizes as in training, not by the small packs of this check."""
-    heads, groups = config.mamba_num_heads // tp_size, max(config.mamba_num_groups // tp_size, 1)
+    heads, groups = config.mamba_num_heads // ranks, max(config.mamba_num_groups // ranks, 1)
     inputs = ssd.Inputs(
         tokens=CHUNKS_TO_TUNE * config.mamba_chunk_size,
         heads=heads,
@@ -147,22 +151,22 @@ def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype
     ssd.tune(inputs, device, backend=backend)
 
 
-def small_config(symbol: str, config: ModelConfig, tp_size: int = 1, ep_size: int = 1) -> ModelConfig:
+def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
     """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible.
 
-    Among tensor-parallel ranks each has these sizes, and they share groups of heads where those of ``config`` do.
+    Of the ranks that share heads each has these sizes, and they share groups of heads where those of ``config`` do.
     """
     is_moe = symbol == MOE
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
         "hybrid_layer_pattern": symbol,
         "hidden_size": HIDDEN,
-        "ffn_hidden_size": 2 * HIDDEN * tp_size,
+        "ffn_hidden_size": 2 * HIDDEN * ranks,
         "hidden_dropout": 0.0,
         "init_method_std": HIDDEN**-0.5,
         "num_experts": -(-experts // ep_size) * ep_size if is_moe else None,
-        "moe_ffn_hidden_size": HIDDEN * tp_size,
-        "moe_shared_expert_intermediate_size": HIDDEN * tp_size
+        "moe_ffn_hidden_size": HIDDEN * ranks,
+        "moe_shared_expert_intermediate_size": HIDDEN * ranks
         if is_moe and config.moe_shared_expert_intermediate_size
         else None,
         "moe_aux_loss_coeff": 0.0,  # couples documents by design, as a capacity does
@@ -175,21 +179,24 @@ def small_config(symbol: str, config: ModelConfig, tp_size: int = 1, ep_size: in
     }
     # Sizes of layers that the pattern does not have are not numbers (no attention heads, a width without Mamba heads).
     if symbol == ATTENTION:
-        groups = min(config.num_query_groups, tp_size)
+        groups = min(config.num_query_groups, ranks)
         heads_per_group = config.num_attention_heads // config.num_query_groups
         changes |= {"num_query_groups": groups, "num_attention_heads": groups * heads_per_group}
     elif symbol == MAMBA:
-        groups = min(config.mamba_num_groups, 2 * tp_size)
-        heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2 * max(tp_size // groups, 1))
+        groups = min(config.mamba_num_groups, 2 * ranks)
+        heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2 * max(ranks // groups, 1))
         changes |= {"mamba_num_groups": groups, "mamba_num_heads": groups * heads_per_group}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
-def _check_layer(symbol: str, model: HybridModel, total: int, device: torch.device) -> list[IsolationResult]:
+def _check_layer(
+    symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
+) -> list[IsolationResult]:
     chunk = model.config.mamba_chunk_size
     # One document inside a chunk; one that crosses into the next and shares it with others; a long one; the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
-    packs = [_make_pack(lengths, total, change).to(device) for change in (False, True)]
+    alignment = model.cp.partition.alignment
+    packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (_observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
@@ -226,12 +233,12 @@ def _ulps_allowed(symbol: str, quantity: str, device: torch.device, backends: Ba
     return 0
 
 
-def _make_pack(lengths: list[int], total: int, change: bool) -> MicroBatch:
+def _make_pack(lengths: list[int], total: int, alignment: int, change: bool) -> MicroBatch:
     rng = np.random.default_rng(0)
     documents = [(rng.integers(0, VOCAB, length), None) for length in lengths]
     if change:
         documents[CHANGED] = ((documents[CHANGED][0] + 1) % VOCAB, None)
-    return MicroBatch.build(documents, total, scales=(1.0, 0.0))
+    return MicroBatch.build(documents, total, scales=(1.0, 0.0), alignment=alignment)
 
 
 def _without_boundaries(pack: MicroBatch) -> MicroBatch:
@@ -269,7 +276,8 @@ def _observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     normed_TD = normed_TD.detach()
     if model.tp.sequence_parallel:
         normed_TD, input_grad_TD = (all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD))
-    return {"outputs": normed_TD, "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
+    found = {"outputs": normed_TD, "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
+    return {quantity: model.cp.gather(value.detach(), pack.packed) for quantity, value in found.items()}
 
 
 def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:

@@ -18,7 +18,6 @@ document and belongs to it (no token sees what comes later), but is not valid: i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,18 +105,6 @@ def aligned(lengths: Sequence[int] | NDArray[np.integer], alignment: int) -> NDA
     if alignment < 1:
         raise ValueError(f"alignment ({alignment}) must be 1 or more; 1 pads nothing.")
     return -(-as_lengths(lengths) // alignment) * alignment
-
-
-def aligned_total(total_tokens: int, max_documents: int, alignment: int, multiple: int = 1) -> int:
-    """Slots that hold any pack of up to ``max_documents`` documents and ``total_tokens`` tokens, each document aligned.
-
-    Args:
-        multiple: what the result must be a multiple of besides, e.g. the number of ranks that share the rows.
-    Example:
-        4,096 tokens, 16 documents, alignment 4: 4,096 + 16 x 3 = 4,144.
-    """
-    step = lcm(alignment, multiple)
-    return -(-(total_tokens + max_documents * (alignment - 1)) // step) * step
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Int32Array, num_seqs: int | None = None) -> Int32Array:

@@ -37,6 +37,7 @@ def build_model(
         vocab_size=vocab_size,
         max_positions=config.max_positions,
         groups=groups,
+        cp_comm_type=config.parallel.cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,
         dtype=torch.bfloat16 if config.training.bf16 else torch.float32,

@@ -203,7 +203,8 @@ def _beyond_in_validation(ladder: Ladder | None, plan: EvaluationPlan | None) ->
 
 
 def _packer(config: RunConfig) -> Packer:
-    packer, capacities = Packer.from_config(config.packing), config.cuda_graph.capacities
+    packer = Packer.from_config(config.packing, config.document_alignment)
+    capacities = config.cuda_graph.capacities
     if config.cuda_graph.enabled and capacities is not None and packer.method == "balanced":
         return packer.keeping_to(capacities[-1])
     return packer

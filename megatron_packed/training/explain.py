@@ -29,6 +29,7 @@ from megatron_packed.ops.rms_norm import api as rms_norm
 from megatron_packed.ops.rope import api as rope
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.ops.zigzag_attention import api as zigzag_attention
 from megatron_packed.training.build import backends_of, device_of
 from megatron_packed.training.metrics import peak_flops
 
@@ -103,24 +104,34 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
 
 def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Hashable]]:
     """Every op that the model runs on a rank, with the inputs by which it chooses its kernel."""
-    model, tokens, tp = config.model, config.packing.tokens_per_pack, config.parallel.tensor_model_parallel_size
+    model, tokens, parallel = config.model, config.packing.tokens_per_pack, config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     dtype, kind = (torch.bfloat16 if config.training.bf16 else torch.float32), device.type
+    by_heads = cp == 1 or parallel.cp_comm_type == "a2a"
     if ATTENTION in model.hybrid_layer_pattern:
-        yield varlen_attention.OP, varlen_attention.inputs_of_pack(
-            tokens=tokens, num_heads=model.num_attention_heads // tp, num_kv_heads=max(model.num_query_groups // tp, 1),
-            head_dim=model.head_dim, dtype=dtype, device=device, deterministic=config.training.deterministic_mode,
-        )  # fmt: skip
+        heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
+        deterministic = config.training.deterministic_mode
+        if by_heads:
+            yield varlen_attention.OP, varlen_attention.inputs_of_pack(
+                tokens=tokens, num_heads=heads // cp, num_kv_heads=max(kv_heads // cp, 1), head_dim=model.head_dim,
+                dtype=dtype, device=device, deterministic=deterministic,
+            )  # fmt: skip
+        else:
+            yield zigzag_attention.OP, zigzag_attention.Inputs(
+                num_heads=heads, num_kv_heads=kv_heads, head_dim=model.head_dim, dtype=dtype, device_type=kind,
+                comm_type=parallel.cp_comm_type, deterministic=deterministic,
+            )  # fmt: skip
         if model.position_embedding_type == "rope":
             yield rope.OP, rope.Inputs(
                 dtype=dtype, device_type=kind, head_dim=model.head_dim, rotary_dim=model.rotary_dim
             )
     if MAMBA in model.hybrid_layer_pattern:
-        heads, groups = model.mamba_num_heads // tp, max(model.mamba_num_groups // tp, 1)
+        heads, groups = model.mamba_num_heads // tp // cp, max(max(model.mamba_num_groups // tp, 1) // cp, 1)
         inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
         channels = inner + 2 * states
         yield causal_conv1d.OP, causal_conv1d.Inputs(
             tokens=tokens, channels=channels, width=model.mamba_d_conv,
-            row_stride=inner + channels + heads, dtype=dtype, weight_dtype=dtype,
+            row_stride=(inner if cp == 1 else 0) + channels + heads, dtype=dtype, weight_dtype=dtype,
             bias_dtype=dtype, device_type=kind,
         )  # fmt: skip
         yield ssd.OP, ssd.Inputs(
@@ -128,8 +139,8 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
             chunk_size=model.mamba_chunk_size, row_stride=channels, dtype=dtype, device_type=kind,
         )  # fmt: skip
         yield gated_rms_norm.OP, gated_rms_norm.Inputs(
-            channels=inner, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True, dtype=dtype,
-            device_type=kind, split_group=model.mamba_num_groups < tp,
+            channels=inner * cp, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True,
+            dtype=dtype, device_type=kind, split_group=model.mamba_num_groups < tp,
         )  # fmt: skip
     if model.normalization == "RMSNorm":
         yield rms_norm.OP, rms_norm.Inputs(
@@ -176,8 +187,8 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
 def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
     if not graphs.enabled:
-        if config.parallel.tensor_model_parallel_size > 1:
-            yield Capability("CUDA graphs", OFF, "not built yet with tensor parallelism: layers hold collectives")
+        if config.parallel.ranks_per_replica > 1:
+            yield Capability("CUDA graphs", OFF, "not built yet where ranks share a pack: layers hold collectives")
             return
         yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
                          "--cuda-graph-impl local" if device.type == "cuda" else "")
@@ -232,6 +243,11 @@ def _parallelism(config: RunConfig) -> Iterator[Capability]:
         else:
             yield Capability("sequence parallelism", OFF, "between the layers each rank has all tokens",
                              "--sequence-parallel saves memory")
+    cp, comm = parallel.context_parallel_size, parallel.cp_comm_type
+    if cp == 1:
+        yield Capability("context parallelism", OFF, "every rank has all tokens of its packs")
+    else:
+        yield Capability("context parallelism", ON, f"{cp} ranks share the tokens of each pack, by {comm}")
     collective = "reduce-scatter" if sharded else "all-reduce"
     whom = "all processes" if parallel.ranks_per_replica == 1 else f"replicas of {parallel.ranks_per_replica} processes"
     yield Capability("data parallelism", ON, f"{whom}; gradients by one {collective}")

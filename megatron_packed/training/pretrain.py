@@ -223,7 +223,8 @@ def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     words = []
     if groups.tp_cp_size > 1:
         tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
-        words.append(f"{tensor} x {groups.dp_size} data-parallel")
+        context = f" x {groups.cp_size} context-parallel by {config.parallel.cp_comm_type}"
+        words.append(f"{tensor}{context if groups.cp_size > 1 else ''} x {groups.dp_size} data-parallel")
     if groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size:
         of_experts = f"{groups.expert_tp_size} tensor-parallel x {groups.ep_size} expert-parallel"
         words.append(f"experts {of_experts} x {groups.expert_dp_size} data-parallel")
@@ -239,6 +240,7 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
         model.dtype,
         model.backends,
         groups=groups,
+        cp_comm_type=config.parallel.cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
     )
     # The first use compiles and tunes kernels.

@@ -250,6 +250,8 @@ class RunState:
         return (
             f"is a position in other data, or in another order of it (plan {plan_hash[:12]} over tokens "
             f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}): the data, the "
-            "tokenizer, a packing option, the room that CUDA graphs leave (--cuda-graph-max-packed-seqs), a batch size "
-            "or the seed changed; restore them to resume, or pass --finetune to start a new run from these weights"
+            "tokenizer, a packing option (--pad-packed-seq-alignment too, which follows --cp-comm-type and "
+            "--context-parallel-size where it is not given), the room that CUDA graphs leave "
+            "(--cuda-graph-max-packed-seqs), a batch size or the seed changed; restore them to resume, or pass "
+            "--finetune to start a new run from these weights"
         )

@@ -230,7 +230,7 @@ def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:
         packed = model.prepare(batch.packed)
         mine_T = model(batch).per_token_loss_T
         assert mine_T.shape[0] == TOKENS // groups.cp_size
-        found.append(model.cp.in_order_of_slots(all_gather_rows(mine_T, groups.cp_group), packed))
+        found.append(model.cp.gather(mine_T, packed))
     return found
 
 

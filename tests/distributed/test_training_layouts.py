@@ -1,4 +1,4 @@
-"""Training in tensor-parallel layouts: steps, checkpoints and decisions are those of one process on the same packs."""
+"""Training in parallel layouts: steps, checkpoints and decisions are those of one process on the same packs."""
 
 from __future__ import annotations
 
@@ -58,18 +58,22 @@ class Way(NamedTuple):
     distributed_optimizer: bool = False
     ep_size: int = 1
     expert_tp_size: int | None = None
+    cp_size: int = 1
+    comm_type: str = "a2a"
 
     @property
     def dp_size(self) -> int:
-        return self.world_size // self.tp_size
+        return self.world_size // (self.tp_size * self.cp_size)
 
     @property
     def layout(self) -> dict[str, int]:
         sizes = {"tp_size": self.tp_size, "ep_size": self.ep_size, "expert_tp_size": self.expert_tp_size}
+        sizes["cp_size"] = self.cp_size
         return {name: size for name, size in sizes.items() if size is not None}
 
     def __str__(self) -> str:
         words = [f"tp{self.tp_size}", f"dp{self.dp_size}", "sp" * self.sequence_parallel, "zero" * self[3]]
+        words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
         words += [f"ep{self.ep_size}" * (self.ep_size > 1), f"etp{self.expert_tp_size}" * bool(self.expert_tp_size)]
         return "-".join(word for word in words if word)
 
@@ -83,6 +87,8 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
         optim=OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-3),
         parallel=ParallelConfig(
             tensor_model_parallel_size=way.tp_size,
+            context_parallel_size=way.cp_size,
+            cp_comm_type=way.comm_type,
             sequence_parallel=way.sequence_parallel,
             use_distributed_optimizer=way.distributed_optimizer,
             expert_model_parallel_size=way.ep_size,
@@ -92,7 +98,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
     )
 
 
-def packs_of(step: int, count: int) -> list[MicroBatch]:
+def packs_of(way: Way, step: int, count: int) -> list[MicroBatch]:
     """The packs of a step; the last one is empty where there are several."""
     draw = np.random.default_rng(step)
     packs = [[(draw.integers(0, VOCAB, n), None) for n in draw.permutation([19, 8, 3, 1])] for _ in range(count)]
@@ -100,11 +106,12 @@ def packs_of(step: int, count: int) -> list[MicroBatch]:
         packs[-1] = []
     targets = sum(len(tokens) - 1 for pack in packs for tokens, _ in pack)
     scales = (1 / targets, 1 / sum(bool(pack) for pack in packs))
-    return [MicroBatch.build(pack, SLOTS, scales=scales) for pack in packs]
+    alignment = config_of(way).document_alignment
+    return [MicroBatch.build(pack, SLOTS, scales=scales, alignment=alignment) for pack in packs]
 
 
-def mine(groups: ParallelGroups, step: int, count: int) -> list[MicroBatch]:
-    return packs_of(step, count)[groups.dp_rank :: groups.dp_size]
+def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroBatch]:
+    return packs_of(way, step, count)[groups.dp_rank :: groups.dp_size]
 
 
 Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
@@ -146,7 +153,7 @@ def train(groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]) -
     job = build_job(config_of(way, **model), groups, VOCAB)
     metrics, states = [], []
     for step in range(3):
-        metrics.append(job.step(mine(groups, step, count), 1e-2)[:5].clone())
+        metrics.append(job.step(mine(groups, way, step, count), 1e-2)[:5].clone())
         states.append(everything(job))
     return torch.stack(metrics), states[0], states[-1]
 
@@ -162,6 +169,8 @@ STEPS = [
     (Way(2, 2), 1), (Way(2, 2, True), 3), (Way(4, 4), 3), (Way(4, 4, True), 1),
     (Way(4, 2), 2), (Way(4, 2, True), 6), (Way(4, 2, False, True), 6), (Way(4, 2, True, True), 2),
     (Way(2, ep_size=2), 6), (Way(4, 1, False, True, 2), 12), (Way(4, 2, True, ep_size=2), 6),
+    (Way(2, cp_size=2), 3), (Way(4, cp_size=2, comm_type="p2p"), 6), (Way(4, 2, True, True, cp_size=2), 3),
+    (Way(4, cp_size=4, comm_type="all_gather", distributed_optimizer=True), 1), (Way(4, 2, ep_size=2, cp_size=2), 3),
     (Way(2, 2, expert_tp_size=1), 1), (Way(4, 2, True, True, 4, 1), 6), (Way(4, 4, False, True, 2, 1), 3),
 ]  # fmt: skip
 
@@ -197,7 +206,7 @@ def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: W
 def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
     """A step in which the last rank alone has something to say."""
     job = build_job(config_of(way), groups, VOCAB)
-    job.step(mine(groups, 0, way.dp_size), 1e-2)
+    job.step(mine(groups, way, 0, way.dp_size), 1e-2)
     before, reduce, last = everything(job), job.step._reduce, groups.rank == groups.world_size - 1
 
     def spoil() -> None:
@@ -208,14 +217,18 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
         reduce()
 
     job.step._reduce = spoil  # type: ignore[method-assign]
-    values = job.step(mine(groups, 1, way.dp_size), 1e-2, stop_requested=last and where == "stop")
+    values = job.step(mine(groups, way, 1, way.dp_size), 1e-2, stop_requested=last and where == "stop")
     after = everything(job)
     unchanged = all(same_bits(one[3], other[3]) for one, other in zip(before, after))
     return {"values": StepValues.from_list(values.tolist()), "unchanged": unchanged}
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss", "stop"])
-@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4)], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4), Way(4, cp_size=2)],
+    ids=str,
+)
 def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, where: str, pools: WorkerPools) -> None:
     for found in pools.run(spoilt, way.world_size, way, where, layout=way.layout):
         values = found["values"]
@@ -235,7 +248,7 @@ def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
             keep(grad_TD * float("nan") if len(calls) == 2 else grad_TD)
 
         job.step._keep_sum = poison  # type: ignore[method-assign]
-    values = job.step(mine(groups, 0, 3 * way.dp_size), 1e-2)
+    values = job.step(mine(groups, way, 0, 3 * way.dp_size), 1e-2)
     return StepValues.from_list(values.tolist()).bad_micro_batches
 
 
@@ -250,6 +263,7 @@ def test_all_ranks_learn_which_micro_batch_was_bad(pools: WorkerPools) -> None:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 WAYS = [Way(), Way(2, 2, True), Way(4, 4), Way(4, 2, True, True), Way(2, ep_size=2), Way(4, 2, True, True, 4, 1)]
+WAYS += [Way(4, 2, True, True, cp_size=2)]
 
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:
@@ -261,11 +275,11 @@ def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
     """Two steps, a save, one step more."""
     job = build_job(config_of(way, bf16=True), groups, VOCAB)
     for step in range(2):
-        job.step(mine(groups, step, 2), 1e-2)
+        job.step(mine(groups, way, step, 2), 1e-2)
     saved = run_state(job, groups, way).save(CheckpointConfig(save=folder))
     sizes = [file.stat().st_size for file in sorted(saved.path.glob("rank_*"))]
     state = everything(job)
-    loss = float(job.step(mine(groups, 2, 2), 1e-2)[0])
+    loss = float(job.step(mine(groups, way, 2, 2), 1e-2)[0])
     return {"state": state, "loss": loss, "later": everything(job), "sizes": sizes}
 
 
@@ -274,7 +288,7 @@ def load(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
     job = build_job(config_of(way, bf16=True, seed=2), groups, VOCAB)
     run_state(job, groups, way).load(CheckpointConfig(load=folder))
     state = everything(job)
-    loss = float(job.step(mine(groups, 2, 2), 1e-2)[0])
+    loss = float(job.step(mine(groups, way, 2, 2), 1e-2)[0])
     return {"state": state, "loss": loss, "later": everything(job)}
 
 
@@ -300,7 +314,7 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: P
 # -- the start of a run ----------------------------------------------------------------------------
 
 
-def self_test(groups: ParallelGroups, sequence_parallel: bool, leaking: int | None) -> list[bool]:
+def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[bool]:
     """Whether the checks pass; rank ``leaking`` has attention that looks over the boundaries of documents."""
     sound: Callable[..., Tensor] = attention.varlen_attention
 
@@ -310,17 +324,23 @@ def self_test(groups: ParallelGroups, sequence_parallel: bool, leaking: int | No
 
     with mock.patch.object(attention, "varlen_attention", leak if groups.rank == leaking else sound):
         results = check_isolation(
-            MODEL, "cpu", torch.float32, groups=groups, sequence_parallel=sequence_parallel
-        )
+            MODEL, "cpu", torch.float32, groups=groups, cp_comm_type=way.comm_type,
+            sequence_parallel=way.sequence_parallel,
+        )  # fmt: skip
     return [result.passed for result in results]
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(2, True), (4, False)])
-def test_the_isolation_self_test(tp_size: int, sequence_parallel: bool, pools: WorkerPools) -> None:
-    ranks = pools.run(self_test, tp_size, sequence_parallel, None, layout={"tp_size": tp_size})
+@pytest.mark.parametrize(
+    "way",
+    [Way(2, 2, True), Way(4, 4), Way(2, cp_size=2), Way(4, 2, True, cp_size=2), Way(4, cp_size=4, comm_type="p2p")],
+    ids=str,
+)
+def test_the_isolation_self_test(way: Way, pools: WorkerPools) -> None:
+    ranks = pools.run(self_test, way.world_size, way, None, layout=way.layout)
     assert all(len(passed) == 12 and all(passed) for passed in ranks)
-    ranks = pools.run(self_test, tp_size, sequence_parallel, tp_size - 1, layout={"tp_size": tp_size})
-    assert not any(all(passed) for passed in ranks)
+    if way.comm_type == "a2a":  # whose kernel is easily made to leak
+        ranks = pools.run(self_test, way.world_size, way, way.world_size - 1, layout=way.layout)
+        assert not any(all(passed) for passed in ranks)
 
 
 def asked(groups: ParallelGroups, way: Way) -> bool:
@@ -335,11 +355,21 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
         return true(self, inputs, backend)
 
     with mock.patch.object(Op, "select", select):
-        model(packs_of(0, 1)[0]).loss.backward()
+        model(packs_of(way, 0, 1)[0]).loss.backward()
     told = {op.name: inputs for op, inputs in op_inputs(config, torch.device("cpu"))}
     return set(told) == set(seen) and all(inputs in seen[name] for name, inputs in told.items())
 
 
-@pytest.mark.parametrize("way", [Way(2, 2), Way(4, 4, True), Way(4, 2, True, ep_size=2)], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(2, 2),
+        Way(4, 4, True),
+        Way(4, 2, True, ep_size=2),
+        Way(4, 2, True, cp_size=2),
+        Way(4, cp_size=4, comm_type="p2p"),
+    ],
+    ids=str,
+)
 def test_explain_asks_for_the_sizes_of_a_rank(way: Way, pools: WorkerPools) -> None:
     assert all(pools.run(asked, way.world_size, way, layout=way.layout))

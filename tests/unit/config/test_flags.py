@@ -176,6 +176,18 @@ def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
     assert config.packing.tokens_per_pack == 256
 
 
+def test_documents_are_aligned_to_the_chunks_of_a_zigzag(right) -> None:
+    def alignment(world_size: int, *more: str) -> int:
+        return parse([*words(right), *more], world_size).document_alignment
+
+    shared = ("--context-parallel-size", "2", "--cp-comm-type")
+    assert alignment(1) == alignment(2, *shared, "a2a") == 1
+    assert alignment(2, *shared, "allgather") == alignment(2, *shared, "p2p") == 4
+    assert [alignment(size, "--pad-packed-seq-alignment", "8") for size in (1, 2)] == [8, 8]
+    assert alignment(2, *shared, "p2p", "--pad-packed-seq-alignment", "8") == 8
+    assert parse([*words(right), *shared, "allgather"], 2).parallel.cp_comm_type == "all_gather"
+
+
 def test_numbers_of_the_launch_come_from_the_environment(right, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert parse(words(right)).packing.global_batch_size == 2

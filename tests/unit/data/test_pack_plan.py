@@ -238,6 +238,7 @@ def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
         plan(packer=replace(PACKER, slots=501)),
         plan(packer=replace(PACKER, method="sequential")),
         plan(packer=replace(PACKER, max_documents=9)),
+        plan(packer=replace(PACKER, alignment=4)),
         plan(segments=replace(SEGMENTS, length=longer)),
         plan(segments=replace(SEGMENTS, start=SEGMENTS.start + 1)),
         plan(targets=more),

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,8 +52,10 @@ def fill(lengths, packs, slots=SLOTS) -> float:
 @pytest.mark.parametrize("name", list(hard_sets()))
 def test_every_document_once_and_nothing_overfull(method, name):
     lengths = hard_sets()[name]
-    for cap in (None, 3):
-        packs = Packer(slots=SLOTS, method=method, max_documents=cap).pack(lengths, seed=1, epoch=2)
+    for cap, alignment in ((None, 1), (3, 1), (None, 16)):
+        packer = Packer(slots=SLOTS, method=method, max_documents=cap, alignment=alignment)
+        packs = packer.pack(lengths, seed=1, epoch=2)
+        assert packs.sums(-(-lengths // alignment) * alignment).max() <= SLOTS
         assert sorted(packs.order.tolist()) == list(range(lengths.size))
         sums = [int(lengths[packs[pack]].sum()) for pack in range(len(packs))]
         assert packs.sums(lengths).tolist() == sums
@@ -256,6 +259,7 @@ def test_lengths_out_of_range_are_refused(lengths):
         ({"slots": 0}, "slots is 0"),
         ({"window": 0}, "window is 0"),
         ({"max_documents": 0}, "max_documents is 0"),
+        ({"alignment": 3}, r"alignment \(3\) does not divide the 2048 slots"),
     ],
 )
 def test_wrong_rules_are_refused(values, message):
@@ -267,4 +271,6 @@ def test_from_config():
     config = PackingConfig(
         seq_length=100, micro_batch_size=3, packing_method="sequential", packing_window=7, max_documents_per_pack=5
     )
-    assert Packer.from_config(config) == Packer(slots=300, method="sequential", window=7, max_documents=5)
+    expected = Packer(slots=300, method="sequential", window=7, max_documents=5)
+    assert Packer.from_config(config) == expected
+    assert Packer.from_config(config, alignment=4) == replace(expected, alignment=4)

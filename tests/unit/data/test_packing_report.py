@@ -72,6 +72,19 @@ def test_sentences_and_json():
     assert json.loads(json.dumps(report.as_dict()))["counts"]["tokens_truncated"] == 2
 
 
+def test_padding_of_aligned_documents_is_told_from_tails():
+    """Documents of 3, 5 and 10 in 4, 8 and 12 of the slots of two packs of 16."""
+    segments = Segments.cut(np.array([3, 5, 10]), 16)
+    packer = Packer(slots=16, alignment=4)
+    report = PackingReport.of(segments, packer.pack(segments.length, 0), packer)
+    assert (report.packs, report.fill, report.padded_tokens, report.alignment_padding) == (2, 18 / 32, 14, 6)
+    assert report.sentences()[-1] == (
+        "Documents lie at multiples of 4 slots: 6 slots (18.75%) are padding behind documents, 8 are tails of packs."
+    )
+    unaligned = PackingReport.of(segments, Packer(slots=16).pack(segments.length, 0), Packer(slots=16))
+    assert unaligned.alignment_padding == 0 and "multiples" not in " ".join(unaligned.sentences())
+
+
 GOALS = {
     ("docs_longtail", 2048): (99.5, 9),
     ("docs_longtail", 8192): (99.6, 15),

@@ -1,0 +1,55 @@
+"""Real runs whose processes share the tokens of packs: the log of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Data, in_folder, run, steps, tiny_options
+
+TOLERANCE = 1e-5
+ROUNDED = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
+HALF, LAST = 3, 6
+OPTIONS: dict[str, Any] = {
+    "train_iters": LAST, "eval_interval": HALF, "no_isolation_self_test": None, "num_attention_heads": 4,
+}  # fmt: skip
+A2A: dict[str, Any] = {"context_parallel_size": 2}
+RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
+
+
+def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
+    """The console of a run in ``folder`` that must end well."""
+    finished = run({**options, **in_folder(folder), **more}, folder, processes)
+    assert finished.exit_code == 0, finished.console
+    return finished.console
+
+
+def assert_same_log(found: Path, expected: Path) -> None:
+    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs, plan."""
+    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
+    assert len(lines) == len(wanted) >= LAST
+    for line, other in zip(lines, wanted):
+        assert line == {
+            name: pytest.approx(value, rel=TOLERANCE) if name in ROUNDED else value for name, value in other.items()
+        }
+
+
+def test_a_run_that_changes_its_partition_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:
+    """Begun by heads on two processes, gone on round a ring on four of which two share matrices."""
+    options = tiny_options(data, valid_data_path=data.valid, **OPTIONS)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    said = trained(alone, 1, options, pad_packed_seq_alignment=4)
+    [padding] = [line for line in said.splitlines() if "Documents lie at multiples of 4 slots" in line]
+    said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=HALF, **A2A)
+    assert "1 tensor-parallel x 2 context-parallel by a2a x 1 data-parallel" in said
+    assert "isolation self-test: 12 checks passed" in said and padding in said
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True, **RING}
+    said = trained(together, 4, options, **layout)  # a ring of two takes the same alignment, unasked
+    assert f"(iteration {HALF})" in said and "isolation self-test: 12 checks passed" in said and padding in said
+    assert_same_log(together, alone)
+
+
+def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:
+    options = tiny_options(data, **{**OPTIONS, "eval_interval": None})
+    trained(tmp_path, 2, options, exit_interval=HALF, **A2A)
+    refused = run({**options, **in_folder(tmp_path), **RING}, tmp_path, 2)
+    assert refused.exit_code != 0 and "--pad-packed-seq-alignment" in refused.console, refused.console
