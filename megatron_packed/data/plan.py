@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.data.packing import Packer, Packs
 from megatron_packed.data.segments import Segments
+from megatron_packed.data.spread import BY_TOKENS, PackCost, spread
 
 Pieces = NDArray[np.int64]
 """Numbers of the pieces (`Segments`) of one pack, in their order in the pack; empty for a pack that is all tail."""
@@ -47,6 +48,8 @@ class StepPlan:
     """Tokens of documents, over all ranks; the rest of the slots is tail or padding of documents."""
     max_documents: int
     """Most documents in one of the step's packs, over all ranks: what decides the capacity of a replay."""
+    dp_imbalance: float = 1.0
+    """Estimated work of the busiest data-parallel rank over the mean of all ranks."""
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -61,7 +64,9 @@ class StepPlan:
 class _Table:
     """The pieces, and what is known of each."""
 
-    def __init__(self, segments: Segments, targets: NDArray[np.integer], packer: Packer, seed: int) -> None:
+    def __init__(
+        self, segments: Segments, targets: NDArray[np.integer], packer: Packer, seed: int, cost: PackCost
+    ) -> None:
         if len(targets) != len(segments):
             raise ValueError(
                 f"{len(segments)} pieces come with {len(targets)} target counts; count them with Segments.targets."
@@ -70,7 +75,8 @@ class _Table:
             raise ValueError("there is no document to pack; check the data paths and the over-long policy.")
         self.segments = segments
         self.targets = np.asarray(targets, dtype=np.int64)
-        self.work = segments.length**2
+        self.squares = segments.length**2
+        self.cost = cost
         self.packer = packer
         self.seed = seed
 
@@ -95,24 +101,19 @@ class _Table:
         return digest.hexdigest()
 
     def step(self, step: int, epoch: int, packs: Sequence[Pieces], dp_size: int) -> StepPlan:
-        """Deal the packs of a step out: heaviest attention first, back and forth over the ranks, empty packs last.
-
-        So micro-batch i is of similar weight on all ranks, and the sums of the ranks are close.
-        """
-        weight = [-int(self.work[pieces].sum()) for pieces in packs]
-        order = sorted(range(len(packs)), key=lambda pack: (weight[pack], pack))
-        dealt: list[list[Pieces]] = [[] for _ in range(dp_size)]
-        for place, pack in enumerate(order):
-            turn, rank = divmod(place, dp_size)
-            dealt[rank if turn % 2 == 0 else dp_size - 1 - rank].append(packs[pack])
+        """Deal the packs of a step out to the ranks, even by estimated work, empty packs last. See `spread`."""
+        tokens = np.array([self.segments.length[pieces].sum() for pieces in packs])
+        squares = np.array([self.squares[pieces].sum() for pieces in packs])
+        packs_SRB, imbalance_S = spread(self.cost.of(tokens, squares)[None], dp_size)
         return StepPlan(
             step=step,
             epoch=epoch,
-            packs=tuple(tuple(packs_of_rank) for packs_of_rank in dealt),
+            packs=tuple(tuple(packs[pack] for pack in of_rank) for of_rank in packs_SRB[0]),
             global_targets=sum(int(self.targets[pieces].sum()) for pieces in packs),
             global_packs=sum(pieces.size > 0 for pieces in packs),
-            global_tokens=sum(int(self.segments.length[pieces].sum()) for pieces in packs),
+            global_tokens=int(tokens.sum()),
             max_documents=max(pieces.size for pieces in packs),
+            dp_imbalance=float(imbalance_S[0]),
         )
 
 
@@ -126,6 +127,8 @@ class PackPlan:
         packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
         dp_size: data-parallel ranks; divides P.
         seed: of the data order.
+        cost: estimated work on a pack, by which a step's packs are dealt out to the ranks. No part of ``hash``: it
+            decides who computes, not what.
         epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run that resumes in a
             late epoch from packing the earlier ones again. Changes no result.
     Raises:
@@ -141,10 +144,11 @@ class PackPlan:
         packs_per_step: int,
         dp_size: int = 1,
         seed: int = 0,
+        cost: PackCost = BY_TOKENS,
         epoch_starts: Sequence[int] = (0,),
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed)
+        self._table = _Table(segments, targets, packer, seed, cost)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
@@ -193,6 +197,14 @@ class PackPlan:
                 at, number = 0, number + 1
         return self._table.step(step, epoch, packs, self.dp_size)
 
+    def dp_imbalance(self, epoch: int = 0) -> NDArray[np.float64]:
+        """`StepPlan.dp_imbalance` of every step that could be made of one epoch's packs; of all of them if too few."""
+        packs, table = self.epoch(epoch), self._table
+        costs = table.cost.of(packs.sums(table.segments.length), packs.sums(table.squares))
+        steps = max(len(costs) // self.packs_per_step, 1)
+        costs.resize(steps * self.packs_per_step, refcheck=False)  # cuts off the rest, or fills up with empty packs
+        return spread(costs.reshape(steps, -1), self.dp_size).imbalance_S
+
     def keeping_to(self, room: int) -> PackPlan:
         """The same plan, except that epochs with a pack of more than ``room`` documents are packed with that limit.
 
@@ -206,6 +218,7 @@ class PackPlan:
             packs_per_step=self.packs_per_step,
             dp_size=self.dp_size,
             seed=table.seed,
+            cost=table.cost,
         )
         with self._lock:
             first = self._epochs.get(0)
@@ -224,6 +237,7 @@ class PackPlan:
             packs_per_step=self.packs_per_step,
             dp_size=self.dp_size,
             seed=table.seed,
+            cost=table.cost,
             max_steps=max_steps,
         )
 
@@ -267,10 +281,11 @@ class EvaluationPlan:
         packs_per_step: int,
         dp_size: int = 1,
         seed: int = 0,
+        cost: PackCost = BY_TOKENS,
         max_steps: int | None = None,
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed)
+        self._table = _Table(segments, targets, packer, seed, cost)
         self._packs = packer.pack(segments.length, seed)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size

@@ -90,6 +90,14 @@ class FlopCounter:
             output=self.output_per_token * tokens,
         )
 
+    def linear_and_quadratic(self) -> tuple[float, float]:
+        """About the operations of the forward pass per token, and per squared length of a document.
+
+        Chunks of the scan are taken for full; a document shorter than one costs less.
+        """
+        scan = self.scan_per_token + self.scan_per_pair * self.chunk / 2 + self.scan_per_chunk / self.chunk
+        return self.projections_per_token + self.output_per_token + scan, self.attention_per_pair / 2
+
     def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
         """Operations of forward and backward pass: three times the forward's."""
         return self.forward(lengths).scaled(3.0)

@@ -22,8 +22,10 @@ from megatron_packed.data.packing import Packer
 from megatron_packed.data.packing_report import PackingReport
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.segments import Segments
+from megatron_packed.data.spread import BY_TOKENS, PackCost
 from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
 
 
@@ -89,15 +91,16 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     for line in train.report.lines_of_text():
         say(line)
     valid, evaluation = None, None
+    cost = pack_cost(config, tokenizer.vocab_size)
     if options.valid_data_path and config.training.eval_interval:
         try:
             valid = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
         except DataError as error:
             raise DataError(f"--valid-data-path: {error}") from None
-        evaluation = plan_validation(config, valid, groups.dp_size)
-    plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation)
+        evaluation = plan_validation(config, valid, groups.dp_size, cost)
+    plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation, cost)
     beyond = _beyond_in_validation(ladder, evaluation)
-    for line in [*packing.sentences(), *beyond]:
+    for line in [*packing.sentences(), *beyond, *spread_sentences(plan)]:
         say(line)
     if config.cuda_graph.cuda_graph_strict and ladder is not None and (packing.packs_beyond or beyond):
         raise GraphFallbackError(
@@ -136,8 +139,29 @@ def tokenized(
     )
 
 
+def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
+    """What a pack costs this model, in floating-point operations of the forward pass."""
+    per_token, per_squared_length = FlopCounter(config.model, vocab_size).linear_and_quadratic()
+    return PackCost(per_token=per_token, per_squared_length=per_squared_length)
+
+
+def spread_sentences(plan: PackPlan) -> list[str]:
+    """How even the work of data-parallel ranks is; nothing for a single one."""
+    if plan.dp_size == 1:
+        return []
+    p50, p99 = np.quantile(plan.dp_imbalance(), (0.5, 0.99))
+    return [
+        f"Packs are spread over {plan.dp_size} data-parallel ranks by estimated FLOPs: the busiest has {p50:.3f} times "
+        f"the mean (P50 of the first epoch's steps), {p99:.3f} times (P99)."
+    ]
+
+
 def plan_training(
-    config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1, evaluation: EvaluationPlan | None = None
+    config: RunConfig,
+    dataset: TokenizedDataset,
+    dp_size: int = 1,
+    evaluation: EvaluationPlan | None = None,
+    cost: PackCost = BY_TOKENS,
 ) -> tuple[PackPlan, Ladder | None, PackingReport]:
     """The endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
 
@@ -157,6 +181,7 @@ def plan_training(
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,
+        cost=cost,
     )
     ladder = None
     if config.cuda_graph.enabled:
@@ -171,7 +196,9 @@ def plan_training(
     return plan, ladder, PackingReport.of(segments, plan.epoch(0), packer, ladder=ladder)
 
 
-def plan_validation(config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1) -> EvaluationPlan:
+def plan_validation(
+    config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1, cost: PackCost = BY_TOKENS
+) -> EvaluationPlan:
     """The finite plan over the validation data.
 
     Raises:
@@ -185,6 +212,7 @@ def plan_validation(config: RunConfig, dataset: TokenizedDataset, dp_size: int =
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,
+        cost=cost,
         max_steps=config.training.eval_iters,
     )
 

@@ -101,6 +101,8 @@ class StepFacts:
     epoch: int
     flops: float
     plan_hash: str
+    dp_imbalance: float = 1.0
+    """Estimated work of the busiest data-parallel rank over the mean of all."""
     graphs: GraphFigures | None = None
     """Of this rank; None without graphs."""
 
@@ -127,6 +129,7 @@ class StepRecord:
     num_seqs: int
     docs_per_pack: float
     pack_fill: float
+    dp_imbalance: float
     epoch: int
     tokens_per_second: float
     tflops_per_gpu: float
@@ -171,6 +174,7 @@ def step_record(
         num_seqs=facts.num_seqs,
         docs_per_pack=facts.num_seqs / max(1, facts.num_packs),
         pack_fill=facts.pack_fill,
+        dp_imbalance=facts.dp_imbalance,
         epoch=facts.epoch,
         tokens_per_second=facts.real_tokens / seconds,
         tflops_per_gpu=flops_per_second / 1e12,

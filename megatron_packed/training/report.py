@@ -104,6 +104,10 @@ def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
     ]
     if last.get("mfu") is not None:
         rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
+    imbalances = sorted(_number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)
+    if imbalances and imbalances[-1] > 1:
+        text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
+        rows.append(("work of the busiest data-parallel rank over the mean", text))
     graphed = [r for r in steps if "graph_replays" in r]
     if graphed:
         replays = sum(int(_number(r, "graph_replays")) for r in graphed)

@@ -209,6 +209,7 @@ class Trainer:
             epoch=plan.epoch,
             flops=self.flops.training(lengths).total,
             plan_hash=self.train.plan.hash,
+            dp_imbalance=plan.dp_imbalance,
         )
 
     def _settle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:

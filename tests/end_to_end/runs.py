@@ -33,7 +33,7 @@ TIMEOUT = 120.0
 """Seconds after which a run counts as hanging. One lasts a few seconds on an idle machine."""
 
 _PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.training.pretrain"]
-_TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib")
+_TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib", "dp_imbalance")
 
 WORDS = ["north", "east", "south", "west", "river", "mountain", "harbour", "lantern", "copper", "silver"]
 
@@ -245,7 +245,7 @@ def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
 
 
 def steps(log: Path) -> list[dict[str, Any]]:
-    """The lines of the log without what differs from run to run: times and memory."""
+    """The lines of the log without what differs from run to run: times, memory, and how even ranks are."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
     return [{name: value for name, value in record.items() if name not in _TIMINGS} for record in records]
 

@@ -9,6 +9,7 @@ from runs import LAST, Data, assert_same_state, command_line, final_state, in_fo
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.data import build_data
+from megatron_packed.training.report import read_jsonl
 
 GOLDEN = [
     5.573924, 5.559096, 5.42179, 5.297947, 5.179139, 5.047776, 4.95333, 4.843734, 4.730845, 4.623879, 4.517558,
@@ -77,6 +78,8 @@ def test_the_same_losses_with_any_number_of_processes(processes: int, folders: d
     for one, other in zip(alone, together):
         for name, value in one.items():
             assert other[name] == (pytest.approx(value, rel=TOLERANCE) if name in rounded else value), name
+    imbalances = [line["dp_imbalance"] for line in read_jsonl(folders[processes] / "log.jsonl") if "lm_loss" in line]
+    assert len(imbalances) == LAST and all(1 <= imbalance <= processes for imbalance in imbalances)
     state, other_state = (final_state(folders[n] / "checkpoints", LAST)[0] for n in (1, processes))
     for name, tensor in state.items():
         if name.startswith(("model/", "optimizer/exp_avg/")):

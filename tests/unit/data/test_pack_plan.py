@@ -9,16 +9,19 @@ import pytest
 from megatron_packed.data.packing import METHODS, Packer
 from megatron_packed.data.plan import PackPlan
 from megatron_packed.data.segments import Segments
+from megatron_packed.data.spread import PackCost
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = RNG.integers(5, 900, 157)
 SEGMENTS = Segments.cut(DOCUMENTS, 500, "split")
 TARGETS = RNG.integers(0, SEGMENTS.length)
 PACKER = Packer(slots=500, window=64)
+SQUARES = PackCost(per_token=0.0, per_squared_length=1.0)
 
 
 def plan(**changes) -> PackPlan:
-    values = {"segments": SEGMENTS, "targets": TARGETS, "packer": PACKER, "packs_per_step": 8, "dp_size": 2, "seed": 7}
+    values = {"segments": SEGMENTS, "targets": TARGETS, "packer": PACKER, "packs_per_step": 8, "dp_size": 2, "seed": 7,
+              "cost": SQUARES}  # fmt: skip
     return PackPlan(**{**values, **changes})
 
 
@@ -64,7 +67,7 @@ def test_independent_of_the_number_of_ranks(method):
                 == [each.micro_batches_per_rank] * dp_size
             )
             assert as_sets(other) == as_sets(one)
-            assert replace(other, packs=()) == replace(one, packs=())
+            assert replace(other, packs=(), dp_imbalance=1.0) == replace(one, packs=())
 
 
 def test_any_step_first():
@@ -180,13 +183,34 @@ def test_work_is_dealt_out_evenly():
         assert np.ptp(work.sum(axis=1)) <= work.max()
 
 
-def test_packs_are_dealt_back_and_forth():
-    """Eight packs of one document each, 10 to 80 tokens: 80 50 40 10 and 70 60 30 20."""
+def test_the_lightest_rank_takes_the_heaviest_pack_of_a_turn():
+    """Eight packs of one document each, 10 to 80 tokens: squares of both ranks sum to 10,200."""
     segments = Segments.cut(np.arange(10, 90, 10), 80)
     one_each = Packer(slots=80, max_documents=1)
-    step = PackPlan(segments, np.ones(8, int), packer=one_each, packs_per_step=8, dp_size=2).step(0)
+    of_two = {"packer": one_each, "packs_per_step": 8, "dp_size": 2, "cost": SQUARES}
+    step = PackPlan(segments, np.ones(8, int), **of_two).step(0)
     dealt = [[int(segments.length[pieces].sum()) for pieces in rank] for rank in step.packs]
-    assert dealt == [[80, 50, 40, 10], [70, 60, 30, 20]]
+    assert dealt == [[80, 50, 30, 20], [70, 60, 40, 10]]
+    assert step.dp_imbalance == 1.0
+
+
+def test_the_imbalance_of_an_epoch_is_that_of_its_steps():
+    ours = plan(packs_per_step=8, dp_size=4)
+    steps = len(ours.epoch(0)) // 8
+    assert ours.dp_imbalance().tolist() == [ours.step(step).dp_imbalance for step in range(steps)]
+    few = plan(packs_per_step=1000, dp_size=4)
+    assert few.dp_imbalance().shape == (1,), "an epoch shorter than a step is filled up with empty packs"
+
+
+def test_the_cost_moves_packs_between_ranks_only():
+    """Another model, the same data: the hash and the packs of every step stay."""
+    linear, quadratic = plan(cost=PackCost()), plan(cost=SQUARES)
+    assert linear.hash == quadratic.hash
+    steps = [(linear.step(step), quadratic.step(step)) for step in range(20)]
+    assert all(as_sets(a) == as_sets(b) for a, b in steps)
+    in_order = [[[p.tolist() for p in all_packs(step)] for step in pair] for pair in steps]
+    assert any(a != b for a, b in in_order)
+    assert quadratic.keeping_to(4).step(0).dp_imbalance != linear.keeping_to(4).step(0).dp_imbalance
 
 
 def test_evaluation_covers_every_piece_once_and_is_filled_up_with_empty_packs():

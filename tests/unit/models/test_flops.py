@@ -71,3 +71,14 @@ def test_six_n_t_agrees_where_there_are_only_matrix_products():
     config = cases.tiny_config("----", hidden_size=256, ffn_hidden_size=1024)
     counter = FlopCounter(config, cases.VOCAB)
     assert counter.six_n_t(100) == pytest.approx(counter.training([100]).total, rel=1e-3)
+
+
+def test_the_two_costs_per_token_and_per_square_add_up_to_the_forward_pass():
+    """Exactly for documents of whole chunks; without attention there is no quadratic part."""
+    for pattern in ("*-", "M-E", "M*E"):
+        counter = FlopCounter(cases.tiny_config(pattern), cases.VOCAB)
+        lengths = [counter.chunk, 5 * counter.chunk, 2 * counter.chunk]
+        per_token, per_square = counter.linear_and_quadratic()
+        estimate = per_token * sum(lengths) + per_square * sum(length**2 for length in lengths)
+        assert estimate == pytest.approx(counter.forward(lengths).total)
+        assert (per_square > 0) == ("*" in pattern)
