@@ -9,7 +9,8 @@ Ranks that hold a copy each find their own term of its gradient where they use i
 The terms are summed once per step, after the last micro-batch and before data parallelism's sum, all of them in one
 all-reduce (``SharedGradients``), so that accumulation stays local and the weight gradients' kernels stay as they are.
 Every rank sums the same terms in the same order, so that copies stay bitwise equal. Parameters that all ranks use alike
-(norms without sequence parallelism) get equal gradients by themselves and are not part of it.
+(norms without sequence parallelism) get equal gradients by themselves, up to what kernels do that are tuned on each rank
+or add in a changing order; the mean of the copies goes along, or they would drift apart over a long run.
 """
 
 from __future__ import annotations
@@ -285,7 +286,8 @@ def sharded_parameters(module: nn.Module, tp_rank: int, tp_size: int) -> dict[st
 
 
 class SharedGradients:
-    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they hold together.
+    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they hold together; the mean
+    where each has found all of it.
 
     Call ``sum`` once per optimizer step, when the last micro-batch's gradients are there and before they are summed
     over data-parallel ranks. Static shapes, one all-reduce, no host read; nothing at all for one rank.
@@ -303,14 +305,15 @@ class SharedGradients:
         for parameter in parameters:
             shard = shard_of(parameter, tp_size)
             for begin, piece in shard.local_pieces():
-                if piece.shared_by > 1 and shard.own_gradients and parameter.requires_grad:
-                    self._add(parameter, shard.dim, begin, piece, tp_rank, tp_size)
+                if piece.shared_by > 1 and parameter.requires_grad:
+                    self._add(parameter, shard, begin, piece, tp_rank, tp_size)
 
-    def _add(self, parameter: nn.Parameter, dim: int, begin: int, piece: Piece, rank: int, size: int) -> None:
-        numel = parameter.narrow(dim, begin, piece.length).numel()
+    def _add(self, parameter: nn.Parameter, shard: Shard, begin: int, piece: Piece, rank: int, size: int) -> None:
+        dim, numel = shard.dim, parameter.narrow(shard.dim, begin, piece.length).numel()
+        weight = 1.0 if shard.own_gradients else 1 / piece.shared_by
         # Other ranks share other pieces of the same kind: each has a place of its own in the one buffer.
         mine = self.numel + rank // piece.shared_by * numel
-        self._places.append(_Place(parameter, dim, begin, piece.length, mine, mine + numel))
+        self._places.append(_Place(parameter, dim, begin, piece.length, mine, mine + numel, weight))
         self.numel += size // piece.shared_by * numel
 
     @property
@@ -329,6 +332,7 @@ class SharedGradients:
         buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
         terms = [buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)]
         torch._foreach_copy_(terms, gradients)
+        torch._foreach_mul_(terms, [place.weight for place, _ in found])
         all_reduce_sum(buffer, self.group)
         torch._foreach_copy_(gradients, terms)
 
@@ -342,6 +346,8 @@ class _Place:
     start: int
     """Of this rank's term in the buffer, in elements."""
     end: int
+    weight: float
+    """By which the term counts."""
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
