@@ -1,0 +1,124 @@
+"""No host synchronisation in steady steps on two GPUs, in every layout that promises it, by both proofs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_no_host_sync import SYNCHRONISING, VOCAB, T, host_batches, run
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.layout import Layout
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import run_distributed
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.late_metrics import LateMetrics
+
+MODEL = ModelConfig(
+    hybrid_layer_pattern="M*-E", hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=64,
+    ffn_hidden_size=512, squared_relu=True, normalization="RMSNorm", add_bias_linear=False,
+    position_embedding_type="rope", mamba_num_heads=8, mamba_head_dim=64, mamba_state_dim=64, mamba_num_groups=2,
+    num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_shared_expert_intermediate_size=256,
+    moe_aux_loss_coeff=1e-2, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+    moe_token_dispatcher_type="allgather",
+)  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 zero": {"use_distributed_optimizer": True},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+    "cp2 all_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
+    "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "ep2": {"expert_model_parallel_size": 2},
+    "ep2 zero": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
+}
+STEPS = 6
+
+
+def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
+    """Steps of two pinned micro-batches: of one process's packs, or with every document at a multiple of 4."""
+    if alignment == 1:
+        return host_batches(STEPS)
+    random = np.random.default_rng(groups.dp_rank)
+    return [
+        [
+            MicroBatch.build(
+                [(random.integers(0, VOCAB, length), None) for length in random.integers(1, T // 8, size=3 + step)],
+                T,
+                16,
+                (1e-3, 0.5),
+                alignment=alignment,
+            ).pin_memory()
+            for _ in range(2)
+        ]
+        for step in range(STEPS)
+    ]
+
+
+def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
+    """What the host waited for in some steps that come after as many others."""
+    config = RunConfig(
+        model=MODEL,
+        data=DataConfig(train_data_path=("none.jsonl",)),
+        packing=PackingConfig(seq_length=T, global_batch_size=4),
+        optim=OptimizerConfig(lr=1e-4),
+        parallel=ParallelConfig(**options),
+        training=TrainingConfig(train_iters=STEPS, bf16=True, device="cuda"),
+    )
+    job = build_job(config, groups, VOCAB)
+    late: LateMetrics[Any] = LateMetrics(job.step.metrics.numel(), groups.device)
+    alignment = config.parallel.document_alignment
+    run(job.step, late, batches(groups, alignment))  # compiles and tunes, and makes the communicators
+    late.flush()
+    torch.cuda.synchronize()
+    steps = batches(groups, alignment)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values = run(job.step, late, steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    late.flush()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
+        run(job.step, late, steps)
+    late.flush()
+    torch.cuda.synchronize()
+    events = profiler.events()
+    window = next(e for e in events if e.name == "steady_steps").time_range
+    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    return {
+        "finite": bool(np.isfinite(values).all()),
+        "events": len(inside),
+        "nccl": sum("nccl" in name.lower() for name in inside),
+        "waits": sorted({name for name in inside if name in SYNCHRONISING}),
+        "pageable": sorted({name for name in inside if "Memcpy" in name and "Pageable" in name}),
+        "to_host": sum(name.startswith("Memcpy DtoH") for name in inside),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steady_steps_wait_for_nothing(name: str) -> None:
+    options = LAYOUTS[name]
+    sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
+    for found in run_distributed(steady_steps, 2, options, backend="nccl", layout=sizes, timeout=300):
+        assert found["finite"] and found["events"] > 1000 and found["nccl"] > 0
+        assert found["waits"] == [] and found["pageable"] == [], found
+        assert found["to_host"] <= STEPS
+
+
+def test_every_layout_is_one_of_two_processes() -> None:
+    """Here, too, so that what needs two GPUs is not found wrong there."""
+    for options in LAYOUTS.values():
+        assert Layout(world_size=2, **ParallelConfig(**options).layout_sizes).world_size == 2
