@@ -7,11 +7,13 @@ a collective nor a look at the device.
 
 1. A rank that fails claims the report. One claim is accepted: what all ranks find at the same time is said once, and an
    error that is the consequence of another one (a connection that is gone) is not said at all.
-2. The rank whose claim was accepted speaks, then publishes the report. It has not ended so far, so that no launcher
+2. If all it knows is that another process is gone or does not come, it calls the roll. The threads of the other ranks
+   wake up and answer where their main threads are; a process that was killed or stopped does not.
+3. The rank whose claim was accepted speaks, then publishes the report. It has not ended so far, so that no launcher
    ends the job before the reason is on disk, and no connection breaks before the reason can be read.
-3. The threads of the other ranks wake up and read it. The rank that spoke and rank 0, which may be the host of the
-   store, stay until all have, unless some do not answer.
-4. The rank that spoke ends first and the others a moment later, with the same exit code: a launcher that watches them
+4. The threads of the other ranks read it. The rank that spoke and rank 0, which may be the host of the store, stay
+   until all have, unless some do not answer.
+5. The rank that spoke ends first and the others a moment later, with the same exit code: a launcher that watches them
    takes the first for the root cause.
 """
 
@@ -21,26 +23,31 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.whereabouts import place_of_error, place_of_thread
 
 READ_SECONDS = 2.0
-"""How long the ranks wait for each other to read a report; one that was killed never does."""
+"""How long the ranks wait for each other to answer and to read a report; one that was killed never does."""
 BEHIND_SECONDS = 0.5
 """How long the others end behind the rank that failed: launchers look a few times a second."""
 PATIENCE_SECONDS = 10.0
 """After which a rank that failed no longer waits for one that failed before it to speak."""
 _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 32 bits
-_CLAIM, _REPORT, _READERS = "claim", "report", "readers"
+_CLAIM, _CALL, _ANSWERS, _REPORT, _READERS = "claim", "call", "answers", "report", "readers"
 _NOTHING = "null"
-"""Published at the orderly end, so that the threads leave the store before its host does."""
+"""Published at the orderly end, so that the threads leave the store before its host does. As a call: do not answer."""
+_WHERE = "where"
+"""The call that every rank answers."""
+_MOST_PLACES = 8
+"""So many different answers are repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,7 @@ class FailureWatch:
         """The step under way, kept up to date by whoever runs the steps."""
         self._world_size, self._end = groups.world_size, end
         self._rank = groups.rank
+        self._main = threading.main_thread().ident
         self._speaks = False
         self._told = threading.Event()
         """Another rank's report was read, and this process is about to end."""
@@ -79,25 +87,36 @@ class FailureWatch:
             self._thread = threading.Thread(target=self._watch, args=(sleeping,), name="failures", daemon=True)
             self._thread.start()
 
-    def report(self, failure: Failure, speak: Callable[[], None], *, gone: int = 0) -> int:
+    def report(
+        self, failure: Failure, speak: Callable[[Failure], None], *, lost: BaseException | None = None
+    ) -> int:
         """This rank has failed; returns the exit code to end with, when it is time to end.
 
         Does not return if another rank failed first: this process then ends as the other ranks do.
 
         Args:
             speak: says why and writes it down; called if this rank is the one to do so.
-            gone: other processes that are known to be dead: nobody waits for them.
+            lost: the error, if it says no more than that another process is gone or does not come. The failure then
+                names the rank that does not answer, or where all are.
         """
         if self._world_size == 1:
-            speak()
+            speak(failure)
             return failure.exit_code
         if self._told.is_set() or not self._claimed():
             self._thread.join(PATIENCE_SECONDS)  # it ends this process, unless the rank that was to speak is dead
         self._speaks = True
-        speak()
+        silent: list[int] = []
+        if lost is not None:
+            answers, silent = self._call_the_roll(place_of_error(lost))
+            failure = replace(
+                failure,
+                rank=silent[0] if len(silent) == 1 else failure.rank,
+                reason=f"{failure.reason} {_in_words(silent, answers)}",
+            )
+        speak(failure)
         with suppress(RuntimeError):
-            self._store.set(_REPORT, json.dumps(asdict(failure)))
-            self._wait_for_readers(self._world_size - gone)
+            self._publish(json.dumps(asdict(failure)))
+            self._wait_for(_READERS, self._world_size - len(silent))
         return failure.exit_code
 
     def close(self) -> None:
@@ -105,7 +124,7 @@ class FailureWatch:
         if self._world_size == 1:
             return
         if self._rank == 0:
-            self._store.set(_REPORT, _NOTHING)
+            self._publish(_NOTHING)
         self._thread.join(PATIENCE_SECONDS)
 
     def _claimed(self) -> bool:
@@ -116,10 +135,33 @@ class FailureWatch:
         except RuntimeError:  # the store is gone, so its host was killed
             return True
 
+    def _call_the_roll(self, here: str) -> tuple[dict[int, str], list[int]]:
+        """Where every rank is that answers, this one ``here``; and the ranks that do not answer."""
+        answers = {self._rank: self._answer(here)}
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        try:
+            self._store.set(_CALL, _WHERE)
+            self._wait_for(_ANSWERS, len(others))
+            found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
+            answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
+        except RuntimeError:  # the store is gone: nobody can be asked
+            return answers, []
+        return answers, [rank for rank in others if rank not in found]
+
+    def _answer(self, place: str) -> str:
+        return place if self.step is None else f"{place}, in step {self.step}"
+
+    def _publish(self, report: str) -> None:
+        self._store.compare_set(_CALL, "", _NOTHING)  # unless the roll was called
+        self._store.set(_REPORT, report)
+
     def _watch(self, store: Store) -> None:
         try:
-            while not self._published(store):
-                pass
+            _sleep_until(store, _CALL)
+            if store.get(_CALL).decode() == _WHERE and not self._speaks:
+                store.set(f"{_ANSWERS}/{self._rank}", self._answer(place_of_thread(self._main)))
+                store.add(_ANSWERS, 1)
+            _sleep_until(store, _REPORT)
             report = json.loads(store.get(_REPORT))
             if report is not None and not self._speaks:
                 self._told.set()
@@ -127,24 +169,48 @@ class FailureWatch:
         except RuntimeError:
             return  # the store's host was killed; the next collective will say so
         if self._rank == 0:
-            self._wait_for_readers(self._world_size)
+            self._wait_for(_READERS, self._world_size)
         if self._told.is_set():
             time.sleep(BEHIND_SECONDS)
             self._end(Failure(**report).exit_code)
 
-    def _published(self, store: Store) -> bool:
-        try:
-            store.wait([_REPORT], _FOREVER)
-        except dist.DistStoreError:  # so much time has passed
-            return False
-        return True
-
-    def _wait_for_readers(self, count: int) -> None:
-        """Until so many ranks have read the report, or some do not answer."""
+    def _wait_for(self, counter: str, count: int) -> None:
+        """Until so many ranks have counted, or some do not come."""
         deadline = time.monotonic() + READ_SECONDS
         with suppress(RuntimeError):
-            while self._store.add(_READERS, 0) < count and time.monotonic() < deadline:
+            while self._store.add(counter, 0) < count and time.monotonic() < deadline:
                 time.sleep(0.02)
+
+
+def _in_words(silent: Sequence[int], answers: Mapping[int, str]) -> str:
+    """``"Rank 1 does not answer: it was killed or is stopped; rank 0 was in ..."``"""
+    parts = []
+    if silent:
+        one = len(silent) == 1
+        told = "does not answer: it was killed or is stopped" if one else "do not answer: killed or stopped"
+        parts.append(f"{_ranks(silent)} {told}")
+    together: dict[str, list[int]] = {}
+    for rank, place in sorted(answers.items()):
+        together.setdefault(place, []).append(rank)
+    for place, ranks in list(together.items())[:_MOST_PLACES]:
+        parts.append(f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} in {place}")
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_PLACES])) + (", ..." if len(ranks) > _MOST_PLACES else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _sleep_until(store: Store, key: str) -> None:
+    """Until ``key`` appears."""
+    while True:
+        try:
+            store.wait([key], _FOREVER)
+        except dist.DistStoreError:  # so much time has passed
+            continue
+        return
 
 
 def _connection(store: Store) -> Store:

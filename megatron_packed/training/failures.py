@@ -61,8 +61,7 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
         return ExitCode.OUT_OF_MEMORY, "out of memory", cure
     if is_lost_connection(error):
-        cure = "; that process was killed or hangs, and had no time to say why"
-        return ExitCode.UNFORESEEN, _LOST, cure
+        return ExitCode.UNFORESEEN, _LOST, ""  # what is known of it is found out by asking the other ranks
     return ExitCode.UNFORESEEN, f"unforeseen {type(error).__name__}", ""
 
 
@@ -78,7 +77,7 @@ def is_lost_connection(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
-def speak(error: Exception, failure: Failure, status_folder: str | None) -> None:
+def speak(error: Exception, status_folder: str | None, failure: Failure) -> None:
     """Says on standard error, and in ``STATUS.json``, why the run ends here."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)

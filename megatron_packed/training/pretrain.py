@@ -78,8 +78,8 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
         failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
-        gone = int(is_lost_connection(error))
-        return watch.report(failure, partial(speak, error, failure, status_folder), gone=gone)
+        lost = error if is_lost_connection(error) else None
+        return watch.report(failure, partial(speak, error, status_folder), lost=lost)
     watch.close()
     if groups.rank == 0:
         write_status(status_folder, {"exit_code": exit_code})

@@ -11,6 +11,7 @@ import torch
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
@@ -170,7 +171,7 @@ class Trainer:
         self.watch.step = progress.iteration + 1
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
-        micro_batches = self.train.loader.micro_batches(progress.iteration)
+        micro_batches = self._micro_batches(progress.iteration)
         counters = None if self.step.graphs is None else self.step.graphs.counters
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         self._in_flight[facts.iteration] = micro_batches
@@ -181,6 +182,14 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_tokens = facts.consumed_tokens
         return self._late.push(facts, vector)
+
+    def _micro_batches(self, number: int) -> list[MicroBatch]:
+        """Of this rank in a step; a rank with fewer than the others would wait for them in the wrong collective."""
+        micro_batches = self.train.loader.micro_batches(number)
+        expected = self.config.packs_per_step() // self.groups.dp_size
+        if len(micro_batches) != expected:
+            raise DataError(f"the loader gave {len(micro_batches)} packs, but in a step every rank has {expected}")
+        return micro_batches
 
     def _capture_again(self) -> None:
         assert self.step.graphs is not None

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
-from megatron_packed.distributed import failure_watch
+from megatron_packed.distributed import failure_watch, groups
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
@@ -55,6 +56,35 @@ def kill_at(site: str, call: int, rank: int) -> None:
     """The process of ``rank`` is killed at the ``call``-th passing of one of `SITES`."""
     if int(os.environ["RANK"]) == rank:
         on_call(*SITES[site], call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stop_at(site: str, call: int, rank: int, seconds: float) -> None:
+    """The process of ``rank`` is stopped, not killed, at one of `SITES`; collectives wait ``seconds``."""
+    wait_for_collectives(seconds)
+    on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def sleep_at(site: str, call: int, rank: int, seconds: float) -> None:
+    """The process of ``rank`` lives and does nothing at one of `SITES`; collectives wait ``seconds``."""
+    wait_for_collectives(seconds)
+    on_rank(rank, site, call, lambda _: time.sleep(3600))
+
+
+def wait_for_collectives(seconds: float) -> None:
+    """In place of ``--distributed-timeout-minutes``, which counts in minutes."""
+    groups._timeout = lambda minutes: timedelta(seconds=seconds)
+
+
+def one_pack_fewer(step: int, rank: int) -> None:
+    """The loader of ``rank`` forgets the last micro-batch of its ``step``-th step."""
+    original, calls = Loader.micro_batches, count(1)
+
+    def fewer(self: Loader, number: int) -> list[Any]:
+        found = original(self, number)
+        return found[:-1] if next(calls) == step else found
+
+    if int(os.environ["RANK"]) == rank:
+        Loader.micro_batches = fewer  # type: ignore[method-assign]
 
 
 def full_log(line: int) -> None:

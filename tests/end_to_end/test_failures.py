@@ -18,11 +18,14 @@ from faults import (
     fail_at_the_end,
     kill_at,
     leaking_attention,
+    one_pack_fewer,
     out_of_memory,
+    sleep_at,
+    stop_at,
     while_waiting,
     without_agent,
 )
-from runs import Data, Finished, in_folder, run, steps, tiny_options, torchrun
+from runs import Data, Finished, in_folder, run, start, steps, tiny_options, torchrun
 
 from megatron_packed.distributed.failure_watch import PATIENCE_SECONDS
 
@@ -137,15 +140,77 @@ def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
     assert status(tmp_path).items() >= {"exit_code": OUT_OF_MEMORY, "rank": None, "step": 3}.items()
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["data-parallel", "tensor-parallel"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}],
+    ids=["data-parallel", "tensor-parallel", "expert-parallel"],
+)
 def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     """It can say nothing. The other one names what it saw; what the run before wrote does not stand there any more."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "STATUS.json").write_text('{"exit_code": 0}')
     finished = run({**options, **layout}, tmp_path, 2, partial(kill_at, "between backward and all-reduce", 3, 1))
     assert finished.exit_codes == (UNFORESEEN, -9), finished.console
-    assert status(tmp_path)["step"] == 3 and status(tmp_path)["exit_code"] == UNFORESEEN
+    written = status(tmp_path)
+    assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, 1, 3)
+    assert f"{SILENT}; rank 0 was in " in written["reason"]
     assert finished.console.count("another process was lost on rank 0 in step 3: ") == 1
+    assert "Traceback" not in finished.console
+
+
+EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SILENT = "Rank 1 does not answer: it was killed or is stopped"
+HANGS_FOR = 4.0
+"""Seconds that collectives wait in place of minutes."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "step", "where"),
+    [
+        pytest.param(
+            TENSOR, partial(stop_at, "before a forward pass", 10, 1, HANGS_FOR), 3,
+            SILENT + r"; rank 0 was in \w+ over tp \(ranks 0, 1\), called by "
+            r"layers/\w+\.py: \w+, in step 3\.", id="stopped-tensor-parallel",
+        ),
+        pytest.param(
+            EXPERTS, partial(stop_at, "between backward and all-reduce", 3, 1, HANGS_FOR), 3,
+            SILENT + r"; rank 0 was in \w+ over all ranks \(ranks 0, 1\), called by "
+            r"training/train_step\.py: \w+, in step 3\.", id="stopped-expert-parallel",
+        ),
+        pytest.param(
+            EXPERTS, partial(sleep_at, "before a forward pass", 5, 1, HANGS_FOR), 3,
+            r"Rank 0 was in \w+ over ep \(ranks 0, 1\), called by layers/[\w/]+\.py: \w+, in step 3; "
+            r"rank 1 was in training/train_step\.py: forward_backward, in step 3\.", id="asleep-expert-parallel",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_that_hangs(
+    layout: dict[str, Any], fault: Callable[[], None], step: int, where: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The others wait for it as long as they are told to, then one of them names rank, step and collective."""
+    begun = time.monotonic()
+    started = start({**options, **layout}, tmp_path, 2, fault)
+    started.processes[0].join(SOON)
+    started.kill(1)  # as the launcher does; what is stopped cannot end by itself
+    finished = started.wait()
+    assert HANGS_FOR < time.monotonic() - begun < SOON
+    assert finished.exit_codes[0] == UNFORESEEN, finished.console
+    written = status(tmp_path)
+    rank = 1 if "does not answer" in where else 0
+    assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, step)
+    assert f"another process was lost on rank 0 in step {step}: " in written["reason"]
+    assert re.search(where, written["reason"]), written["reason"]
+    assert finished.console.count(written["reason"]) == 1 and "Traceback" not in finished.console
+
+
+@pytest.mark.parametrize("layout", [TENSOR, EXPERTS], ids=["tensor-parallel", "expert-parallel"])
+def test_a_rank_with_one_pack_fewer(layout: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+    """Found before its first collective: otherwise it would be answered by another one of the other rank."""
+    finished = run({**options, **layout}, tmp_path, 2, partial(one_pack_fewer, 3, 1))
+    packs = 4 if layout is TENSOR else 2
+    reason = f"data error on rank 1 in step 3: the loader gave {packs - 1} packs, but in a step every rank has {packs}."
+    assert_says(finished, tmp_path, DATA, 1, 3, reason)
     assert "Traceback" not in finished.console
 
 
