@@ -10,6 +10,8 @@ Layout of the gradient buffer, in elements (parameter buffers have the same offs
 
 Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is zero and stays zero.
 
+Of a module in float64 gradients, slots and optimizer state are float64 too: so layouts can be compared closely.
+
 [Note: weights of experts]
 Under expert parallelism the copies of an expert are on other ranks (``expert_dp``) than those of everything else
 (``dp_cp``). Its weights then have parts of their own, one per dtype, in front of the others, so that what is summed
@@ -51,7 +53,7 @@ ALIGN_ELEMENTS = 64
 """128 bytes of bf16: one offset in elements serves a parameter and its float32 gradient."""
 GRAIN_ELEMENTS = 4096
 """A rank's part of each dtype is a multiple of this, so that norms can be taken in rows (``optim/clipping.py``)."""
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Part(NamedTuple):
@@ -150,7 +152,7 @@ class FlatLayout:
         """Lay out parameters in the order given, grouped by (part, decay).
 
         Raises:
-            ValueError: no parameter at all, or a dtype other than bf16 and float32.
+            ValueError: no parameter at all, or a dtype other than bf16, float32 and float64.
         """
         parameters = list(parameters)
         if not parameters:
@@ -258,7 +260,8 @@ class FlatBuffers:
         sizes = {f"extras/{name}": size for name, size in extras.items()}
         sizes |= {f"counters/{name}": LIMBS * size for name, size in counters.items()}
         tail = _round_up(sum(sizes.values()), ALIGN_ELEMENTS)
-        self.storage = _aligned_zeros(self.layout.numel + tail, torch.float32, self.device)
+        wide = any(part.dtype == torch.float64 for part in self.layout.parts)
+        self.storage = _aligned_zeros(self.layout.numel + tail, torch.float64 if wide else torch.float32, self.device)
         """Gradients, extras and counters: what one all-reduce moves."""
         self.grads = self.storage[: self.layout.numel]
         """``(numel,)`` float32: all gradients, padding included."""

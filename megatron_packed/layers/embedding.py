@@ -24,9 +24,9 @@ def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> 
     On the CPU ``index_add_`` goes through the rows one by one and is the faster of the two.
     """
     if main_grad_VD.is_cuda:
-        main_grad_VD.index_put_((tokens_T.long(),), grad_TD.float(), accumulate=True)
+        main_grad_VD.index_put_((tokens_T.long(),), grad_TD.to(main_grad_VD.dtype), accumulate=True)
     else:
-        main_grad_VD.index_add_(0, tokens_T, grad_TD.float())
+        main_grad_VD.index_add_(0, tokens_T, grad_TD.to(main_grad_VD.dtype))
 
 
 class _EmbeddingIntoMainGrad(torch.autograd.Function):

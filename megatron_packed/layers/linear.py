@@ -37,15 +37,15 @@ def _has_addmm_out_dtype() -> bool:
 
 @torch.no_grad()
 def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
-    """``main_grad += grad^T x``, summed in float32.
+    """``main_grad += grad^T x``, summed in float32 (float64 beside float64 weights).
 
     On CUDA in one product where torch has ``addmm(out_dtype=)``; before that the product is rounded to the operands'
     dtype once. On the CPU low-precision operands are widened first.
     """
-    if grad_TO.dtype == torch.float32:
+    if grad_TO.dtype == main_grad_OI.dtype:
         main_grad_OI.addmm_(grad_TO.t(), x_TI)
     elif not grad_TO.is_cuda:
-        main_grad_OI.addmm_(grad_TO.t().float(), x_TI.float())
+        main_grad_OI.addmm_(grad_TO.t().to(main_grad_OI.dtype), x_TI.to(main_grad_OI.dtype))
     elif _has_addmm_out_dtype():
         torch.ops.aten.addmm.dtype_out(main_grad_OI, grad_TO.t(), x_TI, torch.float32, out=main_grad_OI)
     else:
@@ -54,8 +54,8 @@ def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) 
 
 @torch.no_grad()
 def accumulate_bias_grad(main_grad_O: Tensor, grad_TO: Tensor) -> None:
-    """``main_grad += sum of grad over tokens``, summed in float32."""
-    main_grad_O.add_(grad_TO.sum(dim=0, dtype=torch.float32))
+    """``main_grad += sum of grad over tokens``, summed in its dtype."""
+    main_grad_O.add_(grad_TO.sum(dim=0, dtype=main_grad_O.dtype))
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):

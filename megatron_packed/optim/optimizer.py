@@ -100,9 +100,9 @@ class Optimizer:
         for part, (start, end) in self._owned.items():
             self._state_base[part] = numel
             numel += end - start
-        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
         """First moments of what this rank owns, one part after the other."""
-        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         """Steps taken, skipped ones not counted."""
@@ -203,11 +203,11 @@ class Optimizer:
     def _master_of(self, part: Part) -> Tensor:
         """What this rank updates of a part: float32 parameters themselves, or a copy of bf16 ones."""
         params = self.buffers.owned_params(part)
-        return params if part.dtype == torch.float32 else params.float()
+        return params.float() if part.dtype == torch.bfloat16 else params
 
     def _low_masters(self) -> list[tuple[Part, Tensor]]:
         """Masters that are copies, each with its part."""
-        return [(part, master) for part, master in self._masters.items() if part.dtype != torch.float32]
+        return [(part, master) for part, master in self._masters.items() if part.dtype == torch.bfloat16]
 
     def state_shards(self) -> dict[str, Tensor]:
         """This rank's state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.

@@ -29,9 +29,14 @@ def backends_of(config: RunConfig) -> dict[str, str | bool]:
 
 
 def build_model(
-    config: RunConfig, vocab_size: int, device: torch.device | str, groups: ParallelGroups | None = None
+    config: RunConfig,
+    vocab_size: int,
+    device: torch.device | str,
+    groups: ParallelGroups | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> HybridModel:
-    """The model with initial weights, which depend on the seed alone."""
+    """The model with initial weights, which depend on the seed alone; ``dtype`` as ``--bf16`` says, or another."""
     return HybridModel(
         config.model,
         vocab_size=vocab_size,
@@ -40,7 +45,7 @@ def build_model(
         cp_comm_type=config.parallel.cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        dtype=dtype or (torch.bfloat16 if config.training.bf16 else torch.float32),
         seed=config.training.seed,
         backends=backends_of(config),
     )
@@ -79,7 +84,11 @@ def ranks_of_norm(groups: ParallelGroups, buffers: FlatBuffers) -> tuple[dist.Pr
 
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Model, flat buffers, optimizer and step on this rank's device."""
-    model = build_model(config, vocab_size, groups.device, groups).train()
+    return job_of_model(build_model(config, vocab_size, groups.device, groups).train(), config, groups)
+
+
+def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
+    """Flat buffers, optimizer and step for a model."""
     buffers = FlatBuffers(
         model,
         extras=extra_slots(groups),

@@ -72,7 +72,7 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
         kind, _, of = name.partition("/")
         if name == "step":
             yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
-        elif kind != "master" or parameters[of].parameter.dtype != torch.float32:  # else it is its own master
+        elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:  # others are their own masters
             for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
                 yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
 

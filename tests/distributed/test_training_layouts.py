@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from whole_state import Shards, assembled, assert_same_bits, everything, same_bits
 
-from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
@@ -33,7 +33,7 @@ from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.explain import op_inputs
-from megatron_packed.training.state import RunState, held_state
+from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues
 from megatron_packed.training.trainer import bad_places
 
@@ -112,40 +112,6 @@ def packs_of(way: Way, step: int, count: int) -> list[MicroBatch]:
 
 def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroBatch]:
     return packs_of(way, step, count)[groups.dp_rank :: groups.dp_size]
-
-
-Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
-
-
-def everything(job: Job) -> Shards:
-    """What this rank holds, as ranges of what checkpoints hold."""
-    shards = [held.shard for held in held_state(job.model, job.optimizer)]
-    return [(shard.name, shard.global_shape, tuple(shard.extent), shard.tensor.clone()) for shard in shards]
-
-
-def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
-    """Whole tensors; what several ranks hold must be the same to the bit, and nothing may be missing."""
-    whole: dict[str, Tensor] = {}
-    seen: dict[str, Tensor] = {}
-    for shards in ranks:
-        for name, shape, extent, part in shards:
-            flat = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype)).view(-1)
-            known = seen.setdefault(name, torch.zeros(flat.numel(), dtype=torch.bool))
-            place = torch.cat([torch.arange(row.start, row.end) for row in Extent(*extent).each_row()])
-            agree = torch.where(known[place], flat[place], part)
-            assert same_bits(agree, part), f"copies of {name} differ"
-            flat[place], known[place] = part, True
-    assert all(known.all() for known in seen.values())
-    return whole
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not same_bits(one[name], other[name])] == []
 
 
 def train(groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]) -> tuple[Tensor, Shards, Shards]:
