@@ -21,6 +21,9 @@ class CheckpointConfig(Section, title="checkpoint"):
     save_retain: int | None = option(
         None, "Keep this many of the newest checkpoints; all when not given.", unit="checkpoints", minimum=1
     )
+    async_save: bool = option(
+        False, "Write checkpoints beside training, from a copy in host memory. One at a time; the end of the run waits."
+    )
     load: str | None = option(
         None, "Directory to resume from: its newest valid checkpoint. May still be missing when it is also --save.",
         path="input_directory",
@@ -47,9 +50,11 @@ class CheckpointConfig(Section, title="checkpoint"):
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        for name in ("save_interval", "save_retain"):
-            if sound(name, "save") and getattr(self, name) is not None and self.save is None:
-                yield Problem(self.flag(name), str(getattr(self, name)), "needs --save", "give --save DIRECTORY")
+        for name in ("save_interval", "save_retain", "async_save"):
+            value = getattr(self, name)
+            if sound(name, "save") and value not in (None, False) and self.save is None:
+                shown = "" if value is True else str(value)
+                yield Problem(self.flag(name), shown, "needs --save", "give --save DIRECTORY")
         for name in ("ckpt_step", "finetune"):
             value = getattr(self, name)
             if sound(name, "load") and value not in (None, False) and self.load is None:

@@ -302,7 +302,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
         "leave it out",
-        ("--ckpt-format", "--use-dist-ckpt", "--async-save", "--use-persistent-ckpt-worker",
+        ("--ckpt-format", "--use-dist-ckpt", "--use-persistent-ckpt-worker",
          "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
          "--ckpt-assume-constant-structure", "--dist-ckpt-save-pre-mcore-014",
          "--ckpt-convert-format", "--ckpt-convert-save", "--auto-detect-ckpt-format"),

@@ -92,6 +92,8 @@ class ParallelGroups:
     expert_dp_size: int = 1
     expert_dp_rank: int = 0
 
+    timeout: timedelta = timedelta(minutes=10)
+    """Of every collective."""
     owns_process_group: bool = False
     """Whether ``create`` initialised torch.distributed, so that ``shutdown`` ends it."""
 
@@ -163,9 +165,20 @@ class ParallelGroups:
             world_group=dist.group.WORLD,
             mesh=_mesh(layout, DENSE_AXES, axes, mesh_device),
             expert_mesh=_mesh(layout, EXPERT_AXES, axes, mesh_device),
+            timeout=_timeout(config.distributed_timeout_minutes),
             owns_process_group=owns,
             **fields,
         )
+
+    def another_world_group(self) -> dist.ProcessGroup | None:
+        """All ranks once more, for messages between the hosts from another thread than that of training; a collective.
+
+        ``None`` for one process.
+        """
+        if self.world_size == 1:
+            return None
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout, group_desc="hosts")
+        return made
 
     @property
     def control_device(self) -> torch.device:

@@ -282,7 +282,8 @@ def _keeping(config: RunConfig) -> Iterator[Capability]:
     elif checkpoint.save_interval is None:
         yield Capability("checkpoints", PARTIAL, "at the end and when the run is stopped only", "--save-interval N")
     else:
-        yield Capability("checkpoints", ON, f"every {checkpoint.save_interval} iterations in {checkpoint.save}")
+        how = ", beside training" if checkpoint.async_save else ""
+        yield Capability("checkpoints", ON, f"every {checkpoint.save_interval} iterations in {checkpoint.save}{how}")
     yield Capability("log", ON if logging.log_jsonl else OFF, logging.log_jsonl or "the console alone",
                      "" if logging.log_jsonl else "--log-jsonl FILE")
     if logging.tensorboard_dir and find_spec("tensorboard") is None:

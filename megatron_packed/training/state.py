@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_packed.checkpoint.background import BackgroundSaves
 from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron_packed.checkpoint.ranks import Ranks
@@ -137,41 +139,82 @@ class RunState:
         self.progress = Progress()
         self._device = groups.device
         self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+        self._background: BackgroundSaves | None = None
+        self._background_ranks = self._ranks
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
 
-    def save(self, options: CheckpointConfig) -> SavedCheckpoint:
+    def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
         """Writes a checkpoint of the current iteration; a collective.
 
+        With ``async_save`` it returns as soon as the state may change again, and ``saved`` tells when the checkpoint is
+        published; before it begins it waits for the save before.
+
+        Returns:
+            What is published now and was not before: this checkpoint; with ``async_save`` the one before, if any.
         Raises:
             CheckpointError: on all ranks; the previous checkpoint is untouched.
         """
-        rank, world_size = self.groups.rank, self.groups.world_size
+        before = self.saved(wait=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        shards, metadata = self._owned_shards(), self._metadata()
+        if not options.async_save:
+            return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
+        if self._background is None:
+            self._background = BackgroundSaves()
+            self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())
+        write = partial(
+            self._write, metadata=metadata, options=options, step=self.progress.iteration, ranks=self._background_ranks
+        )
+        self._background.begin(write, shards)
+        return before
+
+    def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
+        """The checkpoint that was saved beside training, once it is published; ``wait``: until it is.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is untouched.
+        """
+        return None if self._background is None else self._background.take(wait=wait)
+
+    def _owned_shards(self) -> list[TensorShard]:
+        """What this rank writes."""
+        groups = self.groups
         owned = [held for held in held_state(self.model, self.optimizer) if held.owned]
         alike = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
-        shards = share_out(alike, self.groups.dp_cp_rank, self.groups.dp_cp_size)
-        shards += share_out(experts, self.groups.expert_dp_rank, self.groups.expert_dp_size)
+        shards = share_out(alike, groups.dp_cp_rank, groups.dp_cp_size)
+        shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
         shards += [held.shard for held in owned if not held.replicated]
-        rng = RngState.capture(self._device)
-        shards += whole_tensors({f"rng/rank_{rank}/{name}": tensor for name, tensor in rng.tensors.items()})
-        metadata = {
+        rng = RngState.capture(self._device).tensors
+        return shards + whole_tensors({f"rng/rank_{groups.rank}/{name}": tensor for name, tensor in rng.items()})
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "progress": vars(self.progress).copy(),
             "plan_hash": self.plan_hash,
             "data_hash": self.data_hash,
             "layout": self._layout,
-            "rng": self._ranks.gather(dict(rng.metadata)),
+            "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
         }
+
+    def _write(
+        self,
+        shards: Sequence[TensorShard],
+        metadata: dict[str, Any],
+        options: CheckpointConfig,
+        step: int,
+        ranks: Ranks,
+    ) -> SavedCheckpoint:
         return save_checkpoint(
             options.save,
-            self.progress.iteration,
+            step,
             shards,
             metadata,
-            rank=rank,
-            world_size=world_size,
-            group=self.groups.world_group,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            group=ranks.group,
             run_id=self.run_id,
             config_hash=self.model_hash,
             keep_last=options.save_retain,

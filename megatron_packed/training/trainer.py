@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.counters import GraphCounters
@@ -78,6 +79,7 @@ class Trainer:
         self._late.restart()
         while progress.iteration < training.train_iters and exit_code is None:
             exit_code = self._settle(self._one_step())
+            self._say_saved(self.state.saved())
             if exit_code is None and self._due(training.eval_interval):
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
@@ -97,6 +99,7 @@ class Trainer:
         # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.
         if self._saved_at != progress.iteration:
             self.save()
+        self._say_saved(self.state.saved(wait=True))
         if exit_code == ExitCode.PREEMPTED:
             self.console.say("Stopped on request. Run the same command again to go on.")
         return ExitCode.DONE if exit_code is None else exit_code
@@ -156,11 +159,16 @@ class Trainer:
         self.console.say(f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed")
 
     def save(self) -> None:
-        """A checkpoint of now, if ``--save`` is given."""
+        """A checkpoint of now, if ``--save`` is given; with ``--async-save`` only begun."""
         if self.config.checkpoint.save is None:
             return
         saved = self.state.save(self.config.checkpoint)
-        self._saved_at = saved.step
+        self._saved_at = self.state.progress.iteration
+        self._say_saved(saved)
+
+    def _say_saved(self, saved: SavedCheckpoint | None) -> None:
+        if saved is None:
+            return
         self.console.say(f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)")
         for warning in saved.warnings:
             self.console.warn(warning)

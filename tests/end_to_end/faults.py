@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +113,18 @@ def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None
 def kill_in_save(site: str, save: int, rank: int) -> None:
     """The process of ``rank`` is killed at a place of the commit protocol in its ``save``-th save."""
     in_save(site, save, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def until_logged(save: int, rank: int, iteration: int, log: Path) -> None:
+    """The disk of ``rank`` is so slow in its ``save``-th save that the log has the line of a step before it is done."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 20
+        while f'{{"iteration": {iteration},'.encode() not in log.read_bytes():
+            assert time.monotonic() < deadline, "training waits for the save"
+            time.sleep(0.01)
+
+    in_save("shard.opened", save, rank, wait)
 
 
 def tear_line(line: int) -> None:

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.directory import encode_hint, step_name
-from megatron_packed.checkpoint.manifest import Manifest, encode_manifest, header_metadata, merge_tensors
+from megatron_packed.checkpoint.manifest import (
+    Manifest,
+    encode_extent,
+    encode_manifest,
+    header_metadata,
+    merge_tensors,
+)
 from megatron_packed.checkpoint.shard_file import write_shard_file
-from megatron_packed.checkpoint.state import DTYPE_NAMES, split_replicated
+from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard, split_replicated
 
 
 def make_state(seed: int = 0) -> dict[str, Tensor]:
@@ -37,7 +43,14 @@ def make_state(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def write_by_hand(root: Path, step: int, state: dict[str, Tensor], world_size: int, sequence: int) -> Path:
+def write_by_hand(
+    root: Path,
+    step: int,
+    state: dict[str, Tensor],
+    world_size: int,
+    sequence: int,
+    share: Callable[[dict[str, Tensor], int, int], list[TensorShard]] = split_replicated,
+) -> Path:
     """A checkpoint of ``world_size`` files with small blocks, as that many ranks would write it, and the hint."""
     directory = root / step_name(step)
     directory.mkdir(parents=True)
@@ -45,13 +58,13 @@ def write_by_hand(root: Path, step: int, state: dict[str, Tensor], world_size: i
     facts = {"run_id": "run", "save_id": save_id, "step": step, "world_size": world_size, "config_hash": "c0ffee"}
     records, held = [], []
     for rank in range(world_size):
-        shards = split_replicated(state, rank, world_size)
+        shards = share(state, rank, world_size)
         path = directory / f"rank_{rank:05d}.safetensors"
         strings = header_metadata(rank=rank, **facts)
         records.append(write_shard_file(path, rank, shards, strings, lambda site: None, block_bytes=4096))
         part = {s.name: {"shape": list(s.global_shape), "dtype": DTYPE_NAMES[s.dtype], "ranges": []} for s in shards}
         for shard in shards:
-            part[shard.name]["ranges"].append([shard.start, shard.end])
+            part[shard.name]["ranges"].append(encode_extent(shard.extent))
         held.append(part)
     manifest = Manifest(
         **facts,

@@ -4,6 +4,7 @@ import ast
 import os
 import random
 import shutil
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,16 @@ import pytest
 import torch
 
 import megatron_packed.checkpoint
+from megatron_packed.checkpoint.background import BackgroundSaves
 from megatron_packed.checkpoint.checksum import checksum, to_hex
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint, read_tensor
+from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.seal import seal, unseal
 from megatron_packed.checkpoint.shard_file import ShardReader
-from megatron_packed.checkpoint.state import whole_tensors
+from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
 
-FLIPS = 200
+FLIPS = 300
 
 
 def flip(path, position: int, bit: int) -> None:
@@ -29,33 +32,68 @@ def flip(path, position: int, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-def test_200_flipped_bits_200_detected(tmp_path, tools):
-    """Every kind of file in turn, any bit of it. The hint's damage is reported; all other damage stops the load."""
+def test_300_flipped_bits_300_detected(tmp_path, tools):
+    """Every kind of file in turn, any bit of it. The hint's damage is reported; all other damage stops the load.
+
+    One checkpoint is of ranks that share all tensors out, one of ranks that share a matrix by columns and the rest by
+    halves, one was written beside training.
+    """
     state = tools.make_state()
-    directory = tools.write_by_hand(tmp_path, 10, state, 3, 1)
-    files = [*sorted(directory.iterdir()), tmp_path / "latest"]
-    assert len(files) == 5
+    directories = [
+        tools.write_by_hand(tmp_path / "shared", 10, state, 3, 1),
+        tools.write_by_hand(tmp_path / "columns", 10, state, 2, 1, share=by_columns),
+        written_beside_training(tmp_path / "beside", 10, state),
+    ]
+    roots = [directory.parent for directory in directories]
+    assert any(len(entry) == 5 for entry in ranges_of_weight(directories[1]))
+    files = [(root, path) for root in roots for path in [*sorted((root / "step_00000010").iterdir()), root / "latest"]]
+    assert len(files) == 5 + 4 + 3
     randomness = random.Random(1234)
     detected = 0
-    for trial in range(FLIPS):
-        path = files[trial % len(files)]
+    for root, path in islice(cycle(files), FLIPS):
         position, bit = randomness.randrange(path.stat().st_size), randomness.randrange(8)
         flip(path, position, bit)
         found, lines = tools.blank(state), []
         if path.name == "latest":
-            load_checkpoint(tmp_path, whole_tensors(found), warn=lines.append)
+            load_checkpoint(root, whole_tensors(found), warn=lines.append)
             assert tools.same_bytes(found, state)
             detected += len(lines) == 1 and str(path) in lines[0]
         else:
             with pytest.raises(CheckpointError) as error:
-                load_checkpoint(tmp_path, whole_tensors(found), warn=lines.append)
+                load_checkpoint(root, whole_tensors(found), warn=lines.append)
             assert tools.same_bytes(found, tools.blank(state)), (path, position, bit)
             text = str(error.value)
             detected += str(path) in text and "expected" in text and "found" in text
         flip(path, position, bit)
     assert detected == FLIPS
-    load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)
-    assert tools.same_bytes(found, state)
+    for root in roots:
+        load_checkpoint(root, whole_tensors(found), warn=pytest.fail)
+        assert tools.same_bytes(found, state)
+
+
+def by_columns(state, rank, world_size):
+    """Two tensor-parallel ranks: each has half of the columns of the weight, and half of everything else."""
+    weight = state["layers.0.mixer.weight"]
+    rows, columns = weight.shape
+    first, last = rank * columns // world_size, (rank + 1) * columns // world_size
+    mine = weight[:, first:last].contiguous().view(-1)
+    part = TensorShard(
+        name="layers.0.mixer.weight", global_shape=tuple(weight.shape), start=first, end=last, rows=rows,
+        stride=columns, tensor=mine,
+    )  # fmt: skip
+    rest = {name: tensor for name, tensor in state.items() if tensor is not weight}
+    return [part, *split_replicated(rest, rank, world_size)]
+
+
+def ranges_of_weight(directory):
+    fields = unseal((directory / "manifest.json").read_bytes(), directory / "manifest.json")
+    return fields["tensors"]["layers.0.mixer.weight"]["ranges"]
+
+
+def written_beside_training(root, step, state):
+    saves = BackgroundSaves()
+    saves.begin(lambda shards: save_checkpoint(root, step, shards, {}), whole_tensors(state))
+    return saves.take(wait=True).path
 
 
 def other_save(directory, tools):

@@ -104,6 +104,7 @@ INVALID = [
     ("--device cpu --distributed-backend nccl", {"--distributed-backend": "gloo"}),
     ("--bf16 true", {"--bf16": "--no-bf16"}),
     ("--save-interval 5", {"--save-interval": "--save"}),
+    ("--async-save", {"--async-save": "--save"}),
     ("--save-retain 0 --save ckpt", {"--save-retain": ">= 1"}),
     ("--save train.jsonl/ckpt", {"--save": "is a file"}),
     ("--save train.jsonl", {"--save": "is a file"}),
