@@ -81,6 +81,29 @@ def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
         _all_gather(flat, own_rows(flat, group), group=group)
 
 
+def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool) -> dist.Work | None:
+    """Begin to sum ``(T,)`` over ``group`` in place, beside what the current stream does next; wait for the result.
+
+    Args:
+        flat: left alone until then.
+        own_share: only this rank's own ``T / size`` elements need hold the sum (``reduce_scatter_in_place``).
+    Returns:
+        What to wait for: on CUDA ``wait()`` holds the current stream, not the host. None where there is nothing to do.
+    """
+    if group is None:
+        return None
+    if own_share:
+        return _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)  # type: ignore[no-any-return]
+    return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin ``all_gather_in_place``; arguments and result as of ``start_sum``."""
+    if group is None:
+        return None
+    return _all_gather(flat, own_rows(flat, group), group=group, async_op=True)  # type: ignore[no-any-return]
+
+
 def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = False) -> Tensor:
     """Ranks in a ring: send ``x`` to the next and return what the previous one sent; ``back`` turns the ring round."""
     if group is None:

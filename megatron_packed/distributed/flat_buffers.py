@@ -18,10 +18,16 @@ Under expert parallelism the copies of an expert are on other ranks (``expert_dp
 over ``dp_cp`` with the slots is one range still, and what is summed over ``expert_dp`` is another. Every target token
 has the same scale wherever it was computed, so both are plain sums.
 
+[Note: buckets]
+What collectives move at a time. A part is cut into buckets at the first parameter border behind every
+``bucket_elements``; a part of several has its parameters without weight decay, small ones of all layers, in buckets
+of their own. So a bucket of matrices belongs to neighbouring layers and is complete while the backward pass still runs
+(``overlap.py``). Borders depend on nothing else, so that sums and norms are the same with and without overlap.
+
 [Note: ownership]
 With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1): it alone receives the sum of their
-gradients, keeps their masters and moments and updates them. A part's span is padded to a multiple of 4,096 N elements
-and cut into N equal shares wherever that falls, inside a parameter too; rank r owns the r-th share of each span. So the
+gradients, keeps their masters and moments and updates them. A bucket is padded to a multiple of 4,096 N elements and
+cut into N equal shares wherever that falls, inside a parameter too; rank r owns the r-th share of each bucket. So the
 shares of all ranks have one size, as collectives want it, and start at multiples of 128 bytes; both collectives work in
 place; and each row of 4,096 gradients, of which the norm is made, is the same for every N.
 """
@@ -29,10 +35,10 @@ place; and each row of 4,096 gradients, of which the norm is made, is the same f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,7 +58,9 @@ ALIGN_BYTES = 128
 ALIGN_ELEMENTS = 64
 """128 bytes of bf16: one offset in elements serves a parameter and its float32 gradient."""
 GRAIN_ELEMENTS = 4096
-"""A rank's part of each dtype is a multiple of this, so that norms can be taken in rows (``optim/clipping.py``)."""
+"""A rank's share of each bucket is a multiple of this, so that norms can be taken in rows (``optim/clipping.py``)."""
+BUCKET_ELEMENTS = 40_000_000
+"""Of a bucket, about; Megatron's default where there are few ranks."""
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -121,6 +129,8 @@ class ParamSlot:
     """Whether weight decay applies (``param.no_weight_decay`` is not set)."""
     start: int
     end: int
+    bucket: int
+    """Number of the bucket that it lies in."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,10 +139,19 @@ class ParamSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
-    """Contiguous elements ``[start, end)`` of one part and one weight-decay rule, padding included."""
+    """Contiguous elements ``[start, end)`` of one bucket and one weight-decay rule, padding included."""
 
     part: Part
     decay: bool
+    start: int
+    end: int
+    bucket: int
+
+
+class Bucket(NamedTuple):
+    """Elements ``[start, end)`` that collectives move together. Reads: [Note: buckets]."""
+
+    part: Part
     start: int
     end: int
 
@@ -143,12 +162,20 @@ class FlatLayout:
 
     slots: tuple[ParamSlot, ...]
     ranges: tuple[FlatRange, ...]
+    buckets: tuple[Bucket, ...]
+    """In the order of the buffer; they cover it."""
     numel: int
     num_owners: int = 1
     num_expert_owners: int = 1
 
     @classmethod
-    def plan(cls, parameters: Iterable[Described], num_owners: int = 1, num_expert_owners: int = 1) -> FlatLayout:
+    def plan(
+        cls,
+        parameters: Iterable[Described],
+        num_owners: int = 1,
+        num_expert_owners: int = 1,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> FlatLayout:
         """Lay out parameters in the order given, grouped by (part, decay).
 
         Raises:
@@ -162,25 +189,36 @@ class FlatLayout:
                 raise ValueError(f"parameter {name} has dtype {part.dtype}; train in torch.bfloat16 or torch.float32.")
         slots: list[ParamSlot] = []
         ranges: list[FlatRange] = []
+        buckets: list[Bucket] = []
         offset = 0
         for part in PARTS:
-            for decay in (True, False):
-                begin = offset
-                for name, shape, its_part, its_decay in parameters:
-                    if (its_part, its_decay) == (part, decay):
-                        end = offset + math.prod(shape)
-                        slots.append(ParamSlot(name=name, shape=shape, part=part, decay=decay, start=offset, end=end))
-                        offset = _round_up(end, ALIGN_ELEMENTS)
-                if offset > begin:
-                    ranges.append(FlatRange(part=part, decay=decay, start=begin, end=offset))
-            if ranges and ranges[-1].part == part:
-                first = next(item.start for item in ranges if item.part == part)
-                owners = num_expert_owners if part.expert else num_owners
-                offset = first + _round_up(offset - first, GRAIN_ELEMENTS * owners)
-                ranges[-1] = replace(ranges[-1], end=offset)
+            for group in _buckets_of([item for item in parameters if item.part == part], bucket_elements):
+                start, first_range = offset, len(ranges)
+                for decay in (True, False):
+                    begin = offset
+                    for item in group:
+                        if item.decay == decay:
+                            end = offset + math.prod(item.shape)
+                            slots.append(
+                                ParamSlot(
+                                    name=item.name, shape=item.shape, part=part, decay=decay, start=offset, end=end,
+                                    bucket=len(buckets),
+                                )
+                            )  # fmt: skip
+                            offset = _round_up(end, ALIGN_ELEMENTS)
+                    if offset > begin:
+                        ranges.append(
+                            FlatRange(part=part, decay=decay, start=begin, end=offset, bucket=len(buckets))
+                        )
+                if len(ranges) > first_range:
+                    owners = num_expert_owners if part.expert else num_owners
+                    offset = start + _round_up(offset - start, GRAIN_ELEMENTS * owners)
+                    ranges[-1] = replace(ranges[-1], end=offset)
+                    buckets.append(Bucket(part, start, offset))
         return cls(
             slots=tuple(slots),
             ranges=tuple(ranges),
+            buckets=tuple(buckets),
             numel=offset,
             num_owners=num_owners,
             num_expert_owners=num_expert_owners,
@@ -201,21 +239,44 @@ class FlatLayout:
         ranges = [item for item in self.ranges if item.part == part]
         return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
 
-    def owned_span(self, part: Part, rank: int) -> tuple[int, int]:
-        """First and last element of the share of ``span(part)`` that ``rank`` owns. Reads: [Note: ownership]."""
-        start, end = self.span(part)
-        share = (end - start) // (self.num_expert_owners if part.expert else self.num_owners)
-        return start + rank * share, start + (rank + 1) * share
+    def owned_span(self, bucket: Bucket, rank: int) -> tuple[int, int]:
+        """First and last element of the share of ``bucket`` that ``rank`` owns. Reads: [Note: ownership]."""
+        share = (bucket.end - bucket.start) // (self.num_expert_owners if bucket.part.expert else self.num_owners)
+        return bucket.start + rank * share, bucket.start + (rank + 1) * share
 
     def owned_ranges(self, rank: int, expert_rank: int = 0) -> list[FlatRange]:
         """What ``rank`` owns of ``ranges``; ``expert_rank`` is its number among the owners of experts."""
         owned = []
         for item in self.ranges:
-            first, last = self.owned_span(item.part, expert_rank if item.part.expert else rank)
+            first, last = self.owned_span(self.buckets[item.bucket], expert_rank if item.part.expert else rank)
             start, end = max(item.start, first), min(item.end, last)
             if start < end:
                 owned.append(replace(item, start=start, end=end))
         return owned
+
+
+def _buckets_of(parameters: Sequence[Described], bucket_elements: int) -> list[list[Described]]:
+    """Parameters of one part by bucket. Reads: [Note: buckets]."""
+    if not parameters:
+        return []
+    buckets: list[list[Described]] = [[]]
+    elements = 0
+    # A parameter of no element belongs to the bucket before: one of its own would have no place.
+    for item in sorted(parameters, key=lambda item: not item.decay):
+        ends_decay = len(buckets) > 1 and buckets[-1] and buckets[-1][-1].decay != item.decay
+        if math.prod(item.shape) and (elements >= bucket_elements or ends_decay):
+            buckets.append([])
+            elements = 0
+        buckets[-1].append(item)
+        elements += math.prod(item.shape)
+    return buckets
+
+
+class Gather(Protocol):
+    """Gathers parameters, in its own time."""
+
+    def start(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class FlatBuffers:
@@ -232,6 +293,7 @@ class FlatBuffers:
         counters: name -> number of exact integer counters; use them for counts that may pass 2**24 in one step.
         ownership: which share of the parameters this rank updates; by default all. Reads: [Note: ownership]. It also
             says whether weights of experts are apart.
+        bucket_elements: of a bucket, about. Reads: [Note: buckets].
     Raises:
         ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters sharing memory.
     """
@@ -243,6 +305,7 @@ class FlatBuffers:
         counters: Mapping[str, int] | None = None,
         *,
         ownership: Ownership | None = None,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.ownership = ownership or Ownership()
         experts = self.ownership.experts
@@ -251,7 +314,7 @@ class FlatBuffers:
             Described(name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p))
             for name, p in trainable.items()
         )
-        self.layout = FlatLayout.plan(described, self.ownership.size, experts.size if experts else 1)
+        self.layout = FlatLayout.plan(described, self.ownership.size, experts.size if experts else 1, bucket_elements)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
         )
@@ -273,6 +336,8 @@ class FlatBuffers:
         )
         self.params: Mapping[Part, Tensor] = MappingProxyType(self._adopt_parameters())
         """Part -> flat buffer of all its parameters."""
+        self.gather: Gather | None = None
+        """Gathers parameters while other work goes on; None: at once."""
         self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
         attach_accumulation(self.parameters.values())
 
@@ -310,11 +375,25 @@ class FlatBuffers:
         For an only owner that is ``all_reduce``. Among several, ``owned_grads`` hold sums afterwards and no other
         gradient means anything.
         """
-        if self._owns_all:
+        if self.owns_all:
             self.all_reduce(groups)
             return
-        spans = [(self.grads[slice(*self.layout.span(part))], self.owners(part).group) for part in self.layout.parts]
-        reduce_scatter_gradients(spans, self.storage[self.layout.numel :], groups)
+        spans = [(self.bucket_grads(bucket), self.owners(bucket.part).group) for bucket in self.layout.buckets]
+        reduce_scatter_gradients(spans, self.tail, groups)
+
+    @property
+    def tail(self) -> Tensor:
+        """Extras and counters, which lie behind the gradients."""
+        return self.storage[self.layout.numel :]
+
+    def bucket_grads(self, bucket: Bucket) -> Tensor:
+        """1-D view of a bucket's gradients."""
+        return self.grads[bucket.start : bucket.end]
+
+    def bucket_params(self, bucket: Bucket) -> Tensor:
+        """1-D view of a bucket's parameters."""
+        offset = self.layout.span(bucket.part)[0]
+        return self.params[bucket.part][bucket.start - offset : bucket.end - offset]
 
     def owners(self, part: Part) -> Ownership:
         """The ranks that own shares of ``part``."""
@@ -322,34 +401,54 @@ class FlatBuffers:
         return experts if part.expert and experts is not None else self.ownership
 
     @property
-    def _owns_all(self) -> bool:
+    def owns_all(self) -> bool:
+        """Whether this rank updates every parameter that it holds."""
         return all(self.owners(part).size == 1 for part in self.layout.parts)
 
-    def owned_span(self, part: Part) -> tuple[int, int]:
-        """First and last element of the gradient buffer that this rank owns of ``part``."""
-        return self.layout.owned_span(part, self.owners(part).rank)
+    def owned_span(self, bucket: Bucket) -> tuple[int, int]:
+        """First and last element of the gradient buffer that this rank owns of ``bucket``."""
+        return self.layout.owned_span(bucket, self.owners(bucket.part).rank)
 
     def owned_ranges(self) -> list[FlatRange]:
         """What this rank owns, by weight-decay rule."""
         experts = self.ownership.experts
         return self.layout.owned_ranges(self.ownership.rank, experts.rank if experts else 0)
 
-    def owned_grads(self) -> list[Tensor]:
-        """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, one per part or one for all."""
-        if self._owns_all and not self.layout.expert_numel:
-            return [self.grads]
-        return [self.grads[slice(*self.owned_span(part))] for part in self.layout.parts]
+    def owned_grads(self) -> list[tuple[Part, Tensor]]:
+        """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, few, each with a part of it.
 
-    def owned_params(self, part: Part) -> Tensor:
-        """1-D view of the elements of ``params[part]`` that this rank owns."""
-        offset = self.layout.span(part)[0]
-        start, end = self.owned_span(part)
-        return self.params[part][start - offset : end - offset]
+        What lies one behind the other is one view, but for weights of experts, which never share one with others.
+        """
+        spans: list[tuple[Part, int, int]] = []
+        for bucket in self.layout.buckets:
+            start, end = self.owned_span(bucket)
+            if spans and spans[-1][2] == start and spans[-1][0].expert == bucket.part.expert:
+                part, start, _ = spans.pop()
+            else:
+                part = bucket.part
+            spans.append((part, start, end))
+        return [(part, self.grads[start:end]) for part, start, end in spans]
+
+    def owned_params(self, bucket: Bucket) -> Tensor:
+        """1-D view of the parameters of ``bucket`` that this rank owns."""
+        start, end = self.owned_span(bucket)
+        return self.bucket_params(bucket)[start - bucket.start : end - bucket.start]
 
     def gather_params(self) -> None:
-        """Fill all parameters with what their owners hold; a collective, the identity for an only owner."""
-        for part, flat in self.params.items():
-            all_gather_in_place(flat, self.owners(part).group)
+        """Fill all parameters with what their owners hold; a collective, the identity for an only owner.
+
+        With a ``gather`` of its own (``overlap.py``) it only starts.
+        """
+        if self.gather is not None:
+            self.gather.start()
+            return
+        for bucket in self.layout.buckets:
+            all_gather_in_place(self.bucket_params(bucket), self.owners(bucket.part).group)
+
+    def wait_params(self) -> None:
+        """Behind it every parameter may be read and written. Modules wait for their own when they are called."""
+        if self.gather is not None:
+            self.gather.wait()
 
     def check_addresses(self) -> None:
         """Host-only check that no parameter has left its place.

@@ -21,6 +21,7 @@ from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlap import Stage
 from megatron_packed.distributed.sharding import ShardedParameter, SharedGradients, set_shard, sharded_parameters
 from megatron_packed.layers.attention import Rotary, attended_heads
 from megatron_packed.layers.backends import Backends
@@ -184,6 +185,14 @@ class HybridModel(nn.Module):
         Its ``sum()`` belongs behind the last backward pass of a step and before the sum over data-parallel ranks.
         """
         return SharedGradients(self.parameters(), self.tp.group, tp_rank=self.tp.rank, tp_size=self.tp.size)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The modules that the hidden state goes through, and the parameters that are used from each on to the next."""
+        return [
+            *(Stage(module, list(module.parameters())) for module in (self.embedding, *self.layers)),
+            Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
+        ]
 
     @property
     def num_moe_layers(self) -> int:

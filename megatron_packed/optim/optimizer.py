@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.distributed.flat_buffers import FlatBuffers, FlatRange, ParamSlot, Part
+from megatron_packed.distributed.flat_buffers import Bucket, FlatBuffers, FlatRange, ParamSlot, Part
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
 from megatron_packed.optim.clipping import clip_divisor, norm_and_flag
 
@@ -84,24 +85,23 @@ class Optimizer:
         self._betas, self._eps = (beta1, beta2), eps
 
         device, layout = buffers.device, buffers.layout
-        self._owned = {part: buffers.owned_span(part) for part in layout.parts}
+        self._owned = [buffers.owned_span(bucket) for bucket in layout.buckets]
         self._norm_group = norm_group or buffers.ownership.group
-        self._owned_grads = buffers.owned_grads()
-        self._copies = [(copies or {}).get(part, 1) for part in layout.parts][: len(self._owned_grads)]
+        owned_grads = buffers.owned_grads()
+        self._owned_grads = [grads for _, grads in owned_grads]
+        self._copies = [(copies or {}).get(part, 1) for part, _ in owned_grads]
         self._counted_elsewhere = [
             buffers.grads[max(start, first) : min(end, last)]
             for start, end in counted_elsewhere
-            for first, last in self._owned.values()
+            for first, last in self._owned
             if max(start, first) < min(end, last)
         ]
-        self._masters = {part: self._master_of(part) for part in layout.parts}
-        self._state_base: dict[Part, int] = {}
-        numel = 0
-        for part, (start, end) in self._owned.items():
-            self._state_base[part] = numel
-            numel += end - start
+        # What follows is by number of the bucket.
+        self._masters = [self._master_of(bucket) for bucket in layout.buckets]
+        self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
+        numel = self._state_base.pop()
         self.exp_avg = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
-        """First moments of what this rank owns, one part after the other."""
+        """First moments of what this rank owns, one bucket after the other."""
         self.exp_avg_sq = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -189,25 +189,28 @@ class Optimizer:
 
     @torch.no_grad()
     def write_params(self) -> None:
-        """Rewrite the parameters from their masters (one copy). Call it after masters were loaded in place."""
-        for part, master in self._low_masters():
-            self.buffers.owned_params(part).copy_(master)
+        """Rewrite the parameters from their masters, a copy for each bucket. Call it after masters were loaded."""
+        self.buffers.wait_params()
+        for bucket, master in self._low_masters():
+            self.buffers.owned_params(bucket).copy_(master)
         self.buffers.gather_params()
 
     @torch.no_grad()
     def reset_masters(self) -> None:
         """Take the masters from the bf16 parameters. Call it after weights were loaded into the module without them."""
-        for part, master in self._low_masters():
-            master.copy_(self.buffers.owned_params(part))
+        self.buffers.wait_params()
+        for bucket, master in self._low_masters():
+            master.copy_(self.buffers.owned_params(bucket))
 
-    def _master_of(self, part: Part) -> Tensor:
-        """What this rank updates of a part: float32 parameters themselves, or a copy of bf16 ones."""
-        params = self.buffers.owned_params(part)
-        return params.float() if part.dtype == torch.bfloat16 else params
+    def _master_of(self, bucket: Bucket) -> Tensor:
+        """What this rank updates of a bucket: float32 parameters themselves, or a copy of bf16 ones."""
+        params = self.buffers.owned_params(bucket)
+        return params.float() if bucket.part.dtype == torch.bfloat16 else params
 
-    def _low_masters(self) -> list[tuple[Part, Tensor]]:
-        """Masters that are copies, each with its part."""
-        return [(part, master) for part, master in self._masters.items() if part.dtype == torch.bfloat16]
+    def _low_masters(self) -> list[tuple[Bucket, Tensor]]:
+        """Masters that are copies, each with its bucket."""
+        pairs = zip(self.buffers.layout.buckets, self._masters)
+        return [(bucket, master) for bucket, master in pairs if bucket.part.dtype == torch.bfloat16]
 
     def state_shards(self) -> dict[str, Tensor]:
         """This rank's state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.
@@ -220,8 +223,8 @@ class Optimizer:
         shards = {}
         for slot in self.buffers.layout.slots:
             if (owned := self._owned_part(slot)) is not None:
-                in_state = self._state_slice(slot.part, *owned)
-                shards[f"master/{slot.name}"] = self._master(slot.part, *owned)
+                in_state = self._state_slice(slot.bucket, *owned)
+                shards[f"master/{slot.name}"] = self._master(slot.bucket, *owned)
                 shards[f"exp_avg/{slot.name}"] = self.exp_avg[in_state]
                 shards[f"exp_avg_sq/{slot.name}"] = self.exp_avg_sq[in_state]
         shards["step"] = self.steps.view(1)
@@ -268,30 +271,30 @@ class Optimizer:
         """Elements of ``slot`` that this rank owns; an empty parameter is the first rank's."""
         if slot.start == slot.end:
             return (slot.start, slot.end) if self.buffers.owners(slot.part).rank == 0 else None
-        first, last = self._owned[slot.part]
+        first, last = self._owned[slot.bucket]
         start, end = max(slot.start, first), min(slot.end, last)
         return (start, end) if start < end else None
 
-    def _state_slice(self, part: Part, start: int, end: int) -> slice:
+    def _state_slice(self, bucket: int, start: int, end: int) -> slice:
         """Elements ``[start, end)`` of the gradient buffer, as they are numbered in the moments."""
-        shift = self._state_base[part] - self._owned[part][0]
+        shift = self._state_base[bucket] - self._owned[bucket][0]
         return slice(start + shift, end + shift)
 
     def _slices_of(self, ranges: list[FlatRange], weight_decay: float) -> Slices:
         pieces = [
-            (item.part, start, min(start + MAX_SLICE_ELEMENTS, item.end))
+            (item.bucket, start, min(start + MAX_SLICE_ELEMENTS, item.end))
             for item in ranges
             for start in range(item.start, item.end, MAX_SLICE_ELEMENTS)
         ]
         return Slices(
             weight_decay=weight_decay,
-            params=[self._master(part, start, end) for part, start, end in pieces],
+            params=[self._master(*piece) for piece in pieces],
             grads=[self.buffers.grads[start:end] for _, start, end in pieces],
             exp_avgs=[self.exp_avg[self._state_slice(*piece)] for piece in pieces],
             exp_avg_sqs=[self.exp_avg_sq[self._state_slice(*piece)] for piece in pieces],
         )
 
-    def _master(self, part: Part, start: int, end: int) -> Tensor:
+    def _master(self, bucket: int, start: int, end: int) -> Tensor:
         """Masters of elements ``[start, end)`` of the gradient buffer."""
-        offset = self._owned[part][0]
-        return self._masters[part][start - offset : end - offset]
+        offset = self._owned[bucket][0]
+        return self._masters[bucket][start - offset : end - offset]

@@ -87,8 +87,10 @@ def test_weights_of_experts_have_parts_of_their_own_in_front() -> None:
     )
     assert [(s.name, s.start) for s in layout.slots] == [("fc1", 0), ("w", 8192), ("router", 8192 + 3 * 4096)]
     assert layout.expert_numel == 8192 and layout.numel == 8192 + 6 * 4096
-    assert layout.owned_span(Part(torch.bfloat16, expert=True), 1) == (4096, 8192)
-    assert layout.owned_span(BF16, 2) == (8192 + 2 * 4096, 8192 + 3 * 4096)
+    of_experts, low, high = layout.buckets
+    assert [bucket.part for bucket in layout.buckets] == [Part(torch.bfloat16, expert=True), BF16, FP32]
+    assert layout.owned_span(of_experts, 1) == (4096, 8192) and layout.owned_span(high, 0) == (20480, 24576)
+    assert layout.owned_span(low, 2) == (8192 + 2 * 4096, 8192 + 3 * 4096)
     owned = layout.owned_ranges(rank=2, expert_rank=1)
     assert [(r.start, r.end) for r in owned] == [(4096, 8192), (16384, 20480), (28672, 32768)]
 
@@ -104,7 +106,8 @@ def test_shards_have_one_size_cut_parameters_and_cover_everything_once(num_owner
     layout = FlatLayout.plan(parameters, num_owners)
     owned = [layout.owned_ranges(rank) for rank in range(num_owners)]
     for part in (BF16, FP32):
-        spans = [layout.owned_span(part, rank) for rank in range(num_owners)]
+        [bucket] = [bucket for bucket in layout.buckets if bucket.part == part]
+        spans = [layout.owned_span(bucket, rank) for rank in range(num_owners)]
         assert {(end - start) % 4096 for start, end in spans} == {0} and len({e - s for s, e in spans}) == 1
         assert [spans[0][0], *(end for _, end in spans)] == [*(start for start, _ in spans), layout.span(part)[1]]
     pieces = sorted((item for ranges in owned for item in ranges), key=lambda item: item.start)
@@ -115,8 +118,31 @@ def test_shards_have_one_size_cut_parameters_and_cover_everything_once(num_owner
             (r.part, r.decay) == (piece.part, piece.decay) and r.start <= piece.start and piece.end <= r.end
             for r in layout.ranges
         )
-    cuts = {layout.owned_span(part, rank)[0] for part in layout.parts for rank in range(1, num_owners)}
+    cuts = {layout.owned_span(bucket, rank)[0] for bucket in layout.buckets for rank in range(1, num_owners)}
     assert num_owners == 1 or any(slot.start < cut < slot.end for slot in layout.slots for cut in cuts)
+
+
+def test_buckets_end_at_parameters_and_keep_small_ones_apart() -> None:
+    """Matrices of three layers, two to a bucket; norms come last. A part below the size is one bucket."""
+    matrices = [Described(f"w{n}", (50, 100), BF16, True) for n in range(3)]
+    norms = [Described(f"n{n}", (100,), BF16, False) for n in range(3)]
+    small = (("a", 5, True), ("b", 5, False), ("none", 0, False))
+    scalars = [Described(name, (numel,), FP32, decay) for name, numel, decay in small]
+    layout = FlatLayout.plan([*matrices, *norms, *scalars], num_owners=2, bucket_elements=6000)
+    names = [[slot.name for slot in layout.slots if slot.bucket == number] for number in range(len(layout.buckets))]
+    assert names == [["w0", "w1"], ["w2"], ["n0", "n1", "n2"], ["a", "b", "none"]]
+    assert [(b.start, b.end) for b in layout.buckets] == [(0, 16384), (16384, 24576), (24576, 32768), (32768, 40960)]
+    for slot in layout.slots:
+        bucket = layout.buckets[slot.bucket]
+        assert slot.part == bucket.part and bucket.start <= slot.start <= slot.end <= bucket.end
+    assert [(r.start, r.end, r.bucket) for r in layout.ranges] == [
+        (0, 16384, 0), (16384, 24576, 1), (24576, 32768, 2), (32768, 32832, 3), (32832, 40960, 3),
+    ]  # fmt: skip
+    assert [(r.start, r.end) for r in layout.owned_ranges(1)] == [
+        (8192, 16384), (20480, 24576), (28672, 32768), (36864, 40960),
+    ]  # fmt: skip
+    whole = FlatLayout.plan([*matrices, *norms, *scalars], num_owners=2)
+    assert len(whole.buckets) == 2 and [slot.name for slot in whole.slots] == [slot.name for slot in layout.slots]
 
 
 def test_parameters_become_aligned_views_with_the_same_values() -> None:
