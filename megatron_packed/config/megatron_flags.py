@@ -69,7 +69,6 @@ ALWAYS: dict[str, Always] = {
     "--num-distributed-optimizer-instances": Always("state is spread over all data-parallel ranks or none", ("1",)),
     "--min-dynamic-context-parallel-size": Always("all packs are split over the same number of ranks", ("1",)),
     "--calculate-per-token-loss": Always("the loss is the mean over the target tokens of the global batch"),
-    "--ddp-num-buckets": Always("gradients are reduced as one buffer", ("1",)),
     "--cuda-graph-granularity": Always("graphs are captured layer by layer", ("layer",)),
     "--cuda-graph-dynamic-microbatches": Always("a graph is of one micro-batch, however many a step has"),
     "--te-rng-tracker": Always("no random number is drawn inside a captured module"),
@@ -173,12 +172,12 @@ REFUSED: tuple[Refused, ...] = (
          "--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding"),
     ),
     Refused(
-        "gradients are reduced once a step, as one buffer, and weights are gathered at its end; nothing overlaps yet",
-        "leave it out, the result is the same; --use-distributed-optimizer spreads masters and moments over ranks",
-        ("--overlap-grad-reduce", "--overlap-param-gather",
-         "--overlap-param-gather-with-optimizer-step", "--num-distributed-optimizer-instances",
-         "--data-parallel-sharding-strategy", "--use-megatron-fsdp", "--use-torch-fsdp2", "--ddp-bucket-size",
-         "--ddp-num-buckets", "--ddp-average-in-collective", "--ddp-pad-buckets-for-high-nccl-busbw"),
+        "gradients are summed by buckets of --ddp-bucket-size, weights are gathered behind the optimizer's step",
+        "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather and "
+        "--use-distributed-optimizer are there",
+        ("--overlap-param-gather-with-optimizer-step", "--num-distributed-optimizer-instances",
+         "--data-parallel-sharding-strategy", "--use-megatron-fsdp", "--use-torch-fsdp2", "--ddp-num-buckets",
+         "--ddp-average-in-collective", "--ddp-pad-buckets-for-high-nccl-busbw"),
     ),
     Refused(
         "process groups are made from torchrun's environment with NCCL's own settings",

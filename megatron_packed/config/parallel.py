@@ -55,6 +55,17 @@ class ParallelConfig(Section, title="parallel"):
     use_distributed_optimizer: bool = option(
         False, "Each data-parallel rank keeps and updates its part of the fp32 masters and moments (ZeRO-1)."
     )
+    overlap_grad_reduce: bool = option(
+        False, "Gradients are summed over data-parallel ranks while the last backward pass of a step still runs."
+    )
+    overlap_param_gather: bool = option(
+        False, "Updated parameters come back from their owners while the next step has begun."
+    )
+    ddp_bucket_size: int = option(
+        40_000_000, "So many parameters, about, data-parallel collectives move at a time.", unit="parameters",
+        minimum=1,
+        megatron=("40,000,000, or 1,000,000 x data-parallel ranks", "the same sums in any number of ranks"),
+    )
     distributed_backend: str | None = option(
         None, "Library for collectives; by default nccl on GPUs and gloo on CPUs.", choices=("nccl", "gloo")
     )
@@ -96,6 +107,11 @@ class ParallelConfig(Section, title="parallel"):
             size = getattr(self, name)
             if sound(name) and size != 1:
                 yield Problem(self.flag(name), str(size), f"{axis} is not built yet", "give 1")
+        needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+        missing = [self.flag(name) for name in needed if sound(name) and not getattr(self, name)]
+        if sound("overlap_param_gather") and self.overlap_param_gather and missing:
+            yield Problem("--overlap-param-gather", "", f"is part of {' and '.join(map(self.flag, needed))}",
+                          f"add {' '.join(missing)}, or leave it out")  # fmt: skip
 
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:

@@ -93,15 +93,18 @@ def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool)
     if group is None:
         return None
     if own_share:
-        return _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)  # type: ignore[no-any-return]
-    return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        work: dist.Work | None = _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)
+    else:
+        work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return work
 
 
 def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
     """Begin ``all_gather_in_place``; arguments and result as of ``start_sum``."""
     if group is None:
         return None
-    return _all_gather(flat, own_rows(flat, group), group=group, async_op=True)  # type: ignore[no-any-return]
+    work: dist.Work | None = _all_gather(flat, own_rows(flat, group), group=group, async_op=True)
+    return work
 
 
 def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = False) -> Tensor:

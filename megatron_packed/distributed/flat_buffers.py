@@ -192,28 +192,20 @@ class FlatLayout:
         buckets: list[Bucket] = []
         offset = 0
         for part in PARTS:
+            owners = num_expert_owners if part.expert else num_owners
             for group in _buckets_of([item for item in parameters if item.part == part], bucket_elements):
-                start, first_range = offset, len(ranges)
-                for decay in (True, False):
-                    begin = offset
-                    for item in group:
-                        if item.decay == decay:
-                            end = offset + math.prod(item.shape)
-                            slots.append(
-                                ParamSlot(
-                                    name=item.name, shape=item.shape, part=part, decay=decay, start=offset, end=end,
-                                    bucket=len(buckets),
-                                )
-                            )  # fmt: skip
-                            offset = _round_up(end, ALIGN_ELEMENTS)
-                    if offset > begin:
-                        ranges.append(
-                            FlatRange(part=part, decay=decay, start=begin, end=offset, bucket=len(buckets))
-                        )
-                if len(ranges) > first_range:
-                    owners = num_expert_owners if part.expert else num_owners
-                    offset = start + _round_up(offset - start, GRAIN_ELEMENTS * owners)
-                    ranges[-1] = replace(ranges[-1], end=offset)
+                start, number = offset, len(buckets)
+                begins: dict[bool, int] = {}
+                for name, shape, _, decay in group:
+                    begins.setdefault(decay, offset)
+                    place = {"start": offset, "end": offset + math.prod(shape)}
+                    slots.append(ParamSlot(name=name, shape=shape, part=part, decay=decay, bucket=number, **place))
+                    offset = _round_up(place["end"], ALIGN_ELEMENTS)
+                offset = start + _round_up(offset - start, GRAIN_ELEMENTS * owners)
+                for (decay, begin), end in zip(begins.items(), [*list(begins.values())[1:], offset]):
+                    if begin < end:
+                        ranges.append(FlatRange(part=part, decay=decay, start=begin, end=end, bucket=number))
+                if start < offset:
                     buckets.append(Bucket(part, start, offset))
         return cls(
             slots=tuple(slots),

@@ -11,10 +11,10 @@ graph's replay, and no parameter has to report: one without a gradient holds not
 use (tied weights) is complete with the first of them.
 
 [Note: one order on all ranks]
-Ranks must begin collectives in one order, across groups too. Buckets are therefore begun in a fixed order, in the thread
-of the backward pass, at places that depend on the model alone; hooks of parameters would not do, since autograd runs
-those of parameters without ``.grad`` in another thread. What is complete too late (the first stage, and gradients that
-are summed over tensor-parallel ranks before) is begun behind the backward pass.
+Ranks must begin collectives in one order, across groups too. Buckets are therefore begun in a fixed order, in the
+thread of the backward pass, at places that depend on the model alone; hooks of parameters would not do, since autograd
+runs those of parameters without ``.grad`` in another thread. What is complete too late (the first stage, and gradients
+that are summed over tensor-parallel ranks before) is begun behind the backward pass.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron_packed.distributed.collectives import start_all_gather, start_sum
 from megatron_packed.distributed.flat_buffers import Bucket, FlatBuffers
@@ -56,8 +57,8 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
 class OverlappedReduce:
     """Sums of gradients that begin while the backward pass still runs. Reads: both notes of this module.
 
-    Use: ``begin()`` before the last micro-batch's forward pass, ``finish()`` behind its backward pass. The result is that
-    of ``buffers.reduce``.
+    Use: ``begin()`` before the last micro-batch's forward pass, ``finish()`` behind its backward pass. The result is
+    that of ``buffers.reduce``.
 
     Args:
         buffers: gradients, by bucket.
@@ -103,7 +104,12 @@ class OverlappedReduce:
     def _watch(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden = inputs[0]
         if self._active and isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _: self._start(stage))
+            hidden.register_hook(lambda _: self._reached(stage))  # type: ignore[no-untyped-call]
+
+    def _reached(self, stage: int) -> None:
+        if self._active:
+            with record_function("dp::start_reduce"):
+                self._start(stage)
 
     def _start(self, stage: int) -> None:
         """Begin all buckets that no stage before ``stage`` uses."""
@@ -123,8 +129,8 @@ class OverlappedReduce:
 class OverlappedGather:
     """Parameters that come back from their owners while the next step has begun; for ``FlatBuffers.gather``.
 
-    Buckets come in the order of first use. A stage waits for its own before its forward pass, in evaluation too; who reads
-    or writes parameters otherwise calls ``wait`` before.
+    Buckets come in the order of first use. A stage waits for its own before its forward pass, in evaluation too; who
+    reads or writes parameters otherwise calls ``wait`` before.
 
     Args:
         buffers: parameters, by bucket.
@@ -139,7 +145,7 @@ class OverlappedGather:
         self._works: dict[int, dist.Work] = {}
         """Number of the bucket -> what is under way."""
         for number, stage in enumerate(stages):
-            needed = [bucket for bucket, used in enumerate(uses) if number in used or used == [0]]
+            needed = [bucket for bucket, used in enumerate(uses) if number in used]
             stage.module.register_forward_pre_hook(partial(_before, partial(self._wait_for, needed)))
 
     def start(self) -> None:

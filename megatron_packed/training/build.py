@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlap import OverlappedGather
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
@@ -94,6 +95,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         extras=extra_slots(groups),
         counters=counter_slots(model),
         ownership=(Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided)(groups),
+        bucket_elements=config.parallel.ddp_bucket_size,
     )
     norm_group, copies = ranks_of_norm(groups, buffers)
     optimizer = Optimizer.from_config(
@@ -103,4 +105,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         copies=copies,
         counted_elsewhere=counted_elsewhere(model, buffers),
     )
-    return Job(model=model, buffers=buffers, optimizer=optimizer, step=TrainStep(model, buffers, optimizer, groups))
+    if config.parallel.overlap_param_gather:
+        buffers.gather = OverlappedGather(buffers, model.stages)
+    step = TrainStep(model, buffers, optimizer, groups, overlap=config.parallel.overlap_grad_reduce)
+    return Job(model=model, buffers=buffers, optimizer=optimizer, step=step)

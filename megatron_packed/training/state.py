@@ -59,6 +59,8 @@ class Held(NamedTuple):
 
 def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
     """Parameters (tied ones once), persistent buffers and optimizer state, under the names of every layout."""
+    if optimizer is not None:
+        optimizer.buffers.wait_params()
     parameters, persistent, first = model.sharded_parameters(), model.state_dict(), model.tp.rank == 0
     for name, sharded in parameters.items():
         for shard, owned in _shards_of(f"model/{name}", sharded, sharded.parameter.detach().view(-1)):

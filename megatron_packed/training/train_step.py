@@ -17,6 +17,7 @@ from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlap import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel, HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -77,10 +78,17 @@ class TrainStep:
         buffers: flat parameters and gradients with the slots of ``extra_slots`` and ``counter_slots``.
         optimizer: steps over the same buffers.
         groups: process groups of this rank.
+        overlap: whether gradients are summed over data-parallel ranks while the last backward pass still runs.
     """
 
     def __init__(
-        self, model: HybridModel, buffers: FlatBuffers, optimizer: Optimizer, groups: ParallelGroups
+        self,
+        model: HybridModel,
+        buffers: FlatBuffers,
+        optimizer: Optimizer,
+        groups: ParallelGroups,
+        *,
+        overlap: bool = False,
     ) -> None:
         self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
         self.device = buffers.device
@@ -88,6 +96,9 @@ class TrainStep:
         """Replays what it has captured of the model; None: all of it runs eagerly."""
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self._shared = model.shared_gradients()
+        self.overlapped: OverlappedReduce | None = None
+        if overlap:
+            self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
         self.metrics = torch.zeros(6 + groups.world_size, dtype=torch.float32, device=self.device)
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -111,6 +122,8 @@ class TrainStep:
         self._stop.fill_(float(stop_requested))
         self.buffers.extras["signs"][:1].copy_(self._stop, non_blocking=True)
         for number, micro_batch in enumerate(micro_batches):
+            if self.overlapped is not None and number == len(micro_batches) - 1:
+                self.overlapped.begin()
             self._accumulate(micro_batch, number)
         self._reduce()
         extras = self.buffers.extras
@@ -162,7 +175,10 @@ class TrainStep:
             self._shared.sum()
             all_reduce_sum(self.buffers.extras["signs"], self.groups.tp_group)
         with record_function("dp::reduce"):
-            self.buffers.reduce(self.groups)
+            if self.overlapped is not None:
+                self.overlapped.finish()
+            else:
+                self.buffers.reduce(self.groups)
 
     def _watch_gradient(self, embedded_TD: Tensor) -> None:
         if embedded_TD.requires_grad:

@@ -302,6 +302,7 @@ class Trainer:
     def _pause(self, action: Callable[[], object]) -> ExitCode | None:
         """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""
         exit_code = self._settle(self._late.flush())
+        self.step.buffers.wait_params()
         if exit_code is None:
             action()
         self._late.restart()

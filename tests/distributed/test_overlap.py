@@ -1,0 +1,175 @@
+"""``--overlap-grad-reduce`` and ``--overlap-param-gather``: other times for the same collectives, and the same bits.
+
+Sums of two numbers do not depend on their order, so wherever two ranks add up, all is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training_layouts import (
+    VOCAB,
+    Way,
+    assembled,
+    assert_same_bits,
+    config_of,
+    everything,
+    mine,
+    run_state,
+)
+
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.distributed import collectives
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlap import OverlappedGather, stages_of_buckets
+from megatron_packed.distributed.testing import WorkerPools, run_distributed
+from megatron_packed.training.build import Job, build_job
+
+BUCKET = 4000
+"""Elements: a dozen buckets of the small model."""
+
+
+def job_of(groups: ParallelGroups, way: Way, overlap: bool, *, bf16: bool = False, **model: Any) -> Job:
+    """With overlap, parameters come back late wherever they have several owners."""
+    config = config_of(way, bf16=bf16, **model)
+    gather = overlap and way.distributed_optimizer
+    parallel = dataclasses.replace(
+        config.parallel, ddp_bucket_size=BUCKET, overlap_grad_reduce=overlap, overlap_param_gather=gather
+    )
+    training = dataclasses.replace(config.training, device=groups.device.type)
+    return build_job(dataclasses.replace(config, parallel=parallel, training=training), groups, VOCAB)
+
+
+def train(groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: bool) -> dict[str, Any]:
+    job = job_of(groups, way, overlap, bf16=bf16)
+    metrics, begun, under_way = [], [], []
+    for step in range(3):
+        metrics.append(job.step(mine(groups, way, step, count), 1e-2).clone())
+        if job.step.overlapped is not None:
+            begun.append(job.step.overlapped.begun_in_backward)
+        if isinstance(job.buffers.gather, OverlappedGather):
+            under_way.append(job.buffers.gather.under_way)
+    layout = job.buffers.layout
+    late = {id(parameter) for parameter in job.model.shared_gradients().parameters}
+    held_back = {slot.bucket for slot in layout.slots if id(job.buffers.parameters[slot.name]) in late}
+    held_back |= {number for number, used in enumerate(stages_of_buckets(job.buffers, job.model.stages)) if not used[0]}
+    return {
+        "metrics": torch.stack(metrics).cpu(),
+        "state": [(*shard[:3], shard[3].cpu()) for shard in everything(job)],
+        "begun": begun,
+        "early": len(layout.buckets) - len(held_back),
+        "under_way": under_way,
+        "experts": sum(bucket.part.expert for bucket in layout.buckets),
+    }
+
+
+WAYS = [
+    (Way(2), 2), (Way(2), 6), (Way(2, distributed_optimizer=True), 6), (Way(2, distributed_optimizer=True), 2),
+    (Way(2, ep_size=2), 6), (Way(2, cp_size=2), 1), (Way(4, 2, True), 2),
+    (Way(4, 2, ep_size=2, distributed_optimizer=True), 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "count"), WAYS, ids=str)
+def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: WorkerPools) -> None:
+    """Metrics, weights and moments of three steps; sums begin in the backward pass, parameters come back late."""
+    bf16 = way.distributed_optimizer
+    expected, found = (
+        pools.run(train, way.world_size, way, count, overlap, bf16, layout=way.layout) for overlap in (False, True)
+    )
+    for one, other in zip(expected, found):
+        assert torch.equal(one["metrics"], other["metrics"]) and one["metrics"][:, 0].min() > 1
+        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 2 and one["begun"] == []
+        assert (other["experts"] > 0) == (way.ep_size > 1)
+        if way.distributed_optimizer:
+            assert min(other["under_way"]) >= 5
+    assert_same_bits(assembled([rank["state"] for rank in found]), assembled([rank["state"] for rank in expected]))
+
+
+def test_four_ranks_that_add_up(pools: WorkerPools) -> None:
+    """Gloo adds up four numbers in an order that depends on the size of the message."""
+    way = Way(4, distributed_optimizer=True)
+    expected, found = (pools.run(train, 4, way, 12, overlap, False) for overlap in (False, True))
+    torch.testing.assert_close(found[0]["metrics"], expected[0]["metrics"], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(rank["metrics"][:, :4], found[0]["metrics"][:, :4]) for rank in found)
+
+
+def order_of_calls(groups: ParallelGroups, way: Way) -> list[tuple[str, int]]:
+    """What is begun in a step, by name and size; the last rank has packs without a document."""
+    job, calls = job_of(groups, way, True), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "_reduce_scatter", "_all_gather"):
+            owner = collectives.dist if name == "all_reduce" else collectives
+            call = getattr(owner, name)
+
+            def noting(*args: Any, _name: str = name, _call: Any = call, **kwargs: Any) -> Any:
+                if kwargs.get("async_op"):
+                    calls.append((_name, args[0].numel()))
+                return _call(*args, **kwargs)
+
+            patch.setattr(owner, name, noting)
+        packs = mine(groups, way, 0, 6)
+        if groups.rank == groups.world_size - 1:
+            packs = mine(groups, way, 0, 6)[-1:] * len(packs)  # the empty one
+        job.step(packs, 1e-2)
+        job.buffers.wait_params()
+    return calls
+
+
+@pytest.mark.parametrize("way", [Way(2, distributed_optimizer=True), Way(2, ep_size=2)], ids=str)
+def test_ranks_begin_the_same_in_the_same_order(way: Way, pools: WorkerPools) -> None:
+    one, other = pools.run(order_of_calls, 2, way, layout=way.layout)
+    assert one == other and len(one) > (10 if way.distributed_optimizer else 5)
+    assert {name for name, _ in one} == (
+        {"_reduce_scatter", "all_reduce", "_all_gather"} if way.distributed_optimizer else {"all_reduce"}
+    )
+
+
+def readers(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
+    """What evaluation, a save and a second writer find while parameters are on their way."""
+    found, losses = {}, {}
+    for overlap in (False, True):
+        job = job_of(groups, way, overlap, bf16=True)
+        packs = mine(groups, way, 0, 2)
+        job.step(packs, 1e-2)
+        gather = job.buffers.gather
+        assert (gather is not None) == overlap
+        with torch.no_grad():
+            job.model.eval()
+            losses[overlap] = job.model(packs[0]).loss_sum.item()  # modules wait for what they use
+            job.model.train()
+        assert gather is None or gather.under_way == 0
+        job.step(packs, 1e-2)
+        run_state(job, groups, way).save(CheckpointConfig(save=f"{folder}/{overlap}"))
+        assert gather is None or gather.under_way == 0
+        job.optimizer.write_params()
+        job.optimizer.write_params()  # waits for the first before it writes
+        found[overlap] = everything(job)
+    return {"losses": losses, "state": found}
+
+
+def test_who_reads_parameters_waits_for_them(tmp_path: Path, pools: WorkerPools) -> None:
+    way = Way(2, distributed_optimizer=True)
+    ranks = pools.run(readers, 2, way, str(tmp_path))
+    for found in ranks:
+        assert found["losses"][True] == found["losses"][False]
+    assert_same_bits(*(assembled([found["state"][overlap] for found in ranks]) for overlap in (False, True)))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    "way", [Way(2), Way(2, distributed_optimizer=True), Way(2, ep_size=2), Way(2, 2, True)], ids=str
+)
+def test_the_same_numbers_on_two_gpus(way: Way) -> None:
+    """Up to what bf16 kernels round that add in a changing order."""
+    expected, found = (
+        run_distributed(train, 2, way, 6, overlap, True, backend="nccl", layout=way.layout, timeout=300.0)
+        for overlap in (False, True)
+    )
+    for one, other in zip(expected, found):
+        torch.testing.assert_close(one["metrics"], other["metrics"], rtol=2e-2, atol=2e-3)
+        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 2

@@ -1,0 +1,159 @@
+"""Buckets and stages in one process: what a bucket's collective would see when it begins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.flat_buffers import Bucket
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlap import OverlappedReduce, stages_of_buckets
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import Job, build_job
+
+SLOTS, VOCAB = 48, 211
+PATTERN = "M*-EM*E"
+NO_EXPERTS = {
+    "num_experts": None, "moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None,
+    "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
+}  # fmt: skip
+
+
+def job_of(device: str = "cpu", *, bf16: bool = False, bucket: int = 4000, **model: object) -> Job:
+    options = {
+        "hybrid_layer_pattern": PATTERN, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "ffn_hidden_size": 48, "mamba_head_dim": 8, "mamba_num_heads": 8, "mamba_state_dim": 16, "mamba_num_groups": 2,
+        "mamba_chunk_size": 8, "normalization": "RMSNorm", "squared_relu": True, "num_experts": 4,
+        "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16, "moe_aux_loss_coeff": 1e-2,
+        "moe_z_loss_coeff": 1e-3, "position_embedding_type": "rope", "add_bias_linear": False, **model,
+    }  # fmt: skip
+    config = RunConfig(
+        model=ModelConfig(**options),
+        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
+        packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
+        optim=OptimizerConfig(lr=1e-2, clip_grad=0.0),  # clipping scales gradients where they lie
+        parallel=ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=bucket),
+        training=TrainingConfig(train_iters=5, device=device, bf16=bf16, seed=1),
+    )
+    return build_job(config, ParallelGroups.single(device), VOCAB)
+
+
+def packs(count: int) -> list[MicroBatch]:
+    draw = np.random.default_rng(0)
+    lengths = [(19, 8, 3, 1), (30,), ()]
+    filled = [[(draw.integers(0, VOCAB, n), None) for n in lengths[number % 3]] for number in range(count)]
+    return [MicroBatch.build(pack, SLOTS, scales=(1 / 100, 1 / 8)) for pack in filled]
+
+
+def seen_at_start(job: Job, monkeypatch: pytest.MonkeyPatch) -> dict[Bucket, Tensor]:
+    """Bucket -> its gradients when its collective began, of the next step."""
+    buffers, seen = job.buffers, {}
+    overlapped = job.step.overlapped
+    assert overlapped is not None
+    bucket_grads = type(buffers).bucket_grads
+
+    def noting(self, bucket):
+        assert bucket not in seen, "begun twice"
+        seen[bucket] = bucket_grads(self, bucket).clone()
+        return bucket_grads(self, bucket)
+
+    monkeypatch.setattr(type(buffers), "bucket_grads", noting)
+    return seen
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"untie_embeddings_and_output_weights": True},
+        {"hybrid_layer_pattern": "M*-*M", "add_bias_linear": True, "add_qkv_bias": True, **NO_EXPERTS},
+    ],
+    ids=["tied", "untied", "biases"],
+)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_bucket_is_complete_when_its_sum_begins(
+    bf16: bool, model: dict[str, object], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way its gradients came: by autograd, or added by the layer itself."""
+    job = job_of(bf16=bf16, **model)
+    seen = seen_at_start(job, monkeypatch)
+    job.step(packs(count), 1e-2)
+    monkeypatch.undo()
+    assert set(seen) == set(job.buffers.layout.buckets) and len(seen) > 6
+    for bucket, begun in seen.items():
+        assert torch.equal(begun, job.buffers.bucket_grads(bucket)), bucket
+        assert begun.any()
+    first = [used[0] for used in stages_of_buckets(job.buffers, job.model.stages)]
+    assert job.step.overlapped is not None
+    assert job.step.overlapped.begun_in_backward == sum(stage > 0 for stage in first) > len(first) / 2
+
+
+def test_the_order_is_that_of_the_backward_pass() -> None:
+    job = job_of(bf16=True)
+    overlapped = job.step.overlapped
+    assert overlapped is not None
+    stages = [stage for stage, _ in overlapped._queue]
+    assert stages == sorted(stages, reverse=True) and {0, 1, len(PATTERN)} >= {stages[-1]}
+    found = stages_of_buckets(job.buffers, job.model.stages)
+    [embedding] = [s.bucket for s in job.buffers.layout.slots if s.name == "embedding.weight"]
+    assert found[embedding][0] == 0 and found[embedding][-1] == len(job.model.stages) - 1  # tied: first and last
+
+
+def test_what_gets_no_gradient_holds_nothing_up() -> None:
+    """Experts that no token goes to, packs without a document, a frozen embedding: all buckets begin all the same."""
+    job = job_of(num_experts=64)
+    assert job.step.overlapped is not None
+    job.step([MicroBatch.build([], SLOTS, scales=(0.0, 0.0))], 1e-2)
+    begun = job.step.overlapped.begun_in_backward
+    job.step(packs(1), 1e-2)
+    assert begun == job.step.overlapped.begun_in_backward > 0
+    job.model.embedding.weight.requires_grad_(False)
+    job.step(packs(1), 1e-2)
+    assert job.step.overlapped._next == len(job.buffers.layout.buckets)
+
+
+def test_late_parameters_come_behind_the_backward_pass() -> None:
+    job = job_of()
+    late = [job.model.layers[-1].norm.weight]
+    overlapped = OverlappedReduce(job.buffers, ParallelGroups.single(), job.model.stages, late=late)
+    [bucket] = {s.bucket for s in job.buffers.layout.slots if s.name == f"layers.{len(PATTERN) - 1}.norm.weight"}
+    assert {b: s for s, b in overlapped._queue}[job.buffers.layout.buckets[bucket]] == 0
+
+
+def test_micro_batches_before_the_last_begin_nothing() -> None:
+    job = job_of()
+    overlapped = job.step.overlapped
+    assert overlapped is not None
+    begun = []
+    forward_backward = job.step.forward_backward
+    job.step.forward_backward = lambda mb: (forward_backward(mb), begun.append(overlapped._next))[0]  # type: ignore
+    job.step(packs(3), 1e-2)
+    total = len(job.buffers.layout.buckets)
+    assert begun[:2] == [total, total] and 0 < begun[2] < total  # the queue is at its end until the last one begins
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [{}, {"untie_embeddings_and_output_weights": True}], ids=["tied", "untied"])
+def test_a_bucket_is_complete_on_a_gpu(model: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the kernels that add to the buffer themselves; several steps, as clones do not wait for anything."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2, "mamba_head_dim": 64,
+             "mamba_num_heads": 8, "mamba_state_dim": 64, "mamba_chunk_size": 64, "ffn_hidden_size": 512,
+             "moe_ffn_hidden_size": 128}  # fmt: skip
+    job = job_of("cuda", bf16=True, bucket=100_000, **{**sizes, **model})
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            seen = seen_at_start(job, patch)
+            job.step(packs(2), 1e-3)
+        for bucket, begun in seen.items():
+            assert torch.equal(begun, job.buffers.bucket_grads(bucket)), bucket
+    assert job.step.overlapped is not None and job.step.overlapped.begun_in_backward > len(seen) / 2
