@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_packed.config.layout import DENSE_AXES, EXPERT_AXES, GROUP_AXES, Axis, Layout
 
+WATCHDOG_AFTER = timedelta(minutes=1)
+"""By how much NCCL's own watchdog is later than the timeout of a collective."""
 _GRADIENT_AXES: tuple[Axis, ...] = ("dp", "dp_cp", "expert_dp")
 
 
@@ -151,6 +154,8 @@ class ParallelGroups:
         axes = _axis_groups(
             layout, rank, backend="nccl" if on_nccl else None, timeout=_timeout(config.distributed_timeout_minutes)
         )
+        if on_nccl:
+            _leave_the_first_word([dist.group.WORLD, *axes.values()], _timeout(config.distributed_timeout_minutes))
         fields: dict[str, Any] = {}
         for axis, group in axes.items():
             fields[f"{axis}_group"] = group
@@ -256,6 +261,14 @@ def _initialize(
 
 def _timeout(minutes: float) -> timedelta:
     return timedelta(minutes=minutes)
+
+
+def _leave_the_first_word(groups: Sequence[dist.ProcessGroup | None], timeout: timedelta) -> None:
+    """NCCL's watchdog kills a process whose collective takes too long; a host that waits for it then says why first."""
+    for group in groups:
+        if group is not None:
+            with suppress(Exception):  # a private interface of torch: without it the job ends all the same
+                group._get_backend(torch.device("cuda"))._set_default_timeout(timeout + WATCHDOG_AFTER)
 
 
 def _axis_groups(

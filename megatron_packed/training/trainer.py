@@ -61,7 +61,10 @@ class Trainer:
     watch: FailureWatch
 
     def __post_init__(self) -> None:
-        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
+        patience = self.groups.timeout.total_seconds() if self.groups.world_size > 1 else None
+        self._late: LateMetrics[StepFacts] = LateMetrics(
+            self.step.metrics.numel(), self.groups.device, patience=patience
+        )
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
         self._in_flight: dict[int, list[MicroBatch]] = {}  # iteration -> its micro-batches, until its metrics are there

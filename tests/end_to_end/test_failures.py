@@ -34,6 +34,11 @@ SOON = 30.0
 """Seconds that a run of a few steps and its end may take; a rank that waits for another one waits for minutes."""
 LAST = 8
 UPDATE = "between all-reduce and update"
+EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SILENT = "Rank 1 does not answer: it was killed or is stopped"
+HANGS_FOR = 4.0
+"""Seconds that collectives wait in place of minutes."""
 
 
 @pytest.fixture
@@ -121,16 +126,32 @@ def test_what_both_find_is_said_once(options: dict[str, Any], tmp_path: Path) ->
     assert_says(finished, tmp_path, OUT_OF_MEMORY, speaker, 3, "out of memory on rank")
 
 
+ON_GPU: dict[str, Any] = {
+    "hybrid_layer_pattern": "*-", "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
+    "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_score_function": None,
+    "moe_router_enable_expert_bias": None, "moe_aux_loss_coeff": None, "bf16": True, "device": "cuda",
+}  # fmt: skip
+
+
 @pytest.mark.multi_gpu
 def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Path) -> None:
     """Its GPU is in an all-reduce that never ends, and its host asks for the numbers of the step again and again."""
-    model = {
-        "hybrid_layer_pattern": "*-", "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
-        "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_score_function": None,
-        "moe_router_enable_expert_bias": None, "moe_aux_loss_coeff": None, "bf16": True, "device": "cuda",
-    }  # fmt: skip
-    finished = run({**options, **model}, tmp_path, 2, partial(out_of_memory, 9, 1))
+    finished = run({**options, **ON_GPU}, tmp_path, 2, partial(out_of_memory, 9, 1))
     assert_says(finished, tmp_path, OUT_OF_MEMORY, 1, 5, "out of memory on rank 1 in step 5")
+
+
+@pytest.mark.multi_gpu
+def test_a_gpu_that_waits_for_a_stopped_process(options: dict[str, Any], tmp_path: Path) -> None:
+    """NCCL's watchdog would kill the process without a word about the step; its host is faster."""
+    fault = partial(stop_at, "before a forward pass", 10, 1, 8.0)
+    started = start({**options, **ON_GPU, **TENSOR}, tmp_path, 2, fault)
+    started.processes[0].join(90)
+    started.kill(1)
+    finished = started.wait()
+    assert finished.exit_codes[0] == UNFORESEEN, finished.console
+    written = status(tmp_path)
+    assert written["rank"] == 1 and written["step"] in (3, 4), written
+    assert re.search(rf"{SILENT}; rank 0 was in training/.*, its GPU in nccl:\w+ over tp", written["reason"]), written
 
 
 def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
@@ -156,13 +177,6 @@ def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], 
     assert f"{SILENT}; rank 0 was in " in written["reason"]
     assert finished.console.count("another process was lost on rank 0 in step 3: ") == 1
     assert "Traceback" not in finished.console
-
-
-EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
-TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-SILENT = "Rank 1 does not answer: it was killed or is stopped"
-HANGS_FOR = 4.0
-"""Seconds that collectives wait in place of minutes."""
 
 
 @pytest.mark.parametrize(

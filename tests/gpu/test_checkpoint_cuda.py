@@ -5,6 +5,7 @@ import resource
 import pytest
 import torch
 
+from megatron_packed.checkpoint.background import BackgroundSaves
 from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
@@ -37,6 +38,25 @@ def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
     found = {name: torch.zeros_like(tensor) for name, tensor in on_gpu.items()}
     load_checkpoint(tmp_path / "cpu", whole_tensors(found))
     assert all(torch.equal(found[name], on_gpu[name]) for name in found)
+
+
+@pytest.mark.gpu
+def test_saved_beside_training(tmp_path):
+    """From page-locked memory that is used again; what the next step does to the tensors is not in the file."""
+    state = make_state("cuda")
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    saves = BackgroundSaves()
+    for step in (1, 2):
+        saves.begin(lambda shards, step=step: save_checkpoint(tmp_path, step, shards, {}), whole_tensors(state))
+        for tensor in state.values():
+            tensor.zero_()
+        assert saves.take(wait=True).step == step
+        found = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+        assert load_checkpoint(tmp_path, whole_tensors(found)).step == step
+        assert all(torch.equal(found[name], before[name]) for name in found)
+        for name, tensor in before.items():
+            state[name].copy_(tensor)
+    assert saves._staging._locked and saves._staging._memory.is_pinned()
 
 
 @pytest.mark.gpu
