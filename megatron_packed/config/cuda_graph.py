@@ -102,12 +102,15 @@ def graph_rules(graphs: CudaGraphConfig, model: ModelConfig, packing: PackingCon
                 yield Problem("--cuda-graph-modules", module,
                               f"is never captured: the pattern {model.hybrid_layer_pattern} has no {symbol} "
                               f"({LAYER_NAMES[symbol]}) layer", f"leave {module} out")
-    if sound("cuda_graph.cuda_graph_max_packed_seqs", "packing.seq_length", "packing.micro_batch_size"):
+    if sound("cuda_graph.cuda_graph_max_packed_seqs", "packing.seq_length", "packing.micro_batch_size",
+             "packing.pad_packed_seq_alignment"):  # fmt: skip
         tokens, capacities = packing.tokens_per_pack, graphs.capacities
-        if capacities is not None and capacities[-1] > tokens:
+        least = packing.pad_packed_seq_alignment or 1
+        if capacities is not None and capacities[-1] > tokens // least:
             yield Problem("--cuda-graph-max-packed-seqs", str(capacities[-1]),
-                          f"is room that no pack can fill: a pack has {tokens} tokens, and a document at least one",
-                          f"give at most {tokens}")
+                          f"is room that no pack can fill: a pack has {tokens} slots, and a document takes {least} "
+                          "or more",
+                          f"give at most {tokens // least}")
     if sound("cuda_graph.cuda_graph_max_packed_seqs", "packing.max_documents_per_pack"):
         limit, capacities = packing.max_documents_per_pack, graphs.capacities
         if graphs.cuda_graph_strict and limit is not None and capacities is not None and limit > capacities[-1]:

@@ -247,7 +247,8 @@ def _parallelism(config: RunConfig) -> Iterator[Capability]:
     if cp == 1:
         yield Capability("context parallelism", OFF, "every rank has all tokens of its packs")
     else:
-        yield Capability("context parallelism", ON, f"{cp} ranks share the tokens of each pack, by {comm}")
+        padded = f"; documents lie at multiples of {config.document_alignment}" if config.document_alignment > 1 else ""
+        yield Capability("context parallelism", ON, f"{cp} ranks share the tokens of each pack, by {comm}{padded}")
     collective = "reduce-scatter" if sharded else "all-reduce"
     whom = "all processes" if parallel.ranks_per_replica == 1 else f"replicas of {parallel.ranks_per_replica} processes"
     yield Capability("data parallelism", ON, f"{whom}; gradients by one {collective}")

@@ -17,12 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum, own_rows, pass_to_next
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -31,8 +25,6 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
-from megatron_packed.training.train_step import StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
 import hybrid_cases as cases
@@ -248,57 +240,6 @@ def test_padding_of_documents_changes_nothing_but_their_places() -> None:
     assert cases.relative_error(padded["sums"], dense["sums"]) <= 1e-9
     for name, gradient in dense["gradients"].items():
         assert cases.relative_error(padded["gradients"][name], gradient) <= 1e-9, name
-
-
-# -- steps of training -----------------------------------------------------------------------------
-
-
-def run_config(distributed: bool) -> RunConfig:
-    changes = {**CASES["groups and keys for all ranks, rope, expert bias"], "untie_embeddings_and_output_weights": True}
-    return RunConfig(
-        model=cases.tiny_config("M*-E", **changes),
-        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
-        packing=PackingConfig(seq_length=TOKENS, global_batch_size=4),
-        optim=OptimizerConfig(lr=1e-3, clip_grad=0.5),
-        parallel=ParallelConfig(use_distributed_optimizer=distributed),
-        training=TrainingConfig(train_iters=3, device="cpu"),
-    )
-
-
-def steps(groups: ParallelGroups, distributed: bool) -> dict[str, Any]:
-    """Three steps of four packs, one of them empty: metrics, and the weights afterwards."""
-    job = build_job(run_config(distributed), groups, cases.VOCAB)
-    metrics = []
-    for step in range(3):
-        every = [cases.make_documents(lengths, seed=step) for lengths in (*PACKS, [])]
-        scales = (1 / sum(map(cases.count_targets, every)), 1 / 3)
-        mine = [MicroBatch.build(documents, TOKENS, 9, scales) for documents in every[groups.dp_rank :: groups.dp_size]]
-        values = StepValues.from_list(job.step(mine, 1e-3).tolist())
-        metrics.append([values.loss, values.aux_loss, values.grad_norm])
-        assert not values.nonfinite and not values.bad_micro_batches
-    sharded = job.model.sharded_parameters()
-    return {
-        "metrics": torch.tensor(metrics),
-        "weights": {name: part.parameter.detach().clone() for name, part in sharded.items()},
-        "shards": {name: part.shard for name, part in sharded.items()},
-        "biases": [layer.mixer.router.expert_bias.clone() for layer in job.model.moe_layers],
-    }
-
-
-@pytest.mark.parametrize("distributed", [False, True], ids=["all-reduce", "distributed optimizer"])
-@pytest.mark.parametrize(
-    ("world_size", "layout"), [(2, {"cp_size": 2}), (4, {"cp_size": 2}), (4, {"tp_size": 2, "cp_size": 2})], ids=str
-)
-def test_steps_of_training(pools: WorkerPools, world_size: int, layout: dict[str, int], distributed: bool) -> None:
-    expected = steps(ParallelGroups.single(), False)
-    for found in pools.run(steps, world_size, distributed, layout=layout):
-        torch.testing.assert_close(found["metrics"], expected["metrics"], rtol=1e-5, atol=0)
-        for bias, other in zip(found["biases"], expected["biases"], strict=True):
-            assert torch.equal(bias, other) and bias.abs().max() > 0
-        for name, weight in expected["weights"].items():
-            # Adam's steps have the size of the learning rate: rounding moves little of them.
-            weight = found["shards"][name].take(weight)
-            torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-4)
 
 
 # -- what is sent ----------------------------------------------------------------------------------

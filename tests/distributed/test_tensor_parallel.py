@@ -227,56 +227,6 @@ def test_experts(pools: WorkerPools, world_size: int, tp_size: int, sequence_par
     check(pools, world_size, tp_size, runs)
 
 
-def train_replicas(groups: ParallelGroups, run: Run) -> dict[str, Any]:
-    """One pack on each replica, gradients summed over tensor-parallel ranks, then over replicas."""
-    model = build(run, groups)
-    buffers, shared = FlatBuffers(model), model.shared_gradients()
-    losses = torch.zeros(2)
-    for _ in range(2):  # the second finds what the first has left
-        buffers.zero_grad()
-        output = model(packs()[groups.dp_rank])
-        output.loss.backward()
-        shared.sum()
-        buffers.all_reduce(groups)
-        losses[groups.dp_rank] = output.loss.detach()
-    return {
-        "losses": [losses],
-        "shards": described(model),
-        "gradients": {n: p.main_grad.clone() for n, p in model.named_parameters()},
-    }
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
-def test_replicas(pools: WorkerPools, sequence_parallel: bool) -> None:
-    run = Run(CASES["one group for all, swiglu"] | TIED, "M*-", sequence_parallel, torch.float32, flat=True)
-    results = pools.run(train_replicas, 4, run, layout={"tp_size": 2})
-    reference = train(replace(run, sequence_parallel=False))
-    for ranks in (results[:2], results[2:]):
-        assert max(gradient_errors(ranks, reference).values()) <= TOLERANCES[torch.float32]
-    for r, rank in enumerate(results):
-        assert rank["losses"][0][r // 2] == pytest.approx(float(reference["losses"][4 * (r // 2)]), rel=1e-5)
-
-
-def after_a_rounding(groups: ParallelGroups) -> dict[str, Tensor]:
-    """Gradients that every rank finds in full, after one rank's kernels have rounded otherwise, and after the sum."""
-    model = build(Run(BIASES, "M*-", dtype=torch.float32), groups)
-    FlatBuffers(model)
-    copies = {n: p for n, p in model.named_parameters() if n.endswith(("norm.weight", "norm.bias", "proj.bias"))}
-    copies = {n: p for n, p in copies.items() if ".mixer.norm." not in n}
-    for number, parameter in enumerate(copies.values()):
-        parameter.main_grad.fill_(1.0 + number + 1e-3 * groups.tp_rank)
-    model.shared_gradients().sum()
-    return {name: parameter.main_grad.clone() for name, parameter in copies.items()}
-
-
-def test_copies_do_not_drift_apart(pools: WorkerPools) -> None:
-    one, other = pools.run(after_a_rounding, 2, layout={"tp_size": 2})
-    assert len(one) >= 8
-    for number, name in enumerate(one):
-        assert torch.equal(one[name], other[name]), name
-        torch.testing.assert_close(one[name], torch.full_like(one[name], 1.0 + number + 5e-4))
-
-
 def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
     """Of what autograd keeps between forward and backward."""
     model, found = build(Run(pattern=pattern, sequence_parallel=True, dtype=torch.float32), groups), []

@@ -168,6 +168,8 @@ INVALID = [
     ("--cuda-graph-impl local --cuda-graph-modules attn moe", {"--cuda-graph-modules": "no E"}),
     ("--cuda-graph-impl local --hybrid-layer-pattern M --cuda-graph-modules mlp", {"--cuda-graph-modules": "no -"}),
     (f"{MOE} --cuda-graph-impl local --cuda-graph-modules moe moe_router", {"--cuda-graph-modules": "one of the two"}),
+    ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 --pad-packed-seq-alignment 4",
+     {"--cuda-graph-max-packed-seqs": "give at most 32"}),
     ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 0", {"--cuda-graph-max-packed-seqs": ">= 1"}),
     ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 8 auto", {"--cuda-graph-max-packed-seqs": "auto alone"}),
     ("--cuda-graph-impl local --cuda-graph-strict --cuda-graph-max-packed-seqs 64 16 --max-documents-per-pack 65",

@@ -49,6 +49,19 @@ def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
     assert {name: inputs for name, inputs in told.items() if inputs not in asked[name]} == {}
 
 
+def test_context_parallelism_says_how_and_where_documents_lie():
+    def said(*flags):
+        config = parse([*FLAGS, "--context-parallel-size", "2", *flags], world_size=2)
+        return {row.name.strip(): row for row in capabilities(config, CPU)}
+
+    assert rows()["context parallelism"].state == "off"
+    assert said()["context parallelism"].reason == "2 ranks share the tokens of each pack, by a2a"
+    ring = said("--cp-comm-type", "p2p")
+    assert ring["context parallelism"].reason.endswith("by p2p; documents lie at multiples of 4")
+    assert "kernel zigzag_attention" in ring and "kernel varlen_attention" not in ring
+    assert "where ranks share a pack" in ring["CUDA graphs"].reason
+
+
 def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
     assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].reason) == ("off", "--cuda-graph-impl none")
     found = rows("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "mamba",
