@@ -34,8 +34,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.whereabouts import place_of_error, place_of_thread
 
+ANSWER_SECONDS = 5.0
+"""How long the rank that calls the roll waits. A busy one takes a while to answer, one that was killed never does."""
 READ_SECONDS = 2.0
-"""How long the ranks wait for each other to answer and to read a report; one that was killed never does."""
+"""How long the ranks wait for each other to read a report."""
 BEHIND_SECONDS = 0.5
 """How long the others end behind the rank that failed: launchers look a few times a second."""
 PATIENCE_SECONDS = 10.0
@@ -116,7 +118,7 @@ class FailureWatch:
         speak(failure)
         with suppress(RuntimeError):
             self._publish(json.dumps(asdict(failure)))
-            self._wait_for(_READERS, self._world_size - len(silent))
+            self._wait_for(_READERS, self._world_size - len(silent), READ_SECONDS)
         return failure.exit_code
 
     def close(self) -> None:
@@ -141,7 +143,7 @@ class FailureWatch:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             self._store.set(_CALL, _WHERE)
-            self._wait_for(_ANSWERS, len(others))
+            self._wait_for(_ANSWERS, len(others), ANSWER_SECONDS)
             found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
             answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
         except RuntimeError:  # the store is gone: nobody can be asked
@@ -169,14 +171,14 @@ class FailureWatch:
         except RuntimeError:
             return  # the store's host was killed; the next collective will say so
         if self._rank == 0:
-            self._wait_for(_READERS, self._world_size)
+            self._wait_for(_READERS, self._world_size, READ_SECONDS)
         if self._told.is_set():
             time.sleep(BEHIND_SECONDS)
             self._end(Failure(**report).exit_code)
 
-    def _wait_for(self, counter: str, count: int) -> None:
+    def _wait_for(self, counter: str, count: int, seconds: float) -> None:
         """Until so many ranks have counted, or some do not come."""
-        deadline = time.monotonic() + READ_SECONDS
+        deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while self._store.add(counter, 0) < count and time.monotonic() < deadline:
                 time.sleep(0.02)

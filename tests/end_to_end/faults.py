@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
@@ -55,6 +56,7 @@ def on_call(owner: Any, name: str, number: int, action: Callable[[Any], None]) -
 
 def kill_at(site: str, call: int, rank: int) -> None:
     """The process of ``rank`` is killed at the ``call``-th passing of one of `SITES`."""
+    failure_watch.ANSWER_SECONDS = 2.0
     if int(os.environ["RANK"]) == rank:
         on_call(*SITES[site], call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -72,8 +74,23 @@ def sleep_at(site: str, call: int, rank: int, seconds: float) -> None:
 
 
 def wait_for_collectives(seconds: float) -> None:
-    """In place of ``--distributed-timeout-minutes``, which counts in minutes."""
+    """In place of ``--distributed-timeout-minutes``, which counts in minutes.
+
+    Not from the start, when processes may be late for good reasons: from the update of the second step on.
+    """
+    failure_watch.ANSWER_SECONDS = 2.0
+
+    def shorten(_: Any) -> None:
+        for group in dist.distributed_c10d._world.pg_map:
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+
+    on_call(Optimizer, "step", 2, shorten)
+
+
+def stop_beside_gpus(site: str, call: int, rank: int, seconds: float) -> None:
+    """As `stop_at`, where the hosts wait for their GPUs, and from the start."""
     groups._timeout = lambda minutes: timedelta(seconds=seconds)
+    on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def one_pack_fewer(step: int, rank: int) -> None:

@@ -51,7 +51,10 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp
 
 
 def test_steps_whose_experts_have_no_room_are_done_again(data: Data, tmp_path: Path) -> None:
-    """The run of a buffer that is large enough, whatever had to be done again, also around saves and at the end."""
+    """The run of a buffer that is large enough, whatever had to be done again, also around saves and at the end.
+
+    The buffer of one rank overflows alone: two ranks cannot both have more than an even share.
+    """
     options = tiny_options(data, train_iters=LAST, save_interval=2, **EXPERTS)
     large, small = tmp_path / "large", tmp_path / "small"
     said = trained(large, 2, options)

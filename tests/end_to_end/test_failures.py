@@ -22,6 +22,7 @@ from faults import (
     out_of_memory,
     sleep_at,
     stop_at,
+    stop_beside_gpus,
     while_waiting,
     without_agent,
 )
@@ -143,7 +144,7 @@ def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Pa
 @pytest.mark.multi_gpu
 def test_a_gpu_that_waits_for_a_stopped_process(options: dict[str, Any], tmp_path: Path) -> None:
     """NCCL's watchdog would kill the process without a word about the step; its host is faster."""
-    fault = partial(stop_at, "before a forward pass", 10, 1, 8.0)
+    fault = partial(stop_beside_gpus, "before a forward pass", 10, 1, 20.0)
     started = start({**options, **ON_GPU, **TENSOR}, tmp_path, 2, fault)
     started.processes[0].join(90)
     started.kill(1)
@@ -205,10 +206,10 @@ def test_a_rank_that_hangs(
     """The others wait for it as long as they are told to, then one of them names rank, step and collective."""
     begun = time.monotonic()
     started = start({**options, **layout}, tmp_path, 2, fault)
-    started.processes[0].join(SOON)
+    started.processes[0].join(2 * SOON)
     started.kill(1)  # as the launcher does; what is stopped cannot end by itself
     finished = started.wait()
-    assert HANGS_FOR < time.monotonic() - begun < SOON
+    assert HANGS_FOR < time.monotonic() - begun < 2 * SOON
     assert finished.exit_codes[0] == UNFORESEEN, finished.console
     written = status(tmp_path)
     rank = 1 if "does not answer" in where else 0
