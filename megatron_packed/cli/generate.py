@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    config = parse_or_exit(run_flags)
+    config = parse_or_exit(run_flags, launched=False)
     if config.checkpoint.load is None:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
     if arguments.max_new_tokens < 1:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    config = parse_or_exit(with_unused_flags(run_flags))
+    config = parse_or_exit(with_unused_flags(run_flags), launched=False)
     from megatron_packed.data.chat import chat_format
     from megatron_packed.data.errors import DataError
     from megatron_packed.training.data import build_tokenizer, plan_training, tokenized

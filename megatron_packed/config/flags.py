@@ -19,7 +19,7 @@ from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.megatron_flags import ALWAYS
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.options import problems_of, unchecked
-from megatron_packed.config.parallel import REPLICA_SIZES
+from megatron_packed.config.parallel import REPLICA_SIZES, fewest_processes
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
 from megatron_packed.config.surroundings import environment_number, launch_problems, package_problems, path_problems
@@ -63,7 +63,12 @@ def parse_with_sources(argv: Sequence[str], world_size: int | None = None) -> Pa
     return _resolve(gather(argv), world_size, os.environ)
 
 
-def parse_or_exit(argv: Sequence[str] | None = None, explain: Callable[[RunConfig], str] | None = None) -> RunConfig:
+def parse_or_exit(
+    argv: Sequence[str] | None = None,
+    explain: Callable[[RunConfig], str] | None = None,
+    *,
+    launched: bool = True,
+) -> RunConfig:
     """As ``parse``, for programs: answers --help, --version, --print-config and --explain, and ends the process on
     problems.
 
@@ -72,6 +77,8 @@ def parse_or_exit(argv: Sequence[str] | None = None, explain: Callable[[RunConfi
 
     Args:
         explain: what answers --explain; it may import what parsing does not.
+        launched: whether this process is one of the run's. A program that looks at a run from outside takes its flags
+            as those of the fewest processes that make its layout.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -84,7 +91,7 @@ def parse_or_exit(argv: Sequence[str] | None = None, explain: Callable[[RunConfi
 
         _finish(f"megatron_packed {__version__}\n" if speaks else "")
     try:
-        parsed = _resolve(given, None, os.environ)
+        parsed = _resolve(given, None, os.environ, launched)
     except ConfigError as error:
         report = _report(error.problems, speaks, os.environ)
         _write(sys.stderr, report)
@@ -106,13 +113,15 @@ def parse_or_exit(argv: Sequence[str] | None = None, explain: Callable[[RunConfi
     return parsed.config
 
 
-def _resolve(given: Given, world_size: int | None, environ: Mapping[str, str]) -> Parsed:
+def _resolve(given: Given, world_size: int | None, environ: Mapping[str, str], launched: bool = True) -> Parsed:
     problems = list(given.problems)
-    if world_size is None:
-        world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
     run = unchecked_run(sections)
+    if not launched:
+        world_size = fewest_processes(run.parallel)
+    elif world_size is None:
+        world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
     _derive_global_batch_size(run, max(world_size, 1), unsound)
     for name, section in sections.items():
         wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
@@ -113,6 +113,17 @@ class ParallelConfig(Section, title="parallel"):
         if sound("overlap_param_gather") and self.overlap_param_gather and missing:
             yield Problem("--overlap-param-gather", "", f"is part of {' and '.join(map(self.flag, needed))}",
                           f"add {' '.join(missing)}, or leave it out")  # fmt: skip
+
+
+def fewest_processes(parallel: ParallelConfig) -> int:
+    """The smallest number of processes that the sizes make a layout of, if any; 1 where a size is no size."""
+    sizes = {name: getattr(parallel, name) for name in SIZES}
+    if sizes["expert_tensor_parallel_size"] is None:
+        sizes["expert_tensor_parallel_size"] = sizes["tensor_model_parallel_size"]
+    if not all(isinstance(size, int) and size >= 1 for size in sizes.values()):
+        return 1
+    tp, cp, ep, expert_tp = sizes.values()
+    return lcm(tp * cp, expert_tp * ep)
 
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:

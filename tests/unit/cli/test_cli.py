@@ -69,6 +69,14 @@ def test_packing_obeys_the_packing_flags(data, capsys):
     assert "5 packs of 64 slots" in capsys.readouterr().out
 
 
+def test_packing_of_a_run_of_several_processes(data, capsys):
+    """As its ranks pack: documents of 64, 32, 31, 21 and 6 tokens take 64, 32, 32, 24 and 8 of 64 slots."""
+    ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p"]
+    assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
+    *_, padding = capsys.readouterr().out.splitlines()
+    assert padding.startswith("Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents")
+
+
 def test_packing_fills_in_only_what_is_missing():
     given = ["--lr", "1", "--hybrid-layer-pattern", "M", "--hidden-size", "8"]
     assert with_unused_flags(given) == ["--train-iters", str(2**31 - 1), *given]
@@ -96,6 +104,16 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
     assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
     shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in expected)
     assert capsys.readouterr().out == shown + "\n"
+
+
+def test_generate_takes_the_flags_of_a_run_of_several_processes(run_flags, capsys):
+    save_checkpoint(run_flags, 3)
+    layout = ["--tensor-model-parallel-size", 2, "--context-parallel-size", 2, "--cp-comm-type", "p2p"]
+    said = []
+    for more in ([], layout):
+        assert exit_code(["generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_generate_without_a_checkpoint(run_flags, capsys):
