@@ -251,10 +251,15 @@ def _parallelism(config: RunConfig) -> Iterator[Capability]:
         yield Capability("context parallelism", ON, f"{cp} ranks share the tokens of each pack, by {comm}{padded}")
     collective = "reduce-scatter" if sharded else "all-reduce"
     whom = "all processes" if parallel.ranks_per_replica == 1 else f"replicas of {parallel.ranks_per_replica} processes"
-    yield Capability("data parallelism", ON, f"{whom}; gradients by one {collective}")
+    yield Capability("data parallelism", ON, f"{whom}; gradients by {collective}")
     yield Capability("distributed optimizer", ON if sharded else OFF,
                      f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
                      "" if sharded else "--use-distributed-optimizer")
+    if parallel.overlap_grad_reduce:
+        gather = "; weights come back while the next step runs" if parallel.overlap_param_gather else ""
+        yield Capability("overlap", ON, f"sums begin in the last backward pass{gather}")
+    else:
+        yield Capability("overlap", OFF, "gradients are summed behind the last backward pass", "--overlap-grad-reduce")
     yield from _experts(config)
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not built yet")

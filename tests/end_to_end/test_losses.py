@@ -58,11 +58,12 @@ def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) ->
 
 
 def test_the_distributed_optimizer_changes_no_bit(data: Data, folders: dict[int, Path], tmp_path: Path) -> None:
-    """Of the log and the last checkpoint of two processes, begun with it and gone on without it."""
+    """Of the log and the last checkpoint of two processes, begun with it (and overlap), and gone on without it."""
     options = tiny_options(
         data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11, **in_folder(tmp_path)
     )
-    for more in ({"use_distributed_optimizer": True, "exit_interval": LAST // 2}, {}):
+    overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    for more in ({**overlap, "exit_interval": LAST // 2}, {}):
         finished = run({**options, **more}, tmp_path, 2)
         assert finished.exit_code == 0, finished.console
     assert steps(tmp_path / "log.jsonl") == steps(folders[2] / "log.jsonl")

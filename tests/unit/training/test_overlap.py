@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
@@ -14,21 +19,34 @@ from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.flat_buffers import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import OverlappedReduce, stages_of_buckets
+from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
+from stand_in import RecordingEngine
 
 SLOTS, VOCAB = 48, 211
 PATTERN = "M*-EM*E"
+SIZES = {
+    "hidden_size": 256, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_chunk_size": 64, "ffn_hidden_size": 512,
+    "moe_ffn_hidden_size": 128, "mamba_num_heads": 8,
+}  # fmt: skip
+"""That kernels of GPUs take."""
 NO_EXPERTS = {
     "num_experts": None, "moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None,
     "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
 }  # fmt: skip
 
 
-def job_of(device: str = "cpu", *, bf16: bool = False, bucket: int = 4000, **model: object) -> Job:
+def config_of(
+    device: str = "cpu", *, bf16: bool = False, bucket: int = 4000, graphs: bool = False, **model: object
+) -> RunConfig:
     options = {
         "hybrid_layer_pattern": PATTERN, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
         "ffn_hidden_size": 48, "mamba_head_dim": 8, "mamba_num_heads": 8, "mamba_state_dim": 16, "mamba_num_groups": 2,
@@ -36,22 +54,31 @@ def job_of(device: str = "cpu", *, bf16: bool = False, bucket: int = 4000, **mod
         "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16, "moe_aux_loss_coeff": 1e-2,
         "moe_z_loss_coeff": 1e-3, "position_embedding_type": "rope", "add_bias_linear": False, **model,
     }  # fmt: skip
-    config = RunConfig(
+    return RunConfig(
         model=ModelConfig(**options),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
         optim=OptimizerConfig(lr=1e-2, clip_grad=0.0),  # clipping scales gradients where they lie
         parallel=ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=bucket),
         training=TrainingConfig(train_iters=5, device=device, bf16=bf16, seed=1),
+        cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
     )
-    return build_job(config, ParallelGroups.single(device), VOCAB)
 
 
-def packs(count: int) -> list[MicroBatch]:
+def job_of(device: str = "cpu", **options: object) -> Job:
+    return build_job(config_of(device, **options), ParallelGroups.single(device), VOCAB)
+
+
+def packs(count: int, ladder: Ladder | None = None) -> list[MicroBatch]:
     draw = np.random.default_rng(0)
     lengths = [(19, 8, 3, 1), (30,), ()]
     filled = [[(draw.integers(0, VOCAB, n), None) for n in lengths[number % 3]] for number in range(count)]
-    return [MicroBatch.build(pack, SLOTS, scales=(1 / 100, 1 / 8)) for pack in filled]
+    cells = [None if ladder is None else ladder.cell_for(len(pack), SLOTS) for pack in filled]
+    sizes = [(None, None) if cell is None else (cell.capacity, cell.max_seqlen) for cell in cells]
+    return [
+        MicroBatch.build(pack, SLOTS, capacity, (1 / 100, 1 / 8), longest)
+        for pack, (capacity, longest) in zip(filled, sizes)
+    ]
 
 
 def seen_at_start(job: Job, monkeypatch: pytest.MonkeyPatch) -> dict[Bucket, Tensor]:
@@ -142,14 +169,39 @@ def test_micro_batches_before_the_last_begin_nothing() -> None:
     assert begun[:2] == [total, total] and 0 < begun[2] < total  # the queue is at its end until the last one begins
 
 
+def check_replays(device: str, engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """A step whose layers are replays: every bucket is complete when its sum begins."""
+    config = config_of(device, graphs=True, **options)
+    job, ladder = build_job(config, ParallelGroups.single(device), VOCAB), Ladder.of([5], SLOTS)
+    graphs = build_graphs(config, job, ladder, ParallelGroups.single(device), lambda line: None, engine)
+    assert graphs is not None
+    with released(graphs):
+        capture_graphs(graphs, job.step, 3)
+        job.step.graphs = graphs
+        with monkeypatch.context() as patch:
+            seen = seen_at_start(job, patch)
+            job.step(packs(3, ladder), 1e-2)
+        assert graphs.counters.replays == 3 and not graphs.counters.module_fallbacks
+    for bucket, begun in seen.items():
+        assert begun.any() and torch.equal(begun, job.buffers.bucket_grads(bucket)), bucket
+    assert job.step.overlapped is not None and job.step.overlapped.begun_in_backward > len(seen) / 2
+
+
+def test_a_bucket_is_complete_behind_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters take no part in autograd there."""
+    check_replays("cpu", RecordingEngine(), monkeypatch)
+
+
+@pytest.mark.gpu
+def test_a_bucket_is_complete_behind_replays_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_replays("cuda", None, monkeypatch, bf16=True, bucket=100_000, **SIZES)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", [{}, {"untie_embeddings_and_output_weights": True}], ids=["tied", "untied"])
 def test_a_bucket_is_complete_on_a_gpu(model: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the kernels that add to the buffer themselves; several steps, as clones do not wait for anything."""
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2, "mamba_head_dim": 64,
-             "mamba_num_heads": 8, "mamba_state_dim": 64, "mamba_chunk_size": 64, "ffn_hidden_size": 512,
-             "moe_ffn_hidden_size": 128}  # fmt: skip
-    job = job_of("cuda", bf16=True, bucket=100_000, **{**sizes, **model})
+    job = job_of("cuda", bf16=True, bucket=100_000, **SIZES, **model)
     for _ in range(3):
         with monkeypatch.context() as patch:
             seen = seen_at_start(job, patch)
