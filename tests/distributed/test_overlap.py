@@ -70,7 +70,7 @@ def train(groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: boo
 WAYS = [
     (Way(2), 2), (Way(2), 6), (Way(2, distributed_optimizer=True), 6), (Way(2, distributed_optimizer=True), 2),
     (Way(2, ep_size=2), 6), (Way(2, cp_size=2), 1), (Way(4, 2, True), 2),
-    (Way(4, 2, ep_size=2, distributed_optimizer=True), 6),
+    (Way(4, 2, True, True, 2, 1), 2), (Way(4, 2, True, False, 2, 1), 2),
 ]  # fmt: skip
 
 
