@@ -42,6 +42,11 @@ SITES: dict[str, tuple[Any, str]] = {
 """Places inside a step."""
 
 
+def do_not_wait_for_the_dead() -> None:
+    """Of two processes one will be dead: nobody else could take his time to answer the other."""
+    failure_watch.ANSWER_SECONDS = 0.1
+
+
 def on_call(owner: Any, name: str, number: int, action: Callable[[Any], None]) -> None:
     """``action(self)`` before the ``number``-th call (from 1) of a method, in this process."""
     original, calls = getattr(owner, name), count(1)
@@ -56,13 +61,14 @@ def on_call(owner: Any, name: str, number: int, action: Callable[[Any], None]) -
 
 def kill_at(site: str, call: int, rank: int) -> None:
     """The process of ``rank`` is killed at the ``call``-th passing of one of `SITES`."""
-    failure_watch.ANSWER_SECONDS = 2.0
+    do_not_wait_for_the_dead()
     if int(os.environ["RANK"]) == rank:
         on_call(*SITES[site], call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stop_at(site: str, call: int, rank: int, seconds: float) -> None:
     """The process of ``rank`` is stopped, not killed, at one of `SITES`; collectives wait ``seconds``."""
+    do_not_wait_for_the_dead()
     wait_for_collectives(seconds)
     on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -78,7 +84,6 @@ def wait_for_collectives(seconds: float) -> None:
 
     Not from the start, when processes may be late for good reasons: from the update of the second step on.
     """
-    failure_watch.ANSWER_SECONDS = 2.0
 
     def shorten(_: Any) -> None:
         for group in dist.distributed_c10d._world.pg_map:
@@ -129,6 +134,7 @@ def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None
 
 def kill_in_save(site: str, save: int, rank: int) -> None:
     """The process of ``rank`` is killed at a place of the commit protocol in its ``save``-th save."""
+    do_not_wait_for_the_dead()
     in_save(site, save, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -146,6 +152,7 @@ def until_logged(save: int, rank: int, iteration: int, log: Path) -> None:
 
 def tear_line(line: int) -> None:
     """Rank 0 is killed with half of a line of its log written."""
+    do_not_wait_for_the_dead()
 
     def half(writer: Any) -> None:
         writer._file.write(b'{"iteration": 99, "lm_lo')
