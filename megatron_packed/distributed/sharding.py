@@ -9,8 +9,9 @@ Ranks that hold a copy each find their own term of its gradient where they use i
 The terms are summed once per step, after the last micro-batch and before data parallelism's sum, all of them in one
 all-reduce (``SharedGradients``), so that accumulation stays local and the weight gradients' kernels stay as they are.
 Every rank sums the same terms in the same order, so that copies stay bitwise equal. Parameters that all ranks use alike
-(norms without sequence parallelism) get equal gradients by themselves, up to what kernels round otherwise that are tuned
-on each rank or add in a changing order; the mean of the copies goes along, or they would drift apart over a long run.
+(norms without sequence parallelism) get equal gradients by themselves, up to what kernels round otherwise that are
+tuned on each rank or add in a changing order; the mean of the copies goes along, or they would drift apart over a long
+run.
 """
 
 from __future__ import annotations
