@@ -54,9 +54,10 @@ ONE = "one process"
 TP2, CP2, EP2 = ({f"{axis}_size": 2} for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel"))
 SP = {"sequence_parallel": True}
 ZERO = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        "dp2 zero": ZERO, "tp2": TP2, "tp2 sp": {**TP2, **SP},
+        "dp2 zero": ZERO, "dp2 zero overlap": {**ZERO, **OVERLAP}, "tp2": TP2, "tp2 sp": {**TP2, **SP},
         "cp2 a2a": {**CP2, "cp_comm_type": "a2a"}, "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
         "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},

@@ -6,6 +6,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 name=${1:-}
 case $name in
+  # two replicas, each of which updates half of the weights; what they send goes beside the passes
+  data) processes=2 layout=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather) ;;
   # two processes share each matrix
   tensor) processes=2 layout=(--tensor-model-parallel-size 2) ;;
   # and the tokens between the layers: less memory for activations
@@ -29,7 +31,7 @@ case $name in
     layout+=(--expert-model-parallel-size 4 --expert-tensor-parallel-size 1)
     ;;
   *)
-    names="tensor|tensor-sequence|tensor-data|context|context-ring|tensor-context|experts|tensor-experts"
+    names="data|tensor|tensor-sequence|tensor-data|context|context-ring|tensor-context|experts|tensor-experts"
     echo "usage: $0 $names [FLAGS]" >&2
     exit 2
     ;;

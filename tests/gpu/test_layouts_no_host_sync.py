@@ -32,8 +32,12 @@ MODEL = ModelConfig(
     moe_aux_loss_coeff=1e-2, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
     moe_token_dispatcher_type="allgather",
 )  # fmt: skip
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 200_000}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero": {"use_distributed_optimizer": True},
+    "dp2 overlap": {"overlap_grad_reduce": True, "ddp_bucket_size": 200_000},
+    "dp2 zero overlap": {"use_distributed_optimizer": True, **OVERLAP},
+    "ep2 zero overlap": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, **OVERLAP},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},

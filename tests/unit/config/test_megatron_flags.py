@@ -22,7 +22,8 @@ SFT_COMMAND = """
     --lr-decay-style cosine --bf16 --position-embedding-type none --normalization RMSNorm --squared-relu
     --disable-bias-linear --no-create-attention-mask-in-dataloader --cuda-graph-impl none
     --accumulate-allreduce-grads-in-fp32 --calculate-per-token-loss --use-mcore-models --is-hybrid-model
-    --attention-backend fused --save ckpt --load ckpt
+    --attention-backend fused --save ckpt --load ckpt --transformer-impl local --use-distributed-optimizer
+    --overlap-grad-reduce --overlap-param-gather
 """
 
 
@@ -77,7 +78,7 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     assert set(parsed.always) == {
         "--spec", "--group-query-attention", "--moe-grouped-gemm",
         "--no-create-attention-mask-in-dataloader", "--accumulate-allreduce-grads-in-fp32",
-        "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model",
+        "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model", "--transformer-impl",
     }  # fmt: skip
 
 
