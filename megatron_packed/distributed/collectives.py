@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,30 +81,39 @@ def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
         _all_gather(flat, own_rows(flat, group), group=group)
 
 
-def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool) -> dist.Work | None:
-    """Begin to sum ``(T,)`` over ``group`` in place, beside what the current stream does next; wait for the result.
+class Started(NamedTuple):
+    """A collective that is under way beside what the current stream does."""
+
+    work: dist.Work
+    name: str
+    group: dist.ProcessGroup
+
+
+def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool) -> Started | None:
+    """Begin to sum ``(T,)`` over ``group`` in place; ``wait_for`` it before ``flat`` is touched again.
 
     Args:
-        flat: left alone until then.
         own_share: only this rank's own ``T / size`` elements need hold the sum (``reduce_scatter_in_place``).
-    Returns:
-        What to wait for: on CUDA ``wait()`` holds the current stream, not the host. None where there is nothing to do.
     """
     if group is None:
         return None
     if own_share:
-        work: dist.Work | None = _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)
-    else:
-        work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return work
+        work = _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)
+        return Started(work, "reduce_scatter", group)
+    return Started(dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True), "all_reduce", group)
 
 
-def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Begin ``all_gather_in_place``; arguments and result as of ``start_sum``."""
+def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started | None:
+    """Begin ``all_gather_in_place``; ``wait_for`` it before ``flat`` is read."""
     if group is None:
         return None
-    work: dist.Work | None = _all_gather(flat, own_rows(flat, group), group=group, async_op=True)
-    return work
+    return Started(_all_gather(flat, own_rows(flat, group), group=group, async_op=True), "all_gather", group)
+
+
+def wait_for(started: Started | None) -> None:
+    """What comes next on the current stream has the result; on CUDA the host goes on."""
+    if started is not None:  # ``whereabouts.py`` knows this name
+        started.work.wait()
 
 
 def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = False) -> Tensor:

@@ -24,11 +24,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron_packed.distributed.collectives import start_all_gather, start_sum
+from megatron_packed.distributed.collectives import Started, start_all_gather, start_sum, wait_for
 from megatron_packed.distributed.flat_buffers import Bucket, FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 
@@ -81,14 +80,14 @@ class OverlappedReduce:
         self._queue = sorted(zip(first_use, buffers.layout.buckets), key=lambda item: -item[0])
         """First stage and bucket, in the order in which they are begun."""
         self._next = len(self._queue)
-        self._works: list[dist.Work] = []
+        self._under_way: list[Started | None] = []
         self._active = False
         for number, stage in enumerate(stages[1:], start=1):
             stage.module.register_forward_pre_hook(partial(self._watch, number))
 
     def begin(self) -> None:
         """From here to ``finish`` gradients are the last ones of this step."""
-        self._next, self._works, self._active = 0, [], True
+        self._next, self._under_way, self._active = 0, [], True
 
     def finish(self) -> None:
         """Sums of what has not begun, and of the slots behind the gradients; behind it all are there."""
@@ -96,10 +95,10 @@ class OverlappedReduce:
         self._start(0)
         tail = self.buffers.tail
         if tail.numel():
-            self._note(start_sum(tail, self.groups.dp_cp_group, own_share=False))
-        for work in self._works:
-            work.wait()
-        self._works = []
+            self._under_way.append(start_sum(tail, self.groups.dp_cp_group, own_share=False))
+        for started in self._under_way:
+            wait_for(started)
+        self._under_way = []
 
     def _watch(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden = inputs[0]
@@ -119,11 +118,7 @@ class OverlappedReduce:
             own_share = not self.buffers.owns_all
             group = self.groups.expert_dp_group if bucket.part.expert else self.groups.dp_cp_group
             with torch.no_grad():
-                self._note(start_sum(self.buffers.bucket_grads(bucket), group, own_share=own_share))
-
-    def _note(self, work: dist.Work | None) -> None:
-        if work is not None:
-            self._works.append(work)
+                self._under_way.append(start_sum(self.buffers.bucket_grads(bucket), group, own_share=own_share))
 
 
 class OverlappedGather:
@@ -142,7 +137,7 @@ class OverlappedGather:
         uses = stages_of_buckets(buffers, stages)
         self._order = sorted(range(len(uses)), key=lambda number: uses[number])
         self._buckets: Sequence[Bucket] = buffers.layout.buckets
-        self._works: dict[int, dist.Work] = {}
+        self._under_way: dict[int, Started] = {}
         """Number of the bucket -> what is under way."""
         for number, stage in enumerate(stages):
             needed = [bucket for bucket, used in enumerate(uses) if number in used]
@@ -152,24 +147,22 @@ class OverlappedGather:
         """Begin to gather all parameters."""
         for number in self._order:
             bucket = self._buckets[number]
-            work = start_all_gather(self.buffers.bucket_params(bucket), self.buffers.owners(bucket.part).group)
-            if work is not None:
-                self._works[number] = work
+            started = start_all_gather(self.buffers.bucket_params(bucket), self.buffers.owners(bucket.part).group)
+            if started is not None:
+                self._under_way[number] = started
 
     def wait(self) -> None:
         """Behind it, all parameters are there."""
-        self._wait_for(list(self._works))
+        self._wait_for(list(self._under_way))
 
     @property
     def under_way(self) -> int:
         """Buckets that nobody has waited for yet."""
-        return len(self._works)
+        return len(self._under_way)
 
     def _wait_for(self, needed: Iterable[int]) -> None:
         for number in needed:
-            work = self._works.pop(number, None)
-            if work is not None:
-                work.wait()
+            wait_for(self._under_way.pop(number, None))
 
 
 def _before(action: Callable[[], None], module: nn.Module, inputs: tuple[Any, ...]) -> None:

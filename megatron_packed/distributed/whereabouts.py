@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 _PACKAGE = Path(__file__).parents[1]
+_OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
 
@@ -49,6 +50,8 @@ def _describe(inwards: Iterable[FrameType]) -> str:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path == _COLLECTIVES and not name.startswith("_"):
             collective = _collective(name, frame.f_locals.get("group"))
+        elif path == _OUR_COLLECTIVES and name == "wait_for" and (started := frame.f_locals.get("started")) is not None:
+            collective = _collective(started.name, started.group)
         elif _PACKAGE in Path(path).parents:
             inside = Path(path).relative_to(_PACKAGE)
             collective = None

@@ -37,6 +37,10 @@ LAST = 8
 UPDATE = "between all-reduce and update"
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+OVERLAP: dict[str, Any] = {
+    "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+    "ddp_bucket_size": 2000,
+}  # fmt: skip
 SILENT = "Rank 1 does not answer: it was killed or is stopped"
 HANGS_FOR = 4.0
 """Seconds that collectives wait in place of minutes."""
@@ -187,6 +191,12 @@ def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], 
             TENSOR, partial(stop_at, "before a forward pass", 10, 1, HANGS_FOR), 3,
             SILENT + r"; rank 0 was in \w+ over tp \(ranks 0, 1\), called by "
             r"layers/\w+\.py: \w+, in step 3\.", id="stopped-tensor-parallel",
+        ),
+        pytest.param(
+            OVERLAP, partial(stop_at, "before a forward pass", 5, 1, HANGS_FOR), 3,
+            SILENT + r"; rank 0 was in (all_gather|reduce_scatter) over all ranks \(ranks 0, 1\), called by "
+            r"(models/hybrid_model\.py: hidden_states|training/train_step\.py: _reduce), in step 3\.",
+            id="stopped-overlap",
         ),
         pytest.param(
             EXPERTS, partial(stop_at, "between backward and all-reduce", 3, 1, HANGS_FOR), 3,
