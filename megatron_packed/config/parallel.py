@@ -43,7 +43,7 @@ class ParallelConfig(Section, title="parallel"):
         "a2a", "How they see whole documents in attention: a2a exchanges heads for tokens, the others send keys and "
         "values, at once or round a ring, and cut documents into equal chunks (--pad-packed-seq-alignment).",
         choices=("a2a", "all_gather", "p2p"), value_aliases={"allgather": "all_gather"},
-        not_built={"a2a+p2p": "a2a or p2p"},
+        not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
         megatron=("p2p", "no document needs padding, and every attention kernel serves"),
     )
     expert_model_parallel_size: int = option(1, "Ranks that share the experts.", unit="ranks", minimum=1)

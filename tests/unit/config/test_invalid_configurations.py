@@ -156,7 +156,7 @@ INVALID = [
     ("^8 --context-parallel-size 4 --tensor-model-parallel-size 2",
      {"--context-parallel-size": "(2 of a tensor-parallel rank)"}),
     ("^2 --context-parallel-size 2 --seq-length 127", {"--context-parallel-size": "choose from 1, 127"}),
-    ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "a2a or p2p"}),
+    ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "give a2a"}),
     ("^2 --context-parallel-size 2 --cuda-graph-impl local", {"--cuda-graph-impl": "no collectives yet"}),
     ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not built"}),
     ("--cuda-graph-impl full_iteration", {"--cuda-graph-impl": "give local"}),
