@@ -265,7 +265,7 @@ class _Load:
         def compare() -> None:
             problems = [f"{name} is missing" for name in missing if name not in self.missing]
             problems += [f"{name} is extra (no rank wants it)" for name in extra if name not in self.unused]
-            for shard in self.wanted:
+            for shard in {shard.name: shard for shard in self.wanted}.values():
                 record = manifest.tensors.get(shard.name)
                 if record and (record.shape, record.dtype) != (shard.global_shape, shard.dtype):
                     problems.append(

@@ -70,12 +70,17 @@ class Ranks:
         """Run ``action`` on every rank; the values of all, or the same error on all.
 
         Raises:
-            CheckpointError: it failed somewhere; every failing rank is named (the first eight).
+            CheckpointError: it failed somewhere; every failing rank is named (the first eight), each problem said once.
         """
         outcomes = self.try_all(action)
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.problem is not None]
         if failed:
-            lines = "".join(f"\n  rank {rank}: {outcome.problem}" for rank, outcome in failed[:8])
+            said: dict[str | None, list[str]] = {}
+            for rank, outcome in failed[:8]:
+                said.setdefault(outcome.problem, []).append(str(rank))
+            lines = "".join(
+                f"\n  rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {problem}" for problem, who in said.items()
+            )
             kind = CheckpointMismatchError if all(outcome.mismatch for _, outcome in failed) else CheckpointError
             raise kind(f"{what} failed on {len(failed)} of {self.world_size} ranks; {cure}:{lines}")
         return [outcome.value for outcome in outcomes]

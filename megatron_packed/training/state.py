@@ -112,6 +112,15 @@ def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None
     return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint"
 
 
+def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    """Why weights with this metadata are not taken into a model of ``dtype``."""
+    was_bf16 = metadata["config"]["training"]["bf16"]
+    if was_bf16 == (dtype == torch.bfloat16):
+        return None
+    found, cure = ("with", "give it") if was_bf16 else ("without", "leave it out")
+    return f"was trained {found} --bf16, and weights are not converted; {cure} here too"
+
+
 class RunState:
     """Saves and restores one run.
 
@@ -232,7 +241,7 @@ class RunState:
 
         Raises:
             NoCheckpointError: there is none.
-            CheckpointMismatchError: it belongs to another model, to other data, or to another order of the data.
+            CheckpointMismatchError: it belongs to another model, precision or data, or to another order of the data.
             CheckpointError: none is sound.
         """
         rng = RngState.capture(self._device)
@@ -248,7 +257,7 @@ class RunState:
             step=options.ckpt_step,
             allow_missing=("",) if options.allows_unexpected else ("rng/",),
             allow_extra=("",) if options.finetune or options.allows_missing else ("rng/",),
-            accept=None if options.finetune else self._refusal,
+            accept=partial(precision_refusal, dtype=self.model.dtype) if options.finetune else self._refusal,
         )
         if options.finetune:
             self.optimizer.reset_masters()
@@ -282,11 +291,11 @@ class RunState:
 
     def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
         """Why a run cannot go on from a checkpoint with this metadata."""
-        was_bf16 = metadata["config"]["training"]["bf16"]
-        if was_bf16 != (self.model.dtype == torch.bfloat16):
-            given = "with" if was_bf16 else "without"
-            return f"was trained {given} --bf16; a run goes on in the precision it began with"
-        return model_refusal(metadata, self.model.config) or self._data_refusal(metadata)
+        return (
+            precision_refusal(metadata, self.model.dtype)
+            or model_refusal(metadata, self.model.config)
+            or self._data_refusal(metadata)
+        )
 
     def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]

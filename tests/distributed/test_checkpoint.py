@@ -162,6 +162,12 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
         )
     except CheckpointMismatchError as error:
         results["one rank wants another shape"] = str(error)
+    wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)
+    pieces = 2 * whole_tensors(wrong)  # as of a matrix that is cut
+    try:
+        load_checkpoint(root, pieces, rank=groups.rank, world_size=2, group=groups.dp_group, allow_extra=("rng/",))
+    except CheckpointMismatchError as error:
+        results["both want another shape"] = str(error)
     overlapping = [
         TensorShard(name="w", global_shape=(4,), start=groups.rank, end=groups.rank + 2, tensor=torch.zeros(2))
     ]
@@ -189,6 +195,8 @@ def test_both_ranks_decide_alike(tmp_path):
             assert (step, good) == (10, True)
             assert ("step_00000020 is rejected" in lines) == (rank == 0)
         assert "rank 1: layers.0.norm is BF16 [57], wanted is BF16 [58]" in result["one rank wants another shape"]
+        assert "\n  ranks 0, 1: layers.0.norm is BF16 [57], wanted is BF16 [58]" in result["both want another shape"]
+        assert result["both want another shape"].count("wanted is") == 1
         assert "do not cover its 4 elements once each" in result["overlap"]
         assert "rank 0:" in result["overlap"]
     assert "rank 1" in results[0]["one rank cannot read"][2] and "stale handle" in results[0]["one rank cannot read"][2]

@@ -217,7 +217,10 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     assert (copy / "log.jsonl").read_bytes() == lines
     wider = run({**options, "hidden_size": 64}, copy)
     assert_ends(wider, CHECKPOINT, "--hidden-size is 64, and the checkpoint was made with 32", copy)
-    assert_ends(run({**options, "bf16": True}, copy), CHECKPOINT, "was trained without --bf16; a run goes on", copy)
+    for changes in ({}, {"finetune": True, "save": None}):
+        refused = run({**options, **changes, "bf16": True}, copy, 2)
+        assert_ends(refused, CHECKPOINT, "was trained without --bf16, and weights are not converted", copy)
+        assert "wanted is" not in refused.console
     anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
     assert "--squared-relu is off" in anew.console and "takes its weights as they are" in anew.console

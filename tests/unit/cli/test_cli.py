@@ -138,6 +138,8 @@ def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys
     problem = capsys.readouterr().err
     assert "--squared-relu is on, and the checkpoint was made with off" in problem
     assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
+    assert exit_code(["generate", *run_flags, "--bf16", "--prompt", "a"]) == 4
+    assert "was trained without --bf16, and weights are not converted; leave it out here too" in capsys.readouterr().err
 
 
 def test_report(tmp_path, capsys):
