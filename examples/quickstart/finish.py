@@ -22,7 +22,7 @@ MARGIN = 0.5
 
 
 def main() -> int:
-    config = parse_or_exit(sys.argv[1:])
+    config = parse_or_exit(sys.argv[1:], launched=False)
     tokenizer = build_tokenizer(config.data)
     chat = chat_format("default", tokenizer)
     valid = open_dataset(

@@ -1,12 +1,13 @@
 """Real runs whose processes share matrices: the log and the checkpoints of one process."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import Data, assert_same_state, command_line, final_state, in_folder, run, steps, tiny_options
+from runs import REPOSITORY, Data, assert_same_state, command_line, final_state, in_folder, run, steps, tiny_options
 
 from megatron_packed.config.flags import parse
 from megatron_packed.training.data import build_tokenizer
@@ -83,3 +84,18 @@ def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:
     trained(halves, 2, options, **TENSOR)
     assert steps(halves / "log.jsonl") == steps(whole / "log.jsonl")
     assert_same_state(halves / "checkpoints", whole / "checkpoints", LAST)
+
+
+def test_the_quickstart_ends_with_the_flags_of_any_layout(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last command is one process with the flags of the run before it."""
+    pytest.importorskip("matplotlib")
+    options = tiny_options(data, train_iters=HALF, valid_data_path=data.valid, eval_interval=HALF, **SEQUENCE)
+    trained(tmp_path, 2, options)
+    script = REPOSITORY / "examples" / "quickstart" / "finish.py"
+    monkeypatch.setattr("sys.argv", [str(script), *command_line({**options, **in_folder(tmp_path)})])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 1  # so short a run has learned nothing
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
