@@ -95,6 +95,7 @@ class Trainer:
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
                 exit_code = ExitCode.DONE
         late = self._settle(self._late.flush())
+        self.step.buffers.wait_params()
         if late is not None and exit_code in (None, ExitCode.DONE):
             exit_code = late
         if exit_code is None and training.eval_interval and progress.validated_at != progress.iteration:
