@@ -6,6 +6,7 @@ and builds no model.
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from megatron_packed.config.cuda_graph import MODULE_LAYERS
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.surroundings import environment_number
 from megatron_packed.layers.backends import Backends
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
@@ -55,7 +57,7 @@ class Capability(NamedTuple):
 
 def explain(config: RunConfig) -> str:
     """All capabilities as a table for a terminal."""
-    rows = list(capabilities(config, device_of(config)))
+    rows = list(capabilities(config, device_of(config), environment_number(os.environ, "WORLD_SIZE", 1, [])))
     width = max(len(row.name) for row in rows)
     lines = []
     for row in rows:
@@ -66,14 +68,14 @@ def explain(config: RunConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def capabilities(config: RunConfig, device: torch.device) -> Iterator[Capability]:
-    """What the configuration gets on ``device``."""
+def capabilities(config: RunConfig, device: torch.device, world_size: int = 1) -> Iterator[Capability]:
+    """What the configuration gets on ``device``, with so many processes."""
     yield from _machine(config, device)
     for op, inputs in op_inputs(config, device):
         asked = str(getattr(Backends.of(backends_of(config)), op.name))  # type: ignore[arg-type]
         yield kernel(op, inputs, asked, device)
     yield from _graphs(config, device)
-    yield from _parallelism(config)
+    yield from _parallelism(config, world_size)
     yield from _keeping(config)
 
 
@@ -231,9 +233,9 @@ def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int)
                          "flash-attn 4, or --attention-backend flex")
 
 
-def _parallelism(config: RunConfig) -> Iterator[Capability]:
+def _parallelism(config: RunConfig, world_size: int) -> Iterator[Capability]:
     parallel = config.parallel
-    sharded, tp = parallel.use_distributed_optimizer, parallel.tensor_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
     if tp == 1:
         yield Capability("tensor parallelism", OFF, "every rank has whole matrices")
     else:
@@ -249,12 +251,7 @@ def _parallelism(config: RunConfig) -> Iterator[Capability]:
     else:
         padded = f"; documents lie at multiples of {config.document_alignment}" if config.document_alignment > 1 else ""
         yield Capability("context parallelism", ON, f"{cp} ranks share the tokens of each pack, by {comm}{padded}")
-    collective = "reduce-scatter" if sharded else "all-reduce"
-    whom = "all processes" if parallel.ranks_per_replica == 1 else f"replicas of {parallel.ranks_per_replica} processes"
-    yield Capability("data parallelism", ON, f"{whom}; gradients by {collective}")
-    yield Capability("distributed optimizer", ON if sharded else OFF,
-                     f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
-                     "" if sharded else "--use-distributed-optimizer")
+    yield from _replicas(config, world_size)
     if parallel.overlap_grad_reduce:
         gather = "; weights come back while the next step runs" if parallel.overlap_param_gather else ""
         yield Capability("overlap", ON, f"sums begin in the last backward pass{gather}")
@@ -263,6 +260,25 @@ def _parallelism(config: RunConfig) -> Iterator[Capability]:
     yield from _experts(config)
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not built yet")
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
+    layout, parallel = config.layout(world_size), config.parallel
+    sharded, each = parallel.use_distributed_optimizer, parallel.ranks_per_replica
+    replicas, copies = layout.dp_size, layout.size("dp_cp") > 1
+    copies |= MOE in config.model.hybrid_layer_pattern and layout.expert_dp_size > 1
+    collective = f"; gradients by {'reduce-scatter' if sharded else 'all-reduce'}" if copies else ""
+    processes = "process" if each == 1 else "processes"
+    if replicas == 1:
+        yield Capability("data parallelism", OFF, f"one replica, of {each} {processes}{collective}")
+    else:
+        yield Capability("data parallelism", ON, f"{replicas} replicas of {each} {processes}{collective}")
+    if not copies:
+        yield Capability("distributed optimizer", OFF, "no two ranks have the same weights")
+    else:
+        yield Capability("distributed optimizer", ON if sharded else OFF,
+                         f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
+                         "" if sharded else "--use-distributed-optimizer")  # fmt: skip
 
 
 def _experts(config: RunConfig) -> Iterator[Capability]:

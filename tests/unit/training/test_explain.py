@@ -62,6 +62,28 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     assert "where ranks share a pack" in ring["CUDA graphs"].reason
 
 
+def test_replicas_are_those_of_the_processes_that_there_are():
+    def said(world_size, *flags):
+        config = parse([*FLAGS, *flags], world_size)
+        found = {row.name.strip(): row for row in capabilities(config, CPU, world_size)}
+        optimizer = found["distributed optimizer"]
+        return found["data parallelism"][1:3], (optimizer.state, optimizer.reason, optimizer.advice)
+
+    tensor = ("--tensor-model-parallel-size", "2")
+    nobody = ("off", "no two ranks have the same weights", "")
+    assert said(1) == (("off", "one replica, of 1 process"), nobody)
+    assert said(2, *tensor) == (("off", "one replica, of 2 processes"), nobody)
+    replicas, optimizer = said(4, *tensor)
+    assert replicas == ("on", "2 replicas of 2 processes; gradients by all-reduce")
+    everything = "all of the fp32 masters and moments on every rank"
+    assert optimizer == ("off", everything, "--use-distributed-optimizer")
+    replicas, optimizer = said(2, "--context-parallel-size", "2", "--use-distributed-optimizer")
+    assert replicas == ("off", "one replica, of 2 processes; gradients by reduce-scatter")
+    assert optimizer == ("on", "its part of the fp32 masters and moments on every rank", "")
+    replicas, optimizer = said(2, *tensor, "--expert-tensor-parallel-size", "1")  # copies of experts
+    assert replicas == ("off", "one replica, of 2 processes; gradients by all-reduce") and optimizer[1] == everything
+
+
 def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
     assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].reason) == ("off", "--cuda-graph-impl none")
     found = rows("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "mamba",
