@@ -52,7 +52,7 @@ def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
 def test_context_parallelism_says_how_and_where_documents_lie():
     def said(*flags):
         config = parse([*FLAGS, "--context-parallel-size", "2", *flags], world_size=2)
-        return {row.name.strip(): row for row in capabilities(config, CPU)}
+        return {row.name.strip(): row for row in capabilities(config, CPU, 2)}
 
     assert rows()["context parallelism"].state == "off"
     assert said()["context parallelism"].reason == "2 ranks share the tokens of each pack, by a2a"
