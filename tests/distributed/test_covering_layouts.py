@@ -61,6 +61,8 @@ class Way(NamedTuple):
     """Of an expert: ``whole``, or ``shared`` by the tensor-parallel ranks."""
     optimizer: str
     """``copied``, or ``shared`` (ZeRO-1)."""
+    sums: str
+    """Of gradients over ranks: ``after`` the passes or ``beside`` them; a shared optimizer's weights likewise."""
     accumulate: int
     """Micro-batches of a rank in one step."""
 
@@ -83,37 +85,37 @@ class Way(NamedTuple):
 
 
 NONE = "none"
-ALONE = Way(1, 1, NONE, 1, NONE, 1, "allgather", NONE, "copied", 1)
+ALONE = Way(1, 1, NONE, 1, NONE, 1, "allgather", NONE, "copied", "after", 1)
 LAYOUTS = [
-    Way(int(p), int(tp), tokens, int(cp), comm, int(ep), dispatcher, matrices, optimizer, int(accumulate))
-    for p, tp, tokens, cp, comm, ep, dispatcher, matrices, optimizer, accumulate in (
+    Way(int(p), int(tp), tokens, int(cp), comm, int(ep), dispatcher, matrices, optimizer, sums, int(accumulate))
+    for p, tp, tokens, cp, comm, ep, dispatcher, matrices, optimizer, sums, accumulate in (
         row.split() for row in """
-        2 1 none   1 none       2 alltoall  none   copied 3
-        2 1 none   2 a2a        1 alltoall  none   copied 1
-        2 1 none   2 p2p        2 allgather none   copied 3
-        2 1 none   2 all_gather 2 alltoall  none   shared 1
-        2 2 whole  1 none       1 allgather whole  shared 1
-        2 2 shared 1 none       1 alltoall  shared shared 1
-        4 1 none   1 none       1 allgather none   shared 1
-        4 1 none   1 none       2 allgather none   copied 1
-        4 1 none   1 none       4 alltoall  none   shared 3
-        4 1 none   2 a2a        1 allgather none   shared 3
-        4 1 none   2 all_gather 4 allgather none   copied 3
-        4 1 none   2 p2p        4 allgather none   shared 3
-        4 1 none   4 all_gather 1 allgather none   shared 1
-        4 1 none   4 a2a        2 allgather none   copied 1
-        4 1 none   4 p2p        4 alltoall  none   copied 3
-        4 2 whole  1 none       1 alltoall  shared copied 1
-        4 2 shared 1 none       2 alltoall  whole  shared 1
-        4 2 shared 2 p2p        1 allgather shared shared 1
-        4 2 whole  2 all_gather 2 alltoall  shared shared 3
-        4 2 whole  2 a2a        2 alltoall  shared copied 1
-        4 2 shared 2 a2a        4 allgather whole  shared 1
-        4 2 shared 2 all_gather 4 alltoall  whole  copied 3
-        4 2 whole  2 p2p        4 allgather whole  shared 1
-        4 4 whole  1 none       1 allgather shared shared 1
-        4 4 shared 1 none       2 alltoall  whole  copied 3
-        4 4 whole  1 none       4 allgather whole  copied 1
+        2 1 none   1 none       1 alltoall  none   shared beside 1
+        2 1 none   2 all_gather 1 allgather none   copied beside 1
+        2 1 none   2 a2a        1 allgather none   shared beside 1
+        2 1 none   2 p2p        2 alltoall  none   copied beside 1
+        2 2 shared 1 none       1 allgather shared copied after  3
+        2 2 whole  1 none       1 allgather whole  shared beside 1
+        4 1 none   1 none       1 allgather none   shared after  1
+        4 1 none   1 none       2 alltoall  none   copied beside 3
+        4 1 none   1 none       4 allgather none   copied beside 3
+        4 1 none   2 all_gather 1 alltoall  none   shared after  1
+        4 1 none   2 a2a        2 allgather none   shared after  1
+        4 1 none   2 p2p        4 alltoall  none   copied after  3
+        4 1 none   4 all_gather 1 allgather none   copied after  3
+        4 1 none   4 p2p        2 alltoall  none   copied beside 1
+        4 1 none   4 a2a        4 allgather none   shared beside 1
+        4 2 whole  1 none       2 allgather shared shared beside 1
+        4 2 shared 1 none       4 allgather whole  copied beside 1
+        4 2 whole  2 p2p        1 allgather whole  shared after  1
+        4 2 shared 2 a2a        1 alltoall  shared shared after  1
+        4 2 shared 2 p2p        1 allgather shared shared beside 3
+        4 2 shared 2 all_gather 2 alltoall  shared shared beside 1
+        4 2 whole  2 a2a        2 allgather whole  copied after  3
+        4 2 whole  2 all_gather 4 alltoall  whole  copied after  3
+        4 4 shared 1 none       1 allgather shared copied after  1
+        4 4 whole  1 none       2 alltoall  whole  copied beside 1
+        4 4 whole  1 none       4 alltoall  whole  shared beside 3
         """.strip().splitlines()
     )
 ]  # fmt: skip
@@ -143,6 +145,9 @@ def config_of(way: Way) -> RunConfig:
             expert_model_parallel_size=way.ep,
             expert_tensor_parallel_size=way.tp if way.matrices == "shared" else 1,
             use_distributed_optimizer=way.optimizer == "shared",
+            overlap_grad_reduce=way.sums == "beside",
+            overlap_param_gather=way.sums == "beside" and way.optimizer == "shared",
+            ddp_bucket_size=4000,
         ),
         training=TrainingConfig(train_iters=STEPS, device="cpu"),
     )
@@ -185,6 +190,7 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
         for parameter in model.parameters():  # those that stay float32 too: all are compared as closely
             parameter.data = parameter.data.to(dtype)
     job = job_of_model(model, config, groups)
+    assert (job.step.overlapped is not None) == (way.sums == "beside") and len(job.buffers.layout.buckets) > 3
     losses, states = [], []
     for step in range(STEPS):
         norm = job.step(micro_batches(config, groups, step), config.optim.lr)[2:3]
@@ -241,15 +247,16 @@ def test_one_process_takes_steps_that_show_something() -> None:
 def every_way() -> Iterator[Way]:
     """All rows that can exist."""
     for processes, tp, cp, ep in product((2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4)):
-        for tokens, comm, dispatcher, matrices, optimizer, accumulate in product(
+        for tokens, comm, dispatcher, matrices, optimizer, sums, accumulate in product(
             ["whole", "shared"] if tp > 1 else [NONE],
             ["a2a", "all_gather", "p2p"] if cp > 1 else [NONE],
             ["allgather", "alltoall"],
             ["whole", "shared"] if tp > 1 else [NONE],
             ["copied", "shared"],
+            ["after", "beside"],
             [1, 3],
         ):
-            way = Way(processes, tp, tokens, cp, comm, ep, dispatcher, matrices, optimizer, accumulate)
+            way = Way(processes, tp, tokens, cp, comm, ep, dispatcher, matrices, optimizer, sums, accumulate)
             try:
                 if processes % (tp * cp) == 0:
                     config_of(way).layout(processes)
@@ -267,4 +274,4 @@ def test_the_list_covers_every_pair_that_can_exist() -> None:
     missing = possible - set().union(*map(pairs_of, LAYOUTS))
     assert not missing, sorted(map(str, missing))
     assert len(LAYOUTS) == len(set(LAYOUTS)) >= 24 and set(LAYOUTS) <= set(every_way())
-    assert len(possible) == 362  # a smaller number of pairs: choices have become impossible
+    assert len(possible) == 422  # a smaller number of pairs: choices have become impossible
