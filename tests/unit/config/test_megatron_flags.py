@@ -23,7 +23,7 @@ SFT_COMMAND = """
     --disable-bias-linear --no-create-attention-mask-in-dataloader --cuda-graph-impl none
     --accumulate-allreduce-grads-in-fp32 --calculate-per-token-loss --use-mcore-models --is-hybrid-model
     --attention-backend fused --save ckpt --load ckpt --transformer-impl local --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather
+    --overlap-grad-reduce --overlap-param-gather --ckpt-fully-parallel-save
 """
 
 
