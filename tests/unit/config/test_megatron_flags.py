@@ -23,7 +23,7 @@ SFT_COMMAND = """
     --disable-bias-linear --no-create-attention-mask-in-dataloader --cuda-graph-impl none
     --accumulate-allreduce-grads-in-fp32 --calculate-per-token-loss --use-mcore-models --is-hybrid-model
     --attention-backend fused --save ckpt --load ckpt --transformer-impl local --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather --ckpt-fully-parallel-save
+    --overlap-grad-reduce --overlap-param-gather
 """
 
 
@@ -86,6 +86,7 @@ TRUE_ANYWAY = [
     "--num-layers 3", "--moe-router-dtype fp32", "--vocab-extra-ids 0", "--optimizer adam", "--main-grads-dtype fp32",
     "--te-rng-tracker", "--cuda-graph-dynamic-microbatches", "--cuda-graph-granularity layer",
     "--cpu-offloading-num-layers 0", "--rerun-mode disabled", "--override-opt_param-scheduler", "--exit-signal-handler",
+    "--ckpt-fully-parallel-save",
 ]  # fmt: skip
 
 
