@@ -179,7 +179,11 @@ def _dense_rules(
     shared = list(_shared_items(parallel, model, sound))
     yield from _shared_out(tp_flag, tp, shared)
     if cp > 1 and all(items.fits(tp) for items in shared) and sound("parallel.cp_comm_type"):
-        yield from _shared_out(cp_flag, cp, [items.of_one(tp) for items in shared if items.exchanged_by(parallel)])
+        exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
+        by_heads = any(items.symbol == ATTENTION and not items.fits(cp) for items in exchanged)
+        others_fit = all(items.fits(cp) for items in exchanged if items.symbol != ATTENTION)
+        instead = ", or give --cp-comm-type p2p, which shares no heads" if by_heads and others_fit else ""
+        yield from _shared_out(cp_flag, cp, exchanged, instead)
     if sound("packing.seq_length", "packing.micro_batch_size"):
         yield from _row_rules(parallel, packing, sound)
     if sound("cuda_graph.cuda_graph_impl") and graphs.enabled and tp * cp > 1:
@@ -188,15 +192,15 @@ def _dense_rules(
                       "puts some into every layer", "leave one of them out")
 
 
-def _shared_out(flag: str, size: int, shared: list[_Shared]) -> Iterator[Problem]:
-    """What ``size`` ranks share must divide among them."""
+def _shared_out(flag: str, size: int, shared: list[_Shared], instead: str = "") -> Iterator[Problem]:
+    """What ``size`` ranks share must divide among them; ``instead`` is the end of the cure."""
     most = gcd(*(items.number for items in shared if not items.may_be_fewer))
     for items in shared:
         if not items.fits(size):
             fitting = [number for number in every_divisor(most) if all(other.fits(number) for other in shared)]
             rule = "neither divides nor is a multiple of" if items.may_be_fewer else "does not divide"
             yield Problem(flag, str(size), f"{rule} {items.flag} ({items.number}{items.of_rank})",
-                          f"choose from {in_words(fitting)}" if fitting else "give 1")
+                          (f"choose from {in_words(fitting)}" if fitting else "give 1") + instead)
 
 
 def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
@@ -245,8 +249,8 @@ def _expert_rules(
                           f"choose a size from {divisors(tokens)}, or leave it out")  # fmt: skip
     captured = sound("cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules") and graphs.enabled
     if size > 1 and captured and (not graphs.modules or "moe" in graphs.modules):
-        yield Problem("--cuda-graph-modules", " ".join(graphs.modules), f"captures no collectives yet, and {flag} "
-                      f"({size}) puts some into expert layers", "give attn mamba mlp moe_router")  # fmt: skip
+        yield Problem("--cuda-graph-modules", " ".join(graphs.modules) or "full", f"captures no collectives yet, and "
+                      f"{flag} ({size}) puts some into expert layers", "give attn mamba mlp moe_router")  # fmt: skip
 
 
 def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:

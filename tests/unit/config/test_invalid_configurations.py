@@ -155,6 +155,8 @@ INVALID = [
      {"--sequence-parallel": "whose product divides"}),
     ("^8 --context-parallel-size 4 --tensor-model-parallel-size 2",
      {"--context-parallel-size": "(2 of a tensor-parallel rank)"}),
+    ("^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-",
+     {"--context-parallel-size": "or give --cp-comm-type p2p"}),
     ("^2 --context-parallel-size 2 --seq-length 127", {"--context-parallel-size": "choose from 1, 127"}),
     ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "give a2a"}),
     ("^2 --context-parallel-size 2 --cuda-graph-impl local", {"--cuda-graph-impl": "no collectives yet"}),
