@@ -65,7 +65,7 @@ class Partition:
         if tokens % self.size:
             raise ValueError(
                 f"a pack has {tokens} token slots, which do not divide among cp_size = {self.size} ranks; choose "
-                f"seq_length x micro_batch_size as a multiple of {self.size * self.alignment}."
+                f"seq_length x micro_batch_size as a multiple of {max(self.size, self.alignment)}."
             )
         offsets = packed.cu_seqlens_cpu.numpy()
         wrong = np.flatnonzero(np.diff(offsets) % self.alignment)
