@@ -1,6 +1,6 @@
 """Collectives of data parallelism beside the work of the model: sums of gradients, and parameters that come back.
 
-Both go by buckets ([Note: buckets] in ``flat_buffers.py``) and by stages: the modules that the hidden state goes
+Both go by buckets ([Note: buckets] in ``flat_layout.py``) and by stages: the modules that the hidden state goes
 through, one after the other.
 
 [Note: when gradients are complete]
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron_packed.distributed.collectives import Started, start_all_gather, start_sum, wait_for
-from megatron_packed.distributed.flat_buffers import Bucket, FlatBuffers
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.distributed.flat_buffers import Bucket, FlatBuffers, FlatRange, ParamSlot, Part
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Bucket, FlatRange, ParamSlot, Part
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
 from megatron_packed.optim.clipping import clip_divisor, norm_and_flag
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership, Part
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import OverlappedGather
 from megatron_packed.models.hybrid_model import HybridModel

@@ -28,7 +28,8 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed import collectives
-from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership, Part
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 from megatron_packed.optim.optimizer import Optimizer

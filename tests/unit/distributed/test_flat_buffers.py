@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_packed.distributed.flat_buffers import Described, FlatBuffers, FlatLayout, Part
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Described, FlatLayout, Part
 from megatron_packed.distributed.groups import ParallelGroups
 
 BF16, FP32 = Part(torch.bfloat16), Part(torch.float32)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_packed.distributed.flat_buffers import FlatBuffers, Part
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Part
 from megatron_packed.optim.optimizer import Optimizer
 
 LR = float(np.float32(3e-3))  # the device holds float32: give torch.optim the same number

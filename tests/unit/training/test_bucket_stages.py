@@ -20,7 +20,7 @@ from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.distributed.flat_buffers import Bucket
+from megatron_packed.distributed.flat_layout import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import OverlappedReduce, stages_of_buckets
 from megatron_packed.packed.capacity import Ladder
