@@ -25,6 +25,7 @@ full_expert_buffers()``, where every buffer has its worst size.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class ExpertBuffer:
     """Of its hidden state."""
 
 
-class Dispatcher:
+class Dispatcher(ABC):
     """What all dispatchers know.
 
     Args:
@@ -84,6 +85,7 @@ class Dispatcher:
         self.full_buffer = False
         """Whether the buffer has its worst size, whatever the configuration. Host only; graphs are captured without."""
 
+    @abstractmethod
     def __call__(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: Experts
     ) -> Dispatched:
@@ -95,7 +97,6 @@ class Dispatcher:
             topk_weights_TK: ``(T, K)``.
             experts: those of this rank.
         """
-        raise NotImplementedError
 
     def capacity(self, tokens: int) -> int:
         """Rows of one expert that the tokens of one rank may need, of ``tokens`` slots each."""
