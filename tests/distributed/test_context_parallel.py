@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from recorder import Recorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
@@ -243,23 +243,6 @@ def test_padding_of_documents_changes_nothing_but_their_places() -> None:
 
 
 # -- what is sent ----------------------------------------------------------------------------------
-
-
-class Recorder(TorchDispatchMode):
-    """Every operation with the shapes of its results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else [result]
-        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
-        return result
-
-    def collectives(self) -> list[str]:
-        return [name.split(".")[1] for name, _ in self.calls if name.startswith("c10d.")]
 
 
 def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, list[str]]]:

@@ -13,15 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
+from recorder import Recorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.layers.moe.dispatcher as dispatchers
 import megatron_packed.layers.moe.parallel as moe_parallel
 import megatron_packed.layers.moe.router as router_module
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum, own_rows, reduce_scatter_rows
 from megatron_packed.distributed.differentiable import linear_map
-from megatron_packed.distributed.flat_buffers import FlatBuffers, Ownership
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -374,31 +375,6 @@ def test_steps_over_flat_buffers(
 
 
 # -- what every rank does --------------------------------------------------------------------------
-
-
-class Recorder(TorchDispatchMode):
-    """Every operation with the shapes of its results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else [result]
-        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
-        return result
-
-    @property
-    def tolist(self) -> Any:
-        """In place of ``Tensor.tolist``, which goes unseen on the CPU."""
-        original = Tensor.tolist
-
-        def noted(x: Tensor) -> Any:
-            self.calls.append(("tolist", []))
-            return original(x)
-
-        return noted
 
 
 QUESTIONS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "tolist")

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from recorder import Recorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.layers.linear as linear_module
 import megatron_packed.layers.tensor_parallel as tensor_parallel
@@ -248,20 +248,6 @@ def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(pools: 
     for found in pools.run(saved_shapes, 2, pattern, layout={"tp_size": 2}):
         assert (tokens, hidden) not in found
         assert (tokens // 2, hidden) in found
-
-
-class Recorder(TorchDispatchMode):
-    """Every operation with the shapes of its results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else [result]
-        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
-        return result
 
 
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,8 @@ TIMEOUT = 120.0
 """Seconds after which a run counts as hanging. One lasts a few seconds on an idle machine."""
 
 _PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.training.pretrain"]
+_ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
+"""Of runs in different layouts, which add in another order."""
 _TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib", "dp_imbalance")
 
 WORDS = ["north", "east", "south", "west", "river", "mountain", "harbour", "lantern", "copper", "silver"]
@@ -274,3 +277,20 @@ def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     """The same names, and every bit."""
     assert found.keys() == expected.keys()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
+
+
+def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
+    """The console of a run in ``folder`` that must end well."""
+    finished = run({**options, **in_folder(folder), **more}, folder, processes)
+    assert finished.exit_code == 0, finished.console
+    return finished.console
+
+
+def assert_same_log(found: Path, expected: Path, *, at_least: int = 6) -> None:
+    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs, plan."""
+    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
+    assert len(lines) == len(wanted) >= at_least
+    for line, other in zip(lines, wanted):
+        assert line == {
+            name: pytest.approx(value, rel=_TOLERANCE) if name in _ROUNDED else value for name, value in other.items()
+        }

@@ -3,34 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-from runs import Data, in_folder, run, steps, tiny_options
+from runs import Data, assert_same_log, in_folder, run, tiny_options, trained
 
-TOLERANCE = 1e-5
-ROUNDED = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
 HALF, LAST = 3, 6
 OPTIONS: dict[str, Any] = {
     "train_iters": LAST, "eval_interval": HALF, "no_isolation_self_test": None, "num_attention_heads": 4,
 }  # fmt: skip
 A2A: dict[str, Any] = {"context_parallel_size": 2}
 RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
-
-
-def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
-    """The console of a run in ``folder`` that must end well."""
-    finished = run({**options, **in_folder(folder), **more}, folder, processes)
-    assert finished.exit_code == 0, finished.console
-    return finished.console
-
-
-def assert_same_log(found: Path, expected: Path) -> None:
-    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs, plan."""
-    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
-    assert len(lines) == len(wanted) >= LAST
-    for line, other in zip(lines, wanted):
-        assert line == {
-            name: pytest.approx(value, rel=TOLERANCE) if name in ROUNDED else value for name, value in other.items()
-        }
 
 
 def test_a_run_that_changes_its_partition_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:

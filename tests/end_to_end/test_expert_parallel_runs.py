@@ -3,32 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-from runs import Data, final_state, in_folder, run, steps, tiny_options
+from runs import Data, assert_same_log, final_state, tiny_options, trained
 
-TOLERANCE = 1e-5
-ROUNDED = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 LAST = 6
 FACTOR = 1.1
 """Of an even share of the rows: enough for some of the first steps and too little for others."""
-
-
-def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
-    """The console of a run in ``folder`` that must end well."""
-    finished = run({**options, **in_folder(folder), **more}, folder, processes)
-    assert finished.exit_code == 0, finished.console
-    return finished.console
-
-
-def assert_same_log(found: Path, expected: Path) -> None:
-    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs."""
-    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
-    assert len(lines) == len(wanted) >= LAST
-    for line, other in zip(lines, wanted):
-        assert line == {
-            name: pytest.approx(value, rel=TOLERANCE) if name in ROUNDED else value for name, value in other.items()
-        }
 
 
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:

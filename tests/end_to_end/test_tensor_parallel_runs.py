@@ -7,34 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from runs import REPOSITORY, Data, assert_same_state, command_line, final_state, in_folder, run, steps, tiny_options
+from runs import (
+    REPOSITORY,
+    Data,
+    assert_same_log,
+    assert_same_state,
+    command_line,
+    final_state,
+    in_folder,
+    steps,
+    tiny_options,
+    trained,
+)
 
 from megatron_packed.config.flags import parse
 from megatron_packed.training.data import build_tokenizer
 from megatron_packed.training.inference import load_model
 
-TOLERANCE = 1e-5
-ROUNDED = ("lm_loss", "aux_loss", "grad_norm", "valid_loss")
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SEQUENCE: dict[str, Any] = {**TENSOR, "sequence_parallel": True}
 HALF, LAST = 3, 6
-
-
-def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
-    """The console of a run in ``folder`` that must end well."""
-    finished = run({**options, **in_folder(folder), **more}, folder, processes)
-    assert finished.exit_code == 0, finished.console
-    return finished.console
-
-
-def assert_same_log(found: Path, expected: Path) -> None:
-    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs."""
-    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
-    assert len(lines) == len(wanted)
-    for line, other in zip(lines, wanted):
-        assert line == {
-            name: pytest.approx(value, rel=TOLERANCE) if name in ROUNDED else value for name, value in other.items()
-        }
 
 
 def operations(folder: Path, processes: int) -> list[float]:

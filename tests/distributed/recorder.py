@@ -1,0 +1,36 @@
+"""What torch is asked to do, operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation with the shapes of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
+        return result
+
+    def collectives(self) -> list[str]:
+        return [name.split(".")[1] for name, _ in self.calls if name.startswith("c10d.")]
+
+    @property
+    def tolist(self) -> Any:
+        """In place of ``Tensor.tolist``, which goes unseen on the CPU."""
+        original = Tensor.tolist
+
+        def noted(x: Tensor) -> Any:
+            self.calls.append(("tolist", []))
+            return original(x)
+
+        return noted
