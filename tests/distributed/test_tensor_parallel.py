@@ -227,6 +227,26 @@ def test_experts(pools: WorkerPools, world_size: int, tp_size: int, sequence_par
     check(pools, world_size, tp_size, runs)
 
 
+def after_a_rounding(groups: ParallelGroups) -> dict[str, Tensor]:
+    """Gradients that every rank finds in full, after one rank's kernels have rounded otherwise, and after the sum."""
+    model = build(Run(BIASES, "M*-", dtype=torch.float32), groups)
+    FlatBuffers(model)
+    copies = {n: p for n, p in model.named_parameters() if n.endswith(("norm.weight", "norm.bias", "proj.bias"))}
+    copies = {n: p for n, p in copies.items() if ".mixer.norm." not in n}
+    for number, parameter in enumerate(copies.values()):
+        parameter.main_grad.fill_(1.0 + number + 1e-3 * groups.tp_rank)
+    model.shared_gradients().sum()
+    return {name: parameter.main_grad.clone() for name, parameter in copies.items()}
+
+
+def test_copies_do_not_drift_apart(pools: WorkerPools) -> None:
+    one, other = pools.run(after_a_rounding, 2, layout={"tp_size": 2})
+    assert len(one) >= 8
+    for number, name in enumerate(one):
+        assert torch.equal(one[name], other[name]), name
+        torch.testing.assert_close(one[name], torch.full_like(one[name], 1.0 + number + 5e-4))
+
+
 def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
     """Of what autograd keeps between forward and backward."""
     model, found = build(Run(pattern=pattern, sequence_parallel=True, dtype=torch.float32), groups), []
