@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=4, help="of a step, over all processes")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
-    device = device_from(arguments.device)
+    device = torch.device(device_from(arguments.device).type)  # each process takes the GPU of its local rank
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world not in LAYOUTS:
         parser.error(f"there are layouts of {' and '.join(map(str, LAYOUTS))} processes, not of {world}: use torchrun")

@@ -97,8 +97,11 @@ def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
         for errors in run_distributed(compare_rank, 2, changes, backend="nccl", layout=layout, timeout=300):
             assert errors.pop("overflow") == 0
             assert errors.pop("loss") <= 1e-2
-            worst = max(errors, key=errors.__getitem__)
-            assert errors[worst] <= 3e-2, f"{changes}: {worst} {errors[worst]:.1e}"
+            for name, error in errors.items():
+                # Tensor parallelism rounds hidden states otherwise, and a token between two experts takes the other
+                # one: that moves the router's gradient. One that misses a rank's tokens is off by more than half.
+                bound = 0.2 if "router" in name and "tp_size" in layout else 3e-2
+                assert error <= bound, f"{changes}: {name} {error:.1e}"
 
 
 def without_sync(groups: ParallelGroups, changes: dict[str, Any]) -> bool:
