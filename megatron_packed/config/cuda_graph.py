@@ -60,6 +60,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         return tuple(module for module in MODULE_LAYERS if module in self.cuda_graph_modules)
 
     @property
+    def captures_experts(self) -> bool:
+        """Whether whole expert layers are captured."""
+        return self.enabled and (not self.modules or "moe" in self.modules)
+
+    @property
     def capacities(self) -> tuple[int, ...] | None:
         """The capacities that were given, smallest first, each once; None when the pack plan decides."""
         return tuple(sorted(set(self.cuda_graph_max_packed_seqs))) or None

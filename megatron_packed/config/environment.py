@@ -19,6 +19,13 @@ FASTEST: dict[str, str] = {
 }
 """Set when they are not set yet, without ``deterministic_mode``."""
 
+ALWAYS: dict[str, str] = {
+    # Replays of one rank may meet eager passes, or replays of other graphs, of another: NCCL must not write to buffers
+    # that it has registered with a captured collective.
+    "NCCL_GRAPH_REGISTER": "0",
+}
+"""Set when they are not set yet."""
+
 DETERMINISTIC: dict[str, str] = {
     "MAMBA_DETERMINISTIC": "1",  # mamba-ssm: no atomic additions in the scan's backward
     "CAUSAL_CONV1D_DETERMINISTIC": "1",  # causal-conv1d >= 1.6: the same for the convolution's weight gradient
@@ -37,7 +44,7 @@ _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
 
 def environment(training: TrainingConfig) -> dict[str, str]:
     """The variables of a run."""
-    return dict(DETERMINISTIC if training.deterministic_mode else FASTEST)
+    return ALWAYS | (DETERMINISTIC if training.deterministic_mode else FASTEST)
 
 
 def environment_problems(training: TrainingConfig, environ: MutableMapping[str, str] | None = None) -> list[Problem]:

@@ -164,13 +164,13 @@ def parallel_rules(
     parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
     """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for all sections."""
-    yield from _dense_rules(parallel, model, packing, graphs, sound)
+    yield from _dense_rules(parallel, model, packing, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
         yield from _expert_rules(parallel, model, packing, graphs, sound)
 
 
 def _dense_rules(
-    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
+    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
 ) -> Iterator[Problem]:
     if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         return
@@ -186,10 +186,6 @@ def _dense_rules(
         yield from _shared_out(cp_flag, cp, exchanged, instead)
     if sound("packing.seq_length", "packing.micro_batch_size"):
         yield from _row_rules(parallel, packing, sound)
-    if sound("cuda_graph.cuda_graph_impl") and graphs.enabled and tp * cp > 1:
-        flag, size = (tp_flag, tp) if tp > 1 else (cp_flag, cp)
-        yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"captures no collectives yet, and {flag} ({size}) "
-                      "puts some into every layer", "leave one of them out")
 
 
 def _shared_out(flag: str, size: int, shared: list[_Shared], instead: str = "") -> Iterator[Problem]:
@@ -247,10 +243,16 @@ def _expert_rules(
             yield Problem("--expert-tensor-parallel-size", "1", f"shares the {tokens} token slots of a pack evenly "
                           f"among --tensor-model-parallel-size ({tp}) ranks",
                           f"choose a size from {divisors(tokens)}, or leave it out")  # fmt: skip
-    captured = sound("cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules") and graphs.enabled
-    if size > 1 and captured and (not graphs.modules or "moe" in graphs.modules):
-        yield Problem("--cuda-graph-modules", " ".join(graphs.modules) or "full", f"captures no collectives yet, and "
-                      f"{flag} ({size}) puts some into expert layers", "give attn mamba mlp moe_router")  # fmt: skip
+    asks = model.moe_token_dispatcher_type == "alltoall" and not model.moe_pad_expert_input_to_capacity  # noqa: S105
+    if (
+        size > 1
+        and asks
+        and sound("model.moe_token_dispatcher_type", "cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules")
+        and graphs.captures_experts
+    ):
+        yield Problem("--moe-token-dispatcher-type", "alltoall", "asks the device how many rows go where, which a CUDA "
+                      "graph cannot", "give allgather, or --moe-pad-expert-input-to-capacity with "
+                      "--moe-expert-capacity-factor, or --cuda-graph-modules without moe")  # fmt: skip
 
 
 def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:

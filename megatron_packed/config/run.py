@@ -76,6 +76,11 @@ class RunConfig:
         """What slots of documents begin and end at multiples of, A; a zigzag needs one."""
         return self.packing.pad_packed_seq_alignment or self.parallel.document_alignment
 
+    @property
+    def shares_captures(self) -> bool:
+        """Whether CUDA graphs hold collectives between ranks with different packs."""
+        return self.parallel.expert_model_parallel_size > 1 and self.cuda_graph.captures_experts
+
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different packs."""
         return max(world_size // self.parallel.ranks_per_replica, 1)

@@ -107,6 +107,8 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
     fresh = fresh.with_tables(**runner.tables(fresh))
     runner.slot.buffer.fill_(0xFF)
     runner.fill(micro_batch, cell)
+    # The middle document, or the tail of a pack without any: ranks that share collectives do the same.
+    own_rows = runner.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)
     worst, count = 0.0, 0
     try:
         for module in runner.modules:
@@ -115,7 +117,7 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
                 continue
             count += 1
             generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
-            difference = _audit_module(module, captured, fresh, generator, deterministic)
+            difference = _audit_module(module, captured, fresh, own_rows, generator, deterministic)
             worst = max(worst, difference)
     finally:
         runner.slot.vacate()
@@ -126,6 +128,7 @@ def _audit_module(
     module: GraphedModule,
     captured: CapturedModule,
     fresh: PackedSeqParams,
+    own_rows: Tensor,
     generator: torch.Generator,
     deterministic: bool,
 ) -> float:
@@ -147,7 +150,7 @@ def _audit_module(
                 f"their largest value, and {allowed:.1e} is allowed. Train with --cuda-graph-impl none and report this "
                 "with the options of the run."
             )
-    _audit_isolation(module, captured, hidden, LARGE * normal(hidden), grads, fresh)
+    _audit_isolation(module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2)
     return worst
 
 
@@ -157,25 +160,24 @@ def _audit_isolation(
     hidden: Tensor,
     large: Tensor,
     grads: Sequence[Tensor],
-    packed: PackedSeqParams,
+    own_rows: Tensor,
+    number: int,
 ) -> None:
-    """The middle document's rows, when all others are those of ``large``: other values, which norms cannot undo.
+    """Rows of one document, when all others are those of ``large``: other values, which norms cannot undo.
 
     Outputs behind the hidden states get no gradient: auxiliary losses couple documents by design.
+
+    Args:
+        own_rows: ``(rows of hidden,)`` bool, those of document ``number``; none where other ranks have them.
     """
-    if packed.num_seqs < 1:
-        return
     grads = [grads[0], *map(torch.zeros_like, grads[1:])]
     before = _run_replayed(module, captured, hidden, grads)
-    number = packed.num_seqs // 2
-    rows = slice(int(packed.cu_seqlens_cpu[number]), int(packed.cu_seqlens_cpu[number + 1]))
-    large[rows] = hidden[rows]
-    after = _run_replayed(module, captured, large, grads)
+    after = _run_replayed(module, captured, torch.where(own_rows[:, None], hidden, large), grads)
     for name, found, wanted in (
         ("outputs", after.outputs[0], before.outputs[0]),
         ("input gradients", after.input_gradient, before.input_gradient),
     ):
-        difference = _relative(found[rows], wanted[rows])
+        difference = _relative(found[own_rows], wanted[own_rows])
         allowed = ULPS_OF_OTHER_ROWS * torch.finfo(hidden.dtype).eps
         if not difference <= allowed:
             raise AuditMismatchError(

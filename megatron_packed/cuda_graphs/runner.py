@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,6 +43,16 @@ class Planned(NamedTuple):
     takes_packed: bool
 
 
+class Refusal(NamedTuple):
+    """A module that is not captured for a cell."""
+
+    cell: Cell
+    module: str
+
+
+ELSEWHERE = "another rank cannot capture it, and its collectives need all ranks to run it alike"
+
+
 class _CaptureError(Exception):
     """Capturing one module failed, or what all of them share (None)."""
 
@@ -63,6 +73,7 @@ class GraphRunner:
         device: of the modules.
         tables: what all modules share and derive from a pack's metadata once; by name. Captured as a graph of its own.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
+        own_rows: of what has one entry for each slot, those of the rows that hidden states have on this rank.
         engine: captures; by default torch's CUDA graphs.
         warmup_steps: eager passes before each cell's capture.
         strict: any fallback is an error.
@@ -80,6 +91,7 @@ class GraphRunner:
         device: torch.device,
         tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
+        own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
         engine: Engine | None = None,
         warmup_steps: int = 3,
         strict: bool = False,
@@ -95,25 +107,35 @@ class GraphRunner:
             GraphedModule(name, module, self.slot, self.engine, self.counters, strict=strict, calls=self._calls)
             for name, module in modules.items()
         ]
-        self.tables, self._check, self._say = tables, check, say
+        self.tables, self.own_rows, self._check, self._say = tables, own_rows, check, say
         self._warmup_steps = max(warmup_steps, 1)
         self._table_graphs: dict[Cell, Graph] = {}
+        self._refused_elsewhere: frozenset[Refusal] = frozenset()
+        self._bypassed: str | None = None
+        """Why nothing is replayed at the moment, though it could be."""
         self._outside: dict[tuple[object, ...], Tensor] = {}
         self._used_by_graphs: list[tuple[Mapping[str, Any], str]] = []
         self._addresses: list[int] = []
 
-    def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
+    def capture(
+        self,
+        driver: Callable[[MicroBatch], object],
+        make_dummy: Callable[[Cell], MicroBatch],
+        refused: Collection[Refusal] = (),
+    ) -> None:
         """Capture every cell, the largest first. Call it between steps: gradients hold garbage afterwards, all
         else is as before.
 
         Args:
             driver: forward and backward of one micro-batch, as in training.
             make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like real ones.
+            refused: what is not to be captured, since another rank cannot that takes part in its collectives.
         Raises:
             GraphFallbackError: ``strict``, and something could not be captured.
         """
         started = time.perf_counter()
         self.forget()
+        self._refused_elsewhere = frozenset(refused)
         try:
             with kept(buffer for module in self.modules for buffer in module.module.buffers()):
                 self._capture_all(driver, make_dummy)
@@ -147,7 +169,7 @@ class GraphRunner:
             return self.fill(micro_batch, cell)
         if self.strict:
             cure = ""
-            if micro_batch.packed.num_seqs > self.ladder.largest:
+            if self._bypassed is None and cell.capacity > self.ladder.largest:
                 cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
             raise GraphFallbackError(
                 f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}{cure}."
@@ -161,6 +183,11 @@ class GraphRunner:
         placed = self.slot.fill(micro_batch, cell)
         self._table_graphs[cell].replay()
         return placed
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        """What could not be captured, and for which cells."""
+        return sorted(Refusal(cell, module.name) for module in self.modules for cell in module.refusals)
 
     @property
     def moved(self) -> bool:
@@ -188,14 +215,27 @@ class GraphRunner:
             module.remove()
         self.modules = []
 
+    @contextmanager
+    def bypassed(self, reason: str) -> Iterator[None]:
+        """Inside, every micro-batch runs eagerly: what it needs is not what was captured."""
+        self._bypassed = reason
+        try:
+            yield
+        finally:
+            self._bypassed = None
+
     def why_eager(self, micro_batch: MicroBatch, cell: Cell) -> str | None:
         """Why a micro-batch would not be replayed; None if it would."""
+        if self._bypassed is not None:
+            return self._bypassed
         if cell in self._table_graphs:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
             return "weights have moved to other memory" if self.moved else None
         if micro_batch.packed.num_seqs > self.ladder.largest:
             return f"more than {self.ladder.largest} documents"
+        if cell.capacity > self.ladder.largest:
+            return f"more than {self.ladder.largest} documents on another rank, whose graphs share collectives"
         if not self._table_graphs:
             return "no graphs"
         return "no graphs for its capacity" if cell in self.ladder.cells else "built in the size of no cell"
@@ -278,7 +318,9 @@ class GraphRunner:
         before: GraphedModule | None = None
         for module in dict.fromkeys(self._calls):
             found = module.observed
-            if module.problem in module.refusals.values():
+            if Refusal(cell, module.name) in self._refused_elsewhere:
+                self._refuse([module], f"{module.name} not", ELSEWHERE, cell)
+            elif module.problem in module.refusals.values():
                 module.refusals[cell] = str(module.problem)  # said before, for a larger cell
             elif module.problem is not None:
                 self._refuse([module], f"{module.name} not", module.problem, cell)

@@ -13,7 +13,7 @@ from megatron_packed.data.collate import collate
 from megatron_packed.data.dataset import TokenizedDataset
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, Pieces, StepPlan
 from megatron_packed.data.segments import Segments
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.metadata import aligned
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -31,6 +31,8 @@ class Loader:
         total_tokens: slots of every pack.
         ladder: each micro-batch gets exactly the capacity and the bound of the longest row of the smallest cell that
             holds it. One that no cell holds, and all without a ladder, have room for their own documents and no more.
+        alike: the same cell for micro-batch i of all data-parallel ranks, read off the plan: the smallest that holds
+            each of them. Where none does, all have room for the most documents that one of them has, beyond the ladder.
         prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are asked for.
         device: micro-batches are pinned for it if it is a CUDA device.
     Raises:
@@ -45,6 +47,7 @@ class Loader:
         dp_rank: int,
         total_tokens: int,
         ladder: Ladder | None = None,
+        alike: bool = False,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -52,7 +55,7 @@ class Loader:
             raise ValueError(f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks.")
         _check_segments(plan.segments, dataset)
         self.dataset, self.plan = dataset, plan
-        self.dp_rank, self.total_tokens, self.ladder = dp_rank, total_tokens, ladder
+        self.dp_rank, self.total_tokens, self.ladder, self._alike = dp_rank, total_tokens, ladder, alike
         self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
@@ -99,25 +102,34 @@ class Loader:
     def _prepare(self, step: int, number: int) -> MicroBatch:
         plan = self._step_plan(step)
         pieces = plan.packs[self.dp_rank][number]
-        cell = self._cell(pieces)
+        capacity, max_seqlen = self._room(plan, number)
         micro_batch = collate(
             self.dataset,
             self.plan.segments,
             pieces,
             total_tokens=self.total_tokens,
-            capacity=cell.capacity if cell is not None else None,
+            capacity=capacity,
             scales=plan.scales,
-            max_seqlen=cell.max_seqlen if cell is not None else None,
+            max_seqlen=max_seqlen,
             alignment=self.plan.alignment,
         )
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
 
-    def _cell(self, pieces: Pieces) -> Cell | None:
+    def _room(self, plan: StepPlan, number: int) -> tuple[int | None, int | None]:
+        """Documents and longest row that micro-batch ``number`` has room for; None for exactly its own."""
         if self.ladder is None:
-            return None
+            return None, None
+        packs = [of_rank[number] for of_rank in plan.packs] if self._alike else [plan.packs[self.dp_rank][number]]
+        documents = max(pieces.size for pieces in packs)
+        cell = self.ladder.cell_for(documents, max(map(self._longest_row, packs)))
+        if cell is not None:
+            return cell.capacity, cell.max_seqlen
+        return (documents if self._alike else None), None
+
+    def _longest_row(self, pieces: Pieces) -> int:
+        """In tokens, the tail included."""
         lengths = aligned(self.plan.segments.length[pieces], self.plan.alignment)
-        tail = self.total_tokens - int(lengths.sum())
-        return self.ladder.cell_for(pieces.size, max(int(lengths.max(initial=0)), tail))
+        return max(int(lengths.max(initial=0)), self.total_tokens - int(lengths.sum()))
 
     def _step_plan(self, step: int) -> StepPlan:
         plan = self._plans.get(step)

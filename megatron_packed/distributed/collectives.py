@@ -7,7 +7,6 @@ JSON ones are for start-up and checkpoints (they wait for the host); they carry 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -181,9 +180,8 @@ def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
     passes wait for each other take the earliest turn among them together.
     """
     turns = all_gather_json(0 if groups.rank == 0 else 1 if groups.local_rank == 0 else 2, groups)
-    size = math.lcm(groups.tp_cp_size, groups.expert_tp_ep_size)
-    first = groups.rank // size * size
-    turn = min(turns[first : first + size])
+    first = groups.rank // groups.ranks_of_pass * groups.ranks_of_pass
+    turn = min(turns[first : first + groups.ranks_of_pass])
     for _ in range(turn):
         barrier(groups)
     result = action()

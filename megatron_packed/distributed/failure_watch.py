@@ -81,6 +81,7 @@ class FailureWatch:
         self._rank = groups.rank
         self._main = threading.main_thread().ident
         self._speaks = False
+        self._first = threading.Lock()
         self._told = threading.Event()
         """Another rank's report was read, and this process is about to end."""
         if self._world_size > 1:
@@ -101,6 +102,8 @@ class FailureWatch:
             lost: the error, if it says no more than that another process is gone or does not come. The failure then
                 names the rank that does not answer, or where all are.
         """
+        if not self._first.acquire(blocking=False):
+            threading.Event().wait()  # another thread of this process reports, and is about to end it
         if self._world_size == 1:
             speak(failure)
             return failure.exit_code
@@ -109,7 +112,9 @@ class FailureWatch:
         self._speaks = True
         silent: list[int] = []
         if lost is not None:
-            answers, silent = self._call_the_roll(place_of_error(lost))
+            raised_here = lost.__traceback__ is not None
+            place = place_of_error(lost) if raised_here else place_of_thread(self._main)
+            answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
                 rank=silent[0] if len(silent) == 1 else failure.rank,

@@ -12,6 +12,7 @@ would hold up the exchange of tokens, however well the two could overlap.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,11 @@ class ParallelGroups:
     """Ranks that hold the same shard of the same experts: their gradients are summed."""
     expert_dp_size: int = 1
     expert_dp_rank: int = 0
+
+    @property
+    def ranks_of_pass(self) -> int:
+        """Ranks, next to each other, whose forward passes wait for each other."""
+        return math.lcm(self.tp_cp_size, self.expert_tp_ep_size)
 
     timeout: timedelta = timedelta(minutes=10)
     """Of every collective."""

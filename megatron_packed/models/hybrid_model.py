@@ -258,6 +258,14 @@ class HybridModel(nn.Module):
             tables["num_valid"] = count_valid(packed)
         return tables
 
+    def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Of what has one entry for each of T slots, those of the rows that this rank's hidden state has."""
+        own_T = self.cp.own(x_T, packed)
+        if not self.tp.sequence_parallel:
+            return own_T
+        rows = own_T.shape[0] // self.tp.size
+        return own_T.narrow(0, self.tp.rank * rows, rows)
+
     def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEOutput]]:
         """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included).
 
@@ -344,6 +352,12 @@ class HybridModel(nn.Module):
             worst_rows=dispatcher.worst_rows(tokens),
             bytes_per_row=self.config.hidden_size * self.dtype.itemsize,
         )
+
+    @property
+    def bounds_expert_buffers(self) -> bool:
+        """Whether a pack may need more room for the rows of experts than there is."""
+        bounded = self.config.moe_expert_rank_capacity_factor is not None
+        return bool(self.moe_layers) and bounded and self.ep.group is not None
 
     @contextmanager
     def full_expert_buffers(self) -> Iterator[None]:

@@ -265,6 +265,7 @@ def _stream(
         dp_rank=groups.dp_rank,
         total_tokens=config.packing.tokens_per_pack,
         ladder=ladder,
+        alike=config.shares_captures,
         prefetch=config.data.num_workers,
         device=groups.device,
     )

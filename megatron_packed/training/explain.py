@@ -189,9 +189,6 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
 def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
     if not graphs.enabled:
-        if config.parallel.ranks_per_replica > 1:
-            yield Capability("CUDA graphs", OFF, "not built yet where ranks share a pack: layers hold collectives")
-            return
         yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
                          "--cuda-graph-impl local" if device.type == "cuda" else "")
         return

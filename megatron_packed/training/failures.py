@@ -17,8 +17,8 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
+from megatron_packed.distributed.heartbeat import DeviceHangError
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.late_metrics import StepTimeoutError
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -75,7 +75,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def is_lost_connection(error: Exception) -> bool:
     """Whether another process is gone or hangs. Gloo's errors have no class of their own, but name its source file."""
-    if isinstance(error, (dist.DistError, StepTimeoutError)):
+    if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
     return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 

@@ -13,8 +13,8 @@ from torch import nn
 from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner
-from megatron_packed.distributed.collectives import all_gather_json
+from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner, Refusal
+from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Cell, Ladder
@@ -60,6 +60,7 @@ def build_graphs(
         device=groups.device,
         tables=job.model.tables,
         check=job.model.check,
+        own_rows=job.model.own_rows,
         engine=engine,
         warmup_steps=options.cuda_graph_warmup_steps,
         strict=options.cuda_graph_strict,
@@ -84,11 +85,16 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
     return modules
 
 
-def capture_graphs(graphs: GraphRunner, step: TrainStep, packs_per_step: int) -> None:
+def capture_graphs(
+    graphs: GraphRunner, step: TrainStep, packs_per_step: int, groups: ParallelGroups, *, first: bool = False
+) -> None:
     """Capture everything, or everything again after weights have moved; between steps.
 
-    Gradients are zero afterwards, nothing else of the job has changed.
+    Ranks whose modules hold collectives with each other capture together, and the same: what one of them cannot
+    capture, none does. Gradients are zero afterwards, nothing else of the job has changed.
 
+    Args:
+        first: nothing was captured before. Then kernels are compiled and tuned by one rank for all.
     Raises:
         GraphFallbackError: ``--cuda-graph-strict``, and something cannot be captured.
     """
@@ -97,23 +103,44 @@ def capture_graphs(graphs: GraphRunner, step: TrainStep, packs_per_step: int) ->
         total_tokens=graphs.slot.total_tokens,
         vocab_size=step.model.vocab_size,
         packs_per_step=packs_per_step,
+        alignment=step.model.cp.partition.alignment,
     )
-    graphs.capture(step.forward_backward, make_dummy)
+    refused: list[Refusal] = []
+    differ = True
+    while differ:
+        capture = partial(graphs.capture, step.forward_backward, make_dummy, refused)
+        in_turns(groups, capture) if first and groups.device.type == "cuda" else capture()
+        refused = refused_together(graphs.refusals, groups)
+        differ = any(all_gather_json(refused != graphs.refusals, groups)) if groups.ranks_of_pass > 1 else False
     step.buffers.zero_grad()
 
 
-def dummy_pack(cell: Cell, *, total_tokens: int, vocab_size: int, packs_per_step: int) -> MicroBatch:
+def refused_together(mine: list[Refusal], groups: ParallelGroups) -> list[Refusal]:
+    """What this rank, or one that takes part in its forward pass, cannot capture; a collective where there is one."""
+    ranks = groups.ranks_of_pass
+    if ranks == 1:
+        return mine
+    begin = groups.rank // ranks * ranks
+    found = all_gather_json([[cell.capacity, cell.max_seqlen, module] for cell, module in mine], groups)
+    together = {tuple(refusal) for of_rank in found[begin : begin + ranks] for refusal in of_rank}
+    return sorted(Refusal(Cell(capacity, longest), module) for capacity, longest, module in together)
+
+
+def dummy_pack(
+    cell: Cell, *, total_tokens: int, vocab_size: int, packs_per_step: int, alignment: int = 1
+) -> MicroBatch:
     """A micro-batch that fills ``cell`` and looks like one of training, always the same for the same arguments.
 
-    As many documents as there is room for (at most one for each token), of very unequal lengths, which fill all slots;
+    As many documents as there is room for, of very unequal lengths (multiples of ``alignment``), which fill all slots;
     every token is a target; random numbers come from a generator of its own.
     """
     random = np.random.default_rng(cell.capacity)
-    lengths = _lengths(min(cell.capacity, total_tokens), total_tokens, cell.max_seqlen, random)
+    units = total_tokens // alignment
+    lengths = alignment * _lengths(min(cell.capacity, units), units, cell.max_seqlen // alignment, random)
     documents = [Document(random.integers(0, vocab_size, length)) for length in lengths]
     targets = int((lengths - 1).sum()) * packs_per_step
     scales = (1 / max(targets, 1), 1 / packs_per_step)
-    return MicroBatch.build(documents, total_tokens, cell.capacity, scales, cell.max_seqlen)
+    return MicroBatch.build(documents, total_tokens, cell.capacity, scales, cell.max_seqlen, alignment)
 
 
 def _lengths(count: int, total: int, longest: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -22,10 +22,6 @@ Facts = TypeVar("Facts")
 _POLL_SECONDS = 20e-6
 
 
-class StepTimeoutError(RuntimeError):
-    """The device does not finish a step: it waits for another one."""
-
-
 @dataclass(frozen=True)
 class Arrived(Generic[Facts]):  # Python 3.10 has no generic NamedTuple
     """A step whose values have reached the host."""
@@ -53,12 +49,10 @@ class LateMetrics(Generic[Facts]):
     Args:
         size: elements of the device vector (float32).
         device: where the vector lives. On the CPU the values are there at once; the protocol stays the same.
-        patience: seconds that the host waits for the device; None: without end.
     """
 
-    def __init__(self, size: int, device: torch.device, *, patience: float | None = None) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._patience = patience
         self._buffers = [torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)]
         self._turn = 0
         self._in_flight: _InFlight | None = None
@@ -73,8 +67,6 @@ class LateMetrics(Generic[Facts]):
 
         Returns:
             The previous step; None when this is the first.
-        Raises:
-            StepTimeoutError: the device has not finished that one in time.
         """
         previous = self._in_flight
         buffer = self._buffers[self._turn]
@@ -95,16 +87,10 @@ class LateMetrics(Generic[Facts]):
         if isinstance(item.end, float):
             seconds = item.end - cast(float, item.begin)
         else:
-            self._wait_for(item.end)
+            while not item.end.query():
+                time.sleep(_POLL_SECONDS)
             seconds = cast(torch.cuda.Event, item.begin).elapsed_time(item.end) / 1e3
         return Arrived(item.facts, item.values.tolist(), seconds)  # type: ignore[arg-type]
-
-    def _wait_for(self, end: torch.cuda.Event) -> None:
-        begun = time.monotonic()
-        while not end.query():
-            time.sleep(_POLL_SECONDS)
-            if self._patience is not None and time.monotonic() - begun > self._patience:
-                raise StepTimeoutError(f"the GPU has not finished the step after {self._patience:.0f} s")
 
     def _mark(self) -> Mark:
         if not self._on_gpu:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +24,7 @@ from megatron_packed.distributed.collectives import all_gather_json, barrier, in
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.heartbeat import Heartbeat
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
@@ -74,17 +76,30 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         if config.checkpoint.save is not None:
             _claim(config.checkpoint.save, groups)
             status_folder = config.checkpoint.save
-        exit_code = _train(config, groups, console, signal_flag, watch)
+        report = partial(_report, watch=watch, groups=groups, status_folder=status_folder)
+        exit_code = _train(config, groups, console, signal_flag, watch, heartbeat_of(groups, report))
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
-        failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
-        lost = error if is_lost_connection(error) else None
-        return watch.report(failure, partial(speak, error, status_folder), lost=lost)
+        return _report(error, watch=watch, groups=groups, status_folder=status_folder)
     watch.close()
     if groups.rank == 0:
         write_status(status_folder, {"exit_code": exit_code})
     groups.shutdown()
     return exit_code
+
+
+def _report(error: Exception, *, watch: FailureWatch, groups: ParallelGroups, status_folder: str | None) -> int:
+    """This rank has failed; the exit code, when it is time to end."""
+    failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
+    lost = error if is_lost_connection(error) else None
+    return watch.report(failure, partial(speak, error, status_folder), lost=lost)
+
+
+def heartbeat_of(groups: ParallelGroups, report: Callable[[Exception], int]) -> Heartbeat | None:
+    """Ends this process, reported as lost, when its GPU hangs; None where no GPU waits for another one."""
+    if groups.device.type != "cuda" or groups.world_size == 1:
+        return None
+    return Heartbeat(groups.timeout.total_seconds(), lambda error: os._exit(report(error)))
 
 
 def _claim(folder: str, groups: ParallelGroups) -> None:
@@ -96,7 +111,12 @@ def _claim(folder: str, groups: ParallelGroups) -> None:
 
 
 def _train(
-    config: RunConfig, groups: ParallelGroups, console: Console, signal_flag: SignalFlag, watch: FailureWatch
+    config: RunConfig,
+    groups: ParallelGroups,
+    console: Console,
+    signal_flag: SignalFlag,
+    watch: FailureWatch,
+    heartbeat: Heartbeat | None,
 ) -> ExitCode:
     data = build_data(config, groups, console.say)
     # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.
@@ -133,13 +153,15 @@ def _train(
         writers=writers,
         signal=signal_flag,
         watch=watch,
+        heartbeat=heartbeat,
     )
     notes = [("Packing", "\n".join(data.packing.sentences()))]
     try:
         with released(graphs):
             if graphs is not None:
                 _capture(graphs, config, groups, job, console)
-            exit_code = trainer.run()
+            with nullcontext() if heartbeat is None else heartbeat:
+                exit_code = trainer.run()
             if graphs is not None:
                 notes.append(("CUDA graphs", "\n".join(sentences_of_all_ranks(graphs, groups))))
                 console.say(notes[-1][1])
@@ -148,11 +170,11 @@ def _train(
             writer.close()
     data.close()
     if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
-        _report(config.logging.log_jsonl, config.logging.report, notes, console)
+        _write_page(config.logging.log_jsonl, config.logging.report, notes, console)
     return exit_code
 
 
-def _report(log: str, page: str, notes: Sequence[tuple[str, str]], console: Console) -> None:
+def _write_page(log: str, page: str, notes: Sequence[tuple[str, str]], console: Console) -> None:
     """The page about the run, which is done and saved: what is wrong with the page is no failure of the run."""
     try:
         write_report(log, page, notes=notes)
@@ -258,9 +280,7 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
 def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.ladder.capacities)
     console.say(f"CUDA graphs: capturing {len(graphs.modules)} modules for up to {capacities} documents")
-    capture = partial(capture_graphs, graphs, job.step, config.packs_per_step())
-    # Warm-up compiles and tunes kernels for sizes that the self-test did not use.
-    in_turns(groups, capture) if groups.device.type == "cuda" else capture()
+    capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
     captured = all_gather_json(graphs.counters.captures, groups)
     for rank, count in enumerate(captured):

@@ -6,7 +6,8 @@ Nothing here waits for the device. What the host wants to know leaves as one sma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -94,6 +95,8 @@ class TrainStep:
         self.device = buffers.device
         self.graphs: GraphRunner | None = None
         """Replays what it has captured of the model; None: all of it runs eagerly."""
+        self.beat: Callable[[], None] = lambda: None
+        """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
@@ -152,11 +155,22 @@ class TrainStep:
         Reads: [Note: steps that are done again].
         """
         self._held.zero_()
-        with self.model.full_expert_buffers():
+        with self.room_for_experts():
             return self(micro_batches, lr, stop_requested=stop_requested)
+
+    @contextmanager
+    def room_for_experts(self) -> Iterator[None]:
+        """Inside, no buffer for experts overflows: all have their worst size, which graphs were not captured with."""
+        with ExitStack() as stack:
+            stack.enter_context(self.model.full_expert_buffers())
+            if self.graphs is not None and self.model.bounds_expert_buffers:
+                reason = "it needs room for all rows of experts, and its graphs have less"
+                stack.enter_context(self.graphs.bypassed(reason))
+            yield
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
         """On the device, by one copy: where graphs read it if they can replay it."""
+        self.beat()
         if self.graphs is None:
             return micro_batch.to(self.device, non_blocking=True)
         return self.graphs.place(micro_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.heartbeat import Heartbeat
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.schedule import Schedule
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -59,12 +61,13 @@ class Trainer:
     writers: list[Writer]
     signal: SignalFlag
     watch: FailureWatch
+    heartbeat: Heartbeat | None = None
+    """Where the device may wait for others without end."""
 
     def __post_init__(self) -> None:
-        patience = self.groups.timeout.total_seconds() if self.groups.world_size > 1 else None
-        self._late: LateMetrics[StepFacts] = LateMetrics(
-            self.step.metrics.numel(), self.groups.device, patience=patience
-        )
+        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
+        if self.heartbeat is not None:
+            self.step.beat = self.heartbeat.beat
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
         self._in_flight: dict[int, list[MicroBatch]] = {}  # iteration -> its micro-batches, until its metrics are there
@@ -103,7 +106,8 @@ class Trainer:
         # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.
         if self._saved_at != progress.iteration:
             self.save()
-        self._say_saved(self.state.saved(wait=True))
+        with self._resting():
+            self._say_saved(self.state.saved(wait=True))
         if exit_code == ExitCode.PREEMPTED:
             self.console.say("Stopped on request. Run the same command again to go on.")
         return ExitCode.DONE if exit_code is None else exit_code
@@ -116,7 +120,7 @@ class Trainer:
         model.eval()
         total = torch.zeros((), dtype=torch.float64, device=device)
         targets = 0
-        with torch.no_grad(), model.full_expert_buffers():
+        with torch.no_grad(), self.step.room_for_experts():
             for number in range(self.valid.plan.num_steps):
                 targets += self.valid.plan.step(number).global_targets
                 for micro_batch in self.valid.loader.micro_batches(number):
@@ -166,9 +170,13 @@ class Trainer:
         """A checkpoint of now, if ``--save`` is given; with ``--async-save`` only begun."""
         if self.config.checkpoint.save is None:
             return
-        saved = self.state.save(self.config.checkpoint)
+        with self._resting():
+            saved = self.state.save(self.config.checkpoint)
         self._saved_at = self.state.progress.iteration
         self._say_saved(saved)
+
+    def _resting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.heartbeat is None else self.heartbeat.resting()
 
     def _say_saved(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
@@ -188,6 +196,7 @@ class Trainer:
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         self._in_flight[facts.iteration] = micro_batches
         vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
+        self.step.beat()
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
             self._say_new_fallbacks(counters)
@@ -206,7 +215,8 @@ class Trainer:
     def _capture_again(self) -> None:
         assert self.step.graphs is not None
         self.console.say("weights have moved to other memory: CUDA graphs are captured again")
-        capture_graphs(self.step.graphs, self.step, self.config.packs_per_step())
+        with self._resting():
+            capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
 
     def _say_new_fallbacks(self, counters: GraphCounters) -> None:
         for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):

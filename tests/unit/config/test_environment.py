@@ -14,10 +14,13 @@ OFF = TrainingConfig(train_iters=1)
 
 
 def test_the_variables_of_both_kinds_of_run() -> None:
-    assert environment(OFF) == {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "TRITON_CACHE_AUTOTUNING": "1"}
+    assert environment(OFF) == {
+        "CUBLAS_WORKSPACE_CONFIG": ":0:0", "TRITON_CACHE_AUTOTUNING": "1", "NCCL_GRAPH_REGISTER": "0",
+    }  # fmt: skip
     assert environment(ON) == {
         "MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring",
+        "NCCL_GRAPH_REGISTER": "0",
     }  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def test_too_late_once_torch_is_imported() -> None:
 
 
 def test_what_the_user_set_stays_without_deterministic_mode() -> None:
-    given = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TRITON_CACHE_AUTOTUNING": "0"}
+    given = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TRITON_CACHE_AUTOTUNING": "0", "NCCL_GRAPH_REGISTER": "1"}
     assert apply_environment(OFF, environ := dict(given)) == {}
     assert environ == given
 

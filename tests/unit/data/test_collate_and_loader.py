@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -116,6 +117,30 @@ def test_every_micro_batch_has_the_size_of_the_smallest_cell_that_holds_it(datas
                 assert batch.packed.document_lengths.tolist() == exact.packed.document_lengths.tolist()
                 seen.add(cell)
     assert seen == {*ladder.cells, None}
+
+
+def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
+    """The smallest that holds the micro-batches of all of them; beyond the ladder all have room beyond it."""
+    plan = plan_of(dataset, cls=EvaluationPlan, dp_size=2)
+    ladder = Ladder.of([1, 2], SLOTS)
+    seen = set()
+    with ExitStack() as stack:
+        options = {"total_tokens": SLOTS, "ladder": ladder}
+        alone, alike = (
+            [stack.enter_context(Loader(dataset, plan, dp_rank=rank, alike=together, **options)) for rank in range(2)]
+            for together in (False, True)
+        )
+        for step in range(len(plan)):
+            own = [loader.micro_batches(step) for loader in alone]
+            common = [loader.micro_batches(step) for loader in alike]
+            for *exact, first, second in zip(*own, *common, strict=True):
+                most = max(batch.packed.num_seqs for batch in exact)
+                cell = ladder.cell_for(most, SLOTS)
+                assert first.packed.capacity == second.packed.capacity == (cell.capacity if cell else most)
+                for one, other in zip(exact, (first, second), strict=True):
+                    assert torch.equal(one.tokens, other.tokens)
+                    seen.add((one.packed.capacity, other.packed.capacity))
+    assert (1, 2) in seen and any(mine <= 2 < common for mine, common in seen)
 
 
 def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):

@@ -176,7 +176,7 @@ def check_replays(device: str, engine: Engine | None, monkeypatch: pytest.Monkey
     graphs = build_graphs(config, job, ladder, ParallelGroups.single(device), lambda line: None, engine)
     assert graphs is not None
     with released(graphs):
-        capture_graphs(graphs, job.step, 3)
+        capture_graphs(graphs, job.step, 3, ParallelGroups.single(device))
         job.step.graphs = graphs
         with monkeypatch.context() as patch:
             seen = seen_at_start(job, patch)

@@ -128,7 +128,7 @@ def test_a_capture_changes_nothing_of_the_job():
     before, addresses = state_hash(job), [parameter.data_ptr() for parameter in job.model.parameters()]
     assert any(bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name)
     graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, RecordingEngine())
-    capture_graphs(graphs, job.step, 3)
+    capture_graphs(graphs, job.step, 3, GROUPS)
     assert state_hash(job) == before
     assert [parameter.data_ptr() for parameter in job.model.parameters()] == addresses
     assert graphs.counters.captures == 2 * (1 + 2 * 4)
@@ -143,11 +143,11 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     eager, graphed = job_of(config), job_of(config)
     engine = RecordingEngine()
     graphed.step.graphs = graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, engine)
-    capture_graphs(graphs, graphed.step, 3)
+    capture_graphs(graphs, graphed.step, 3, GROUPS)
     steps = [[[48], [20, 9, 3], [1] * 9], [[]], [[5] * 5, [40]], [[1] * 48, [1] * 6], [[30, 2], [2, 30], [7], [9] * 5]]
     for number, packs in enumerate(steps):
         if number == 3:
-            capture_graphs(graphs, graphed.step, 3)
+            capture_graphs(graphs, graphed.step, 3, GROUPS)
         engine.scramble()
         batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(packs)]
         assert torch.equal(graphed.step(batches, 1e-2 / (1 + number)), eager.step(batches, 1e-2 / (1 + number)))

@@ -1,0 +1,96 @@
+"""A thread that ends a job whose GPU makes no progress.
+
+[Note: hangs that no timeout sees]
+A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know that it is queued,
+and their timeout never ends. The host may not even notice: it queues replays until the driver takes no more, and then
+sits in the driver. So whoever queues work gives a sign of life for each micro-batch, with an event behind what is
+queued, and a thread looks at the events. If for some minutes neither the host gives a sign nor an event comes, the
+device hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+LOOKS = 20
+"""How often the thread looks while its patience lasts."""
+
+
+class Event(Protocol):
+    """Something that the device comes to in its turn."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+
+class DeviceHangError(RuntimeError):
+    """The GPU makes no progress: it waits for another one."""
+
+
+class Heartbeat:
+    """Watches between ``with``'s begin and end. Reads: [Note: hangs that no timeout sees].
+
+    Args:
+        patience: seconds without a sign of life.
+        on_hang: called once, in the thread of the watch; it is expected to end the process.
+        mark: an event behind what is queued on the current stream.
+    """
+
+    def __init__(
+        self, patience: float, on_hang: Callable[[DeviceHangError], object], mark: Callable[[], Event] | None = None
+    ) -> None:
+        self._patience, self._on_hang, self._mark = patience, on_hang, _record if mark is None else mark
+        self._pending: deque[Event] = deque()
+        self._last = time.monotonic()
+        self._resting = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._last = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def beat(self) -> None:
+        """The host is alive, and the device is when it has come this far."""
+        self._pending.append(self._mark())
+        self._last = time.monotonic()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside, the host is busy with what takes its own time, and has a timeout of its own where it waits."""
+        self._resting = True
+        try:
+            yield
+        finally:
+            self._last = time.monotonic()
+            self._resting = False
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._patience / LOOKS):
+            try:
+                while self._pending and self._pending[0].query():
+                    self._pending.popleft()
+                    self._last = time.monotonic()
+            except RuntimeError:  # a device in error: the host's next call will say so
+                return
+            if not self._resting and time.monotonic() - self._last > self._patience:
+                self._on_hang(DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s"))
+                return
+
+
+def _record() -> Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

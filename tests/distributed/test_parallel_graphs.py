@@ -1,0 +1,154 @@
+"""CUDA graphs in parallel layouts, with a stand-in for capture: a replayed step is the eager step, bit for bit.
+
+Collectives of the layers are inside what is captured; the stand-in runs them again at every replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_training_layouts import SLOTS, VOCAB, Way, config_of
+from whole_state import everything, same_bits
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.cuda_graphs.audit import audit
+from megatron_packed.cuda_graphs.runner import GraphRunner, Refusal
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.graphs import build_graphs, capture_graphs, refused_together, released
+from megatron_packed.training.train_step import StepValues
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
+from stand_in import RecordingEngine
+
+LADDER = Ladder.of([2, 6], SLOTS)
+LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
+"""Of the documents of a step's packs, which all fit in the ladder."""
+TOO_MANY = [2] * 7
+
+
+def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list[MicroBatch]:
+    """This rank's packs of a step; all ranks' micro-batch i has the same cell, or room beyond the ladder."""
+    draw = np.random.default_rng(number)
+    alignment = config_of(way).document_alignment
+    packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in lengths]
+    scales = (1 / sum(length - 1 for pack in lengths for length in pack), 1 / len(packs))
+    made = []
+    for first in range(0, len(packs), groups.dp_size):
+        together = packs[first : first + groups.dp_size]
+        documents = max(map(len, together))
+        cell = LADDER.cell_for(documents, SLOTS)
+        room = (documents, None) if cell is None else (cell.capacity, cell.max_seqlen)
+        made.append(MicroBatch.build(together[groups.dp_rank], SLOTS, room[0], scales, room[1], alignment))
+    return made
+
+
+def graphed(way: Way, groups: ParallelGroups, model: dict[str, Any]) -> tuple[Job, GraphRunner, RecordingEngine]:
+    graph_options = CudaGraphConfig(cuda_graph_impl="local")
+    config = dataclasses.replace(config_of(way, **model), cuda_graph=graph_options)
+    job, engine = build_job(config, groups, VOCAB), RecordingEngine()
+    graphs = build_graphs(config, job, LADDER, groups, print, engine)
+    assert graphs is not None
+    capture_graphs(graphs, job.step, 4, groups)
+    job.step.graphs = graphs
+    return job, graphs, engine
+
+
+def compare(groups: ParallelGroups, way: Way, model: dict[str, Any]) -> dict[str, Any]:
+    """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data rank; an audit."""
+    eager = build_job(config_of(way, **model), groups, VOCAB)
+    job, graphs, engine = graphed(way, groups, model)
+    steps = [
+        step_of(way, groups, number, lengths)
+        for number, lengths in enumerate((LENGTHS, (TOO_MANY, *LENGTHS[1:]), LENGTHS[::-1]))
+    ]
+    equal = []
+    with released(graphs):
+        for micro_batches in steps:
+            engine.scramble()
+            found, wanted = (one.step(micro_batches, 1e-2).clone() for one in (job, eager))
+            equal.append(torch.equal(found, wanted))
+        compared = audit(graphs, steps[0][0], deterministic=True)
+        counters = graphs.counters
+        return {
+            "metrics": equal,
+            "state": all(same_bits(one[3], other[3]) for one, other in zip(everything(job), everything(eager))),
+            "replays": counters.replays,
+            "fallbacks": dict(counters.fallbacks),
+            "module_fallbacks": dict(counters.module_fallbacks),
+            "audited": None if compared is None else (compared.modules, compared.largest_difference),
+        }
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(2, 2, True),
+        Way(2, cp_size=2),
+        Way(2, cp_size=2, comm_type="p2p"),
+        Way(2, cp_size=2, comm_type="all_gather"),
+        Way(2, ep_size=2, distributed_optimizer=True),
+        Way(4, 2, True, ep_size=2, expert_tp_size=1),
+    ],
+    ids=str,
+)
+def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
+    found = pools.run(compare, way.world_size, way, {}, layout=way.layout)
+    per_rank = len(LENGTHS) // way.dp_size
+    for rank, result in enumerate(found):
+        assert all(result["metrics"]) and result["state"], result
+        assert result["replays"] == 3 * per_rank - 1 and not result["module_fallbacks"], result
+        where = "" if rank < way.world_size // way.dp_size else " on another rank, whose graphs share collectives"
+        assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
+        assert result["audited"] == (4, 0.0)
+
+
+PADDED = {
+    "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.5,
+    "moe_pad_expert_input_to_capacity": True,
+}  # fmt: skip
+
+
+def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
+    way = Way(2, ep_size=2)
+    for result in pools.run(compare, 2, way, PADDED, layout=way.layout):
+        assert all(result["metrics"]) and result["state"] and result["audited"] == (4, 0.0), result
+
+
+def overflowing(groups: ParallelGroups, way: Way) -> dict[str, Any]:
+    """A step whose rows find no room in the captured buffers, and the same again with room."""
+    model = {"moe_expert_rank_capacity_factor": 0.25}
+    eager = build_job(config_of(way), groups, VOCAB)
+    job, graphs, _ = graphed(way, groups, model)
+    micro_batches = step_of(way, groups, 0, LENGTHS)
+    with released(graphs):
+        held = StepValues.from_list(job.step(micro_batches, 1e-2).tolist()).held
+        again = StepValues.from_list(job.step.redo(micro_batches, 1e-2).tolist())
+        wanted = StepValues.from_list(eager.step(micro_batches, 1e-2).tolist())
+        return {"held": held, "again": again == wanted, "fallbacks": dict(graphs.counters.fallbacks)}
+
+
+def test_a_step_without_room_for_experts_is_done_again_without_graphs(pools: WorkerPools) -> None:
+    way = Way(2, ep_size=2)
+    reason = "it needs room for all rows of experts, and its graphs have less"
+    for result in pools.run(overflowing, 2, way, layout=way.layout):
+        assert result == {"held": True, "again": True, "fallbacks": {reason: 2}}
+
+
+def refusals(groups: ParallelGroups) -> list[Refusal]:
+    mine = [Refusal(Cell(6, SLOTS), "layers.1")] if groups.rank == 1 else []
+    return refused_together(mine, groups)
+
+
+def test_what_one_rank_cannot_capture_none_does_that_shares_its_collectives(pools: WorkerPools) -> None:
+    assert pools.run(refusals, 2, layout={"tp_size": 2}) == [[Refusal(Cell(6, SLOTS), "layers.1")]] * 2
+    assert pools.run(refusals, 2) == [[], [Refusal(Cell(6, SLOTS), "layers.1")]]

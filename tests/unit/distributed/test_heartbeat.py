@@ -1,0 +1,88 @@
+"""A device that makes no progress is noticed, one that is slow is not."""
+
+import threading
+import time
+
+import pytest
+
+from megatron_packed.distributed.heartbeat import DeviceHangError, Heartbeat
+from megatron_packed.training.failures import is_lost_connection
+
+PATIENCE = 0.2
+
+
+class Step:
+    """An event that comes so many seconds from now."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.at = time.monotonic() + seconds
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+class Hangs:
+    """What the heartbeat has told of."""
+
+    def __init__(self) -> None:
+        self.errors: list[DeviceHangError] = []
+        self.heard = threading.Event()
+
+    def __call__(self, error: DeviceHangError) -> None:
+        self.errors.append(error)
+        self.heard.set()
+
+
+def test_a_device_that_never_comes() -> None:
+    """Its host gives no sign any more: it sits in the driver, or waits for the step before."""
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
+        heartbeat.beat()
+        assert hangs.heard.wait(20 * PATIENCE)
+        time.sleep(PATIENCE)
+    [error] = hangs.errors
+    assert str(error) == "the GPU has made no progress for 0 s"
+    assert is_lost_connection(error)  # so that the other ranks are asked where they are
+
+
+def test_a_device_that_stands_still_behind_what_it_has_done() -> None:
+    hangs, events = Hangs(), iter([Step(), Step(float("inf")), Step(float("inf"))])
+    with Heartbeat(PATIENCE, hangs, lambda: next(events)) as heartbeat:
+        for _ in range(3):
+            heartbeat.beat()
+        assert hangs.heard.wait(20 * PATIENCE)
+
+
+@pytest.mark.parametrize("signs", ["of the host", "of the device"])
+def test_signs_of_life(signs: str) -> None:
+    """Neither a host that waits for a busy device, nor one that queues work while the device is far behind."""
+    hangs = Hangs()
+    delay = iter(PATIENCE / 4 * number if signs == "of the device" else float("inf") for number in range(100))
+    with Heartbeat(PATIENCE, hangs, lambda: Step(next(delay))) as heartbeat:
+        begun = time.monotonic()
+        if signs == "of the device":
+            for _ in range(14):
+                heartbeat.beat()
+            time.sleep(3 * PATIENCE)
+        while time.monotonic() - begun < 3 * PATIENCE:
+            heartbeat.beat()
+            time.sleep(PATIENCE / 10)
+    assert not hangs.errors
+
+
+def test_a_host_that_takes_its_time() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
+        heartbeat.beat()
+        with heartbeat.resting():
+            time.sleep(2 * PATIENCE)
+        assert not hangs.errors
+        assert hangs.heard.wait(20 * PATIENCE)
+
+
+def test_nothing_is_told_behind_the_end() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
+        heartbeat.beat()
+    time.sleep(2 * PATIENCE)
+    assert not hangs.errors
