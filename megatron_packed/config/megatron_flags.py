@@ -64,7 +64,6 @@ ALWAYS: dict[str, Always] = {
     "--use-mcore-models": Always("there is one implementation of the model"),
     "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
     "--moe-grouped-gemm": Always("experts are one grouped product"),
-    "--transformer-impl": Always("layers are this package's own", ("local",)),
     "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
     "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
     "--num-distributed-optimizer-instances": Always("state is spread over all data-parallel ranks or none", ("1",)),
@@ -124,11 +123,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "this variant of a norm or residual is not built", "use --normalization and --norm-epsilon",
         ("--apply-layernorm-1p", "--fp32-residual-connection"),
-    ),
-    Refused(
-        "linear layers and norms are this package's own on every device; TransformerEngine serves for attention",
-        "leave it out, or give local; --attention-backend transformer_engine takes its attention",
-        ("--transformer-impl",),
     ),
     Refused(
         "kernels are not switched one fusion at a time; each op takes the fastest kernel that fits",

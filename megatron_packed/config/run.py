@@ -9,6 +9,7 @@ from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.layout import Layout
 from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.model import ModelConfig
@@ -17,6 +18,9 @@ from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.packing import PackingConfig, nearest_multiples
 from megatron_packed.config.parallel import ParallelConfig, parallel_rules
 from megatron_packed.config.training import TrainingConfig
+
+ENGINE_HEAD_LIMIT = 128
+"""Widest attention head of TransformerEngine's packed kernels."""
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
@@ -136,6 +140,13 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and training.device == "cpu":
         yield Problem("--distributed-backend", "nccl", "cannot run on --device cpu", "give gloo, or leave it out")
+    if sound("training.transformer_impl", "training.attention_backend", "model.kv_channels",
+             "model.hybrid_layer_pattern") and training.engine_attends and ATTENTION in model.layer_types:  # fmt: skip
+        width = model.kv_channels
+        if width is not None and (width % 8 or width > ENGINE_HEAD_LIMIT):
+            yield Problem("--transformer-impl", training.transformer_impl, "TransformerEngine's packed attention takes "
+                          f"heads of a multiple of 8 up to {ENGINE_HEAD_LIMIT} channels, not of {width}",
+                          "name another --attention-backend beside it, or give local")
     yield from _schedule_rules(run, optim, sound)
     yield from graph_rules(run.cuda_graph, model, packing, sound)
     yield from parallel_rules(run.parallel, model, packing, run.cuda_graph, sound)

@@ -78,7 +78,11 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 
 def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Optional packages that an option needs must be installed: a run must not find out at its end."""
+    """Optional packages that an option needs must be installed: a run must not find out on the way."""
+    engine = sound("training.transformer_impl") and run.training.transformer_impl == "transformer_engine"
+    if engine and importlib.util.find_spec("transformer_engine") is None:
+        yield Problem("--transformer-impl", "transformer_engine", "needs TransformerEngine, which is not installed",
+                      "pip install 'megatron-packed[gpu]', or give local, which computes the same", node_dependent=True)
     for name, package, extra in (("tensorboard_dir", "tensorboard", "log"), ("report", "matplotlib", "plot")):
         value = getattr(run.logging, name)
         if value is not None and sound(f"logging.{name}") and importlib.util.find_spec(package) is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_packed.config.options import Section, option
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import Section, Sound, option
 
 LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
 
@@ -45,6 +47,13 @@ class TrainingConfig(Section, title="training"):
 
     device: str = option("auto", "Where to train; auto takes the GPU when there is one.", group=KERNELS,
                          choices=("auto", "cuda", "cpu"))
+    transformer_impl: str = option(
+        "local", "Whose parallel linear layers, norms and attention: this package's own (plain PyTorch and the fastest "
+        "kernels that fit, on any device), or TransformerEngine's (bf16 on GPUs); the numbers are the same.",
+        group=KERNELS, choices=("local", "transformer_engine"),
+        not_built={"inference_optimized": "give local or transformer_engine, both of which train"},
+        megatron=("transformer_engine", "it needs no further package and runs on any device"),
+    )
     attention_backend: str = option(
         "auto", "Attention kernel; auto takes the fastest measured one that fits.", group=KERNELS,
         choices=("auto", "reference", "flash_attn_4", "transformer_engine", "flash_attn_2", "torch_varlen", "flex",
@@ -59,9 +68,27 @@ class TrainingConfig(Section, title="training"):
 
     @property
     def backends(self) -> dict[str, str]:
-        """The backend asked for, by op."""
+        """The backend asked for, by op, and whose linear layers and norms."""
         return {
+            "transformer_impl": self.transformer_impl,
             "varlen_attention": self.attention_backend,
             "ssd": self.ssd_backend,
             "causal_conv1d": self.conv_backend,
         }
+
+    @property
+    def engine_attends(self) -> bool:
+        """Whether attention is TransformerEngine's because the other layers are."""
+        return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
+
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":
+            return
+        if sound("device") and self.device == "cpu":
+            yield Problem("--transformer-impl", self.transformer_impl,
+                          "TransformerEngine runs on GPUs only, and --device is cpu",
+                          "give local, which computes the same on any device")
+        elif sound("bf16") and not self.bf16:
+            yield Problem("--transformer-impl", self.transformer_impl,
+                          "TransformerEngine's attention takes no fp32, and its fp32 products are rounded to TF32",
+                          "add --bf16, or give local")

@@ -19,7 +19,7 @@ from megatron_packed.distributed.sharding import Piece, Segment, Shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
@@ -151,9 +151,10 @@ class Attention(nn.Module):
         self.split_sizes = [heads_per_group * self.head_dim, self.head_dim, self.head_dim]
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         options = {"tp": tp, "device": device, "dtype": dtype}
-        self.qkv = ColumnParallelLinear(config.hidden_size, rows, bias=qkv_bias, **options)
+        parts = implementation(backends.transformer_impl, device, dtype)
+        self.qkv = parts.column_parallel(config.hidden_size, rows, bias=qkv_bias, **options)
         columns = tp.shard(query_heads(config), dim=1)
-        self.proj = RowParallelLinear(columns, config.hidden_size, bias=config.add_bias_linear, **options)
+        self.proj = parts.row_parallel(columns, config.hidden_size, bias=config.add_bias_linear, **options)
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""

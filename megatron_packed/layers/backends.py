@@ -1,4 +1,4 @@
-"""Which implementation each op of a model uses."""
+"""Which implementation each op of a model uses, and whose linears and norms its layers are built from."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ class Backends:
     cross_entropy: str = "auto"
     deterministic: bool = False
     """Ask kernels that have a choice for their run-to-run deterministic variant."""
+    transformer_impl: str = "local"
+    """Whose parallel linears and norms: ``local`` or ``transformer_engine``, whose attention ``auto`` then is too."""
+
+    def __post_init__(self) -> None:
+        for op in ("varlen_attention", "zigzag_attention") if self.transformer_impl == "transformer_engine" else ():
+            if getattr(self, op) == "auto":
+                object.__setattr__(self, op, "transformer_engine")
 
     @classmethod
     def of(cls, backends: Backends | Mapping[str, str] | None) -> Backends:
@@ -32,4 +39,5 @@ class Backends:
     @classmethod
     def reference(cls) -> Backends:
         """Plain PyTorch everywhere: the oracle of every other choice."""
-        return cls(**{field.name: "reference" for field in fields(cls) if field.name != "deterministic"})
+        ops = (field.name for field in fields(cls) if field.name not in ("deterministic", "transformer_impl"))
+        return cls(**dict.fromkeys(ops, "reference"))

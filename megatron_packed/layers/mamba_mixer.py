@@ -23,7 +23,7 @@ from megatron_packed.distributed.sharding import Segment, Shard, set_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
@@ -146,7 +146,8 @@ class MambaMixer(nn.Module):
         self.xBCdt_shapes = ((used_channels.local_length,), (cp.local_count(own_dt),))
         options = {"device": device, "dtype": dtype}
         rows = tp.shard(x, x, B, B, dt)
-        self.in_proj = ColumnParallelLinear(config.hidden_size, rows, bias=False, tp=tp, **options)
+        parts = implementation(backends.transformer_impl, device, dtype)
+        self.in_proj = parts.column_parallel(config.hidden_size, rows, bias=False, tp=tp, **options)
         self.conv1d = CausalConv1d(
             channels, used_channels, config.mamba_d_conv, backend=backends.causal_conv1d, **options
         )
@@ -154,7 +155,7 @@ class MambaMixer(nn.Module):
         self.D = self._per_head(device)
         self.dt_bias = self._per_head(device)
         self.norm = GatedNorm(tp.shard(x), config.mamba_num_groups, backend=backends.gated_rms_norm, tp=tp, **options)
-        self.out_proj = RowParallelLinear(tp.shard(x, dim=1), config.hidden_size, bias=False, tp=tp, **options)
+        self.out_proj = parts.row_parallel(tp.shard(x, dim=1), config.hidden_size, bias=False, tp=tp, **options)
 
     def _per_head(self, device: torch.device | str) -> nn.Parameter:
         parameter = keep_fp32(no_weight_decay(new_parameter(self.num_heads, device=device, dtype=torch.float32)))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.sharding import Segment
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.activation.api import activation
 from megatron_packed.packed.params import PackedSeqParams
@@ -49,8 +49,9 @@ class MLP(nn.Module):
         self.kind, self.backend = kind, backends.activation
         segments = inner_segments(inner_size, kind)
         rows, columns = tp.shard(*segments), tp.shard(segments[0], dim=1)
-        self.fc1 = ColumnParallelLinear(hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype)
-        self.fc2 = RowParallelLinear(columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype)
+        parts = implementation(backends.transformer_impl, device, dtype)
+        self.fc1 = parts.column_parallel(hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype)
+        self.fc2 = parts.row_parallel(columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""

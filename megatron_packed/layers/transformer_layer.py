@@ -14,6 +14,7 @@ from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput
 from megatron_packed.layers.moe.parallel import ExpertParallel
@@ -30,7 +31,7 @@ def layer_norm_of(
     tp: TensorParallel = SINGLE,
 ) -> Norm:
     """The norm in front of a mixer, or behind the last layer."""
-    return Norm(
+    return implementation(backends.transformer_impl, device, dtype).norm(
         config.hidden_size,
         kind=config.normalization,
         eps=config.norm_epsilon,

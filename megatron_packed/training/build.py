@@ -25,8 +25,13 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device(name)
 
 
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Of weights and activations."""
+    return torch.bfloat16 if config.training.bf16 else torch.float32
+
+
 def backends_of(config: RunConfig) -> dict[str, str | bool]:
-    """The kernels asked for; under ``--deterministic-mode`` in their deterministic variants."""
+    """Layers and kernels asked for; under ``--deterministic-mode`` kernels in their deterministic variants."""
     return {**config.training.backends, "deterministic": config.training.deterministic_mode}
 
 
@@ -47,7 +52,7 @@ def build_model(
         cp_comm_type=config.parallel.cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,
-        dtype=dtype or (torch.bfloat16 if config.training.bf16 else torch.float32),
+        dtype=dtype or dtype_of(config),
         seed=config.training.seed,
         backends=backends_of(config),
     )

@@ -20,6 +20,7 @@ from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.surroundings import environment_number
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.implementation import LOCAL_NAME, engine_refusal
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
 from megatron_packed.ops.cross_entropy import api as cross_entropy
@@ -32,7 +33,7 @@ from megatron_packed.ops.rope import api as rope
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.ops.zigzag_attention import api as zigzag_attention
-from megatron_packed.training.build import backends_of, device_of
+from megatron_packed.training.build import backends_of, device_of, dtype_of
 from megatron_packed.training.metrics import peak_flops
 
 ON, PARTIAL, OFF = "on", "partial", "off"
@@ -71,9 +72,9 @@ def explain(config: RunConfig) -> str:
 def capabilities(config: RunConfig, device: torch.device, world_size: int = 1) -> Iterator[Capability]:
     """What the configuration gets on ``device``, with so many processes."""
     yield from _machine(config, device)
+    yield _layers(config, device)
     for op, inputs in op_inputs(config, device):
-        asked = str(getattr(Backends.of(backends_of(config)), op.name))  # type: ignore[arg-type]
-        yield kernel(op, inputs, asked, device)
+        yield kernel(op, inputs, str(getattr(_backends(config), op.name)), device)
     yield from _graphs(config, device)
     yield from _parallelism(config, world_size)
     yield from _keeping(config)
@@ -104,11 +105,27 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         yield Capability("isolation self-test", OFF, "--no-isolation-self-test", "leave it out")
 
 
+def _backends(config: RunConfig) -> Backends:
+    return Backends.of(backends_of(config))  # type: ignore[arg-type]
+
+
+def _layers(config: RunConfig, device: torch.device) -> Capability:
+    """Whose linear layers and norms."""
+    name, impl = "layers", config.training.transformer_impl
+    if impl == LOCAL_NAME:
+        return Capability(name, ON, "local: linear layers and norms are this package's own")
+    reason = engine_refusal(device, dtype_of(config))
+    if reason is not None:
+        why, _, advice = reason.rpartition("; ")
+        return Capability(name, OFF, f"{impl}: {why}", advice)
+    return Capability(name, ON, f"{impl}: its parallel linear layers and norms; experts and router are this package's")
+
+
 def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Hashable]]:
     """Every op that the model runs on a rank, with the inputs by which it chooses its kernel."""
     model, tokens, parallel = config.model, config.packing.tokens_per_pack, config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    dtype, kind = (torch.bfloat16 if config.training.bf16 else torch.float32), device.type
+    dtype, kind, engine = dtype_of(config), device.type, config.training.transformer_impl == "transformer_engine"
     by_heads = cp == 1 or parallel.cp_comm_type == "a2a"
     if ATTENTION in model.hybrid_layer_pattern:
         heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
@@ -144,7 +161,7 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
             channels=inner * cp, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True,
             dtype=dtype, device_type=kind, split_group=model.mamba_num_groups < tp,
         )  # fmt: skip
-    if model.normalization == "RMSNorm":
+    if model.normalization == "RMSNorm" and not engine:
         yield rms_norm.OP, rms_norm.Inputs(
             features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
         )
@@ -221,7 +238,7 @@ def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int)
     """Whether the time of the attention kernel grows with the room that a graph has."""
     inputs = {op.name: asked for op, asked in op_inputs(config, device)}[varlen_attention.OP.name]
     try:
-        chosen = varlen_attention.OP.select(inputs, config.training.attention_backend).name
+        chosen = varlen_attention.OP.select(inputs, _backends(config).varlen_attention).name
     except NoBackendError:
         return
     if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):

@@ -43,6 +43,7 @@ from megatron_packed.training.failures import (
     write_status,
 )
 from megatron_packed.training.graphs import build_graphs, capture_graphs, released, sentences_of_all_ranks
+from megatron_packed.training.implementation import check_implementation
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
@@ -65,8 +66,9 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         configure_determinism()
     try:
         layout = config.layout(environment_number(os.environ, "WORLD_SIZE", 1, []))
+        check_implementation(config, device_of(config))
         groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
-    except ValueError as error:  # of the launch: an environment or devices that do not fit
+    except ValueError as error:  # of the launch: an environment, devices or libraries that do not fit
         print(error, file=sys.stderr, flush=True)
         return ExitCode.USAGE
     watch = FailureWatch(groups)
