@@ -161,6 +161,7 @@ INVALID = [
     ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "give a2a"}),
     ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not built"}),
     ("--cuda-graph-impl full_iteration", {"--cuda-graph-impl": "give local"}),
+    ("--transformer-impl inference_optimized", {"--transformer-impl": "give local or transformer_engine"}),
     ("--cuda-graph-impl transformer_engine", {"--cuda-graph-impl": "give local"}),
     ("--external-cuda-graph", {"--external-cuda-graph": "--cuda-graph-impl local"}),
     ("--enable-cuda-graph yes", {"--enable-cuda-graph": "write --enable-cuda-graph alone"}),
@@ -225,6 +226,31 @@ def test_every_problem_is_reported(right, change: str, expected: dict[str, str])
         assert expected[problem.option] in f"{problem.value} {problem.rule} {problem.cure}", str(problem)
         assert problem.rule and problem.cure
     assert len(problems) == len(expected), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "installed", "rule", "cure"),
+    [
+        ("--bf16", False, "needs TransformerEngine, which is not installed", "or give local"),
+        ("--bf16 --device cpu", True, "runs on GPUs only, and --device is cpu", "give local"),
+        ("", True, "products are rounded to TF32", "add --bf16, or give local"),
+        ("--bf16 --kv-channels 192", True, "multiple of 8 up to 128 channels, not of 192", "--attention-backend"),
+        ("--bf16 --kv-channels 36", True, "not of 36", "another --attention-backend"),
+        ("--bf16 --kv-channels 192 --attention-backend flash_attn_2", True, "", ""),
+        ("--bf16 --kv-channels 192 --hybrid-layer-pattern M-", True, "", ""),
+        ("--bf16", True, "", ""),
+    ],
+)
+def test_transformer_engine_layers(right, monkeypatch, change: str, installed: bool, rule: str, cure: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    argv, _ = command_line(right, f"--transformer-impl transformer_engine {change}")
+    if not rule:
+        assert parse(argv).training.transformer_impl == "transformer_engine"
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    (problem,) = caught.value.problems
+    assert problem.option == "--transformer-impl" and rule in problem.rule and cure in problem.cure, str(problem)
 
 
 def test_the_right_command_line_is_right(right) -> None:

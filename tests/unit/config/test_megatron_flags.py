@@ -74,11 +74,12 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     assert config.data.tokenizer_type == "HuggingFaceTokenizer"
     assert config.model.moe_token_dispatcher_type == "alltoall"
     assert config.training.attention_backend == "transformer_engine"
+    assert config.training.transformer_impl == "local"
     assert config.micro_batches_per_step(8) == 8
     assert set(parsed.always) == {
         "--spec", "--group-query-attention", "--moe-grouped-gemm",
         "--no-create-attention-mask-in-dataloader", "--accumulate-allreduce-grads-in-fp32",
-        "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model", "--transformer-impl",
+        "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model",
     }  # fmt: skip
 
 

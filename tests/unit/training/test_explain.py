@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from megatron_packed.config.flags import parse
 from megatron_packed.ops.dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training import explain as explain_module
+from megatron_packed.training import pretrain
 from megatron_packed.training.build import build_model
+from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.explain import capabilities, explain, kernel, op_inputs
+from megatron_packed.training.implementation import check_implementation
 
 ROOT = Path(__file__).parents[3]
 FLAGS = [
@@ -47,6 +51,49 @@ def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
     told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
     assert set(told) == set(asked)
     assert {name: inputs for name, inputs in told.items() if inputs not in asked[name]} == {}
+
+
+def by_transformer_engine(**changes):
+    config = parse(FLAGS, world_size=1)
+    training = {"transformer_impl": "transformer_engine", "bf16": True, "device": "auto"} | changes
+    return replace(config, training=replace(config.training, **training))
+
+
+def test_layers_are_local_or_refused_where_transformer_engine_cannot_run():
+    assert rows()["layers"].state == "on" and rows()["layers"].reason.startswith("local: ")
+    found = {row.name: row for row in capabilities(by_transformer_engine(), CPU)}
+    assert found["layers"].state == "off" and "GPUs only" in found["layers"].reason
+    assert found["layers"].advice == "give local, which computes the same on a CPU"
+    assert found["kernel varlen_attention"].state == "off" and "kernel rms_norm" not in found
+
+
+def test_layers_by_transformer_engine(monkeypatch):
+    monkeypatch.setattr(explain_module, "engine_refusal", lambda device, dtype: None)
+    assert next(row for row in capabilities(by_transformer_engine(), CPU) if row.name == "layers").state == "on"
+
+
+def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, capsys):
+    def meet(*arguments, **options):
+        raise AssertionError("ranks met")
+
+    monkeypatch.setattr(pretrain.ParallelGroups, "create", meet)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pretrain._run(by_transformer_engine(), None) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said == (
+        "--transformer-impl transformer_engine: TransformerEngine runs on CUDA GPUs only; give local, which computes "
+        "the same on a CPU.\n"
+    )
+
+
+def test_attention_that_comes_along_is_asked_too(monkeypatch):
+    """Another one that is named beside it need not be TransformerEngine's."""
+    refuse = {"transformer_engine": ["the workspace is too large"]}
+    monkeypatch.setattr("megatron_packed.training.implementation.implementation", lambda *arguments: None)
+    monkeypatch.setattr(Op, "explain", lambda self, inputs: refuse)
+    with pytest.raises(ValueError, match=r"cannot serve: the workspace is too large; name another --attention-backend"):
+        check_implementation(by_transformer_engine(), CPU)
+    check_implementation(by_transformer_engine(attention_backend="flash_attn_2"), CPU)
 
 
 def test_context_parallelism_says_how_and_where_documents_lie():
