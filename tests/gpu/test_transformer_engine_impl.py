@@ -1,0 +1,266 @@
+"""Layers by TransformerEngine compute what local ones do: gradients, steps, checkpoints, graphs; on 1 and 2 GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_graphs import Job as GraphJob
+from test_cuda_graphs import different, pack
+from test_layouts_no_host_sync import STEPS, batches
+from test_no_host_sync import SYNCHRONISING, VOCAB, run
+from test_no_host_sync import T as SLOTS
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.save import save_checkpoint
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import run_distributed
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.implementation import implementation
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.isolation import check_isolation
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.late_metrics import LateMetrics
+from megatron_packed.training.state import held_state
+from megatron_packed.training.train_step import StepValues
+
+ENGINE, LOCAL = "transformer_engine", "local"
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64, "ffn_hidden_size": 512,
+    "squared_relu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
+    "mamba_num_heads": 8, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_num_groups": 2,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "rms norm, squared relu": {},
+    "layer norm, biases, gelu": {"normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True},
+    "swiglu, one group for all": {
+        "squared_relu": False, "swiglu": True, "add_qkv_bias": True, "num_query_groups": 1, "mamba_num_groups": 1,
+    },
+    "shared expert": {
+        "hybrid_layer_pattern": "M*-E", "num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+    },
+}  # fmt: skip
+"""Every token visits every expert: there is no choice that rounding could make otherwise."""
+TOKENS = 1024
+LENGTHS = [[1, 3, 130, 257, 2, 300, 64, 90], [700, 200, 100]]
+FACTOR, FLOOR = 2.0, 5e-3
+"""TransformerEngine may be so many times as far from float32 as local bf16 is, or `FLOOR` of a tensor's norm."""
+LOSS_BOUND = 2e-3
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{"hybrid_layer_pattern": "M*-", **SIZES, **changes})
+
+
+def make_model(
+    config: ModelConfig, groups: ParallelGroups | None, sequence_parallel: bool, backends: Any, dtype: torch.dtype
+) -> HybridModel:
+    return HybridModel(
+        config, vocab_size=VOCAB, max_positions=TOKENS, groups=groups, sequence_parallel=sequence_parallel,
+        device="cuda", dtype=dtype, backends=backends,
+    ).train()  # fmt: skip
+
+
+def micro_batches() -> list[MicroBatch]:
+    random = torch.Generator().manual_seed(0)
+    packs = [[(torch.randint(0, VOCAB, (n,), generator=random).numpy(), None) for n in lengths] for lengths in LENGTHS]
+    return [MicroBatch.build(documents, TOKENS, scales=(1e-3, 0.5)).to("cuda") for documents in packs]
+
+
+def losses_and_gradients(model: HybridModel) -> tuple[list[float], dict[str, Tensor]]:
+    """Of two micro-batches, accumulated in flat buffers at addresses that stay."""
+    buffers = FlatBuffers(model)
+    addresses = {name: parameter.main_grad.data_ptr() for name, parameter in buffers.parameters.items()}
+    losses = []
+    for micro_batch in micro_batches():
+        output = model(micro_batch)
+        output.loss.backward()
+        losses.append(output.loss.item())
+    model.shared_gradients().sum()
+    buffers.check_addresses()
+    for name, parameter in buffers.parameters.items():
+        assert parameter.grad is None and parameter.main_grad.data_ptr() == addresses[name], name
+    return losses, {name: parameter.main_grad.double() for name, parameter in buffers.parameters.items()}
+
+
+def compare(groups: ParallelGroups | None, sequence_parallel: bool, changes: dict[str, Any]) -> dict[str, Any]:
+    """How far local and TransformerEngine's gradients are from those of float32 with the same weights."""
+    config = config_of(**changes)
+    local = make_model(config, groups, sequence_parallel, None, torch.bfloat16)
+    engine = make_model(config, groups, sequence_parallel, {"transformer_impl": ENGINE}, torch.bfloat16)
+    exact = make_model(config, groups, sequence_parallel, Backends.reference(), torch.float32)
+    parts = implementation(ENGINE, "cuda", torch.bfloat16)
+    assert sum(type(module) in parts for module in engine.modules()) >= 2 * config.num_layers + 1
+    assert engine.backends.varlen_attention == ENGINE
+    assert list(engine.state_dict()) == list(local.state_dict())
+    assert [held.shard.name for held in held_state(engine)] == [held.shard.name for held in held_state(local)]
+    pairs = zip(engine.parameters(), local.parameters(), exact.parameters(), strict=True)
+    with torch.no_grad():
+        for mine, other, wide in pairs:
+            assert torch.equal(mine, other)
+            wide.copy_(other)
+    (wanted_losses, wanted), (local_losses, local_grads), (losses, grads) = (
+        losses_and_gradients(model) for model in (exact, local, engine)
+    )
+    assert list(grads) == list(local_grads)
+
+    def distance(found: Tensor, name: str) -> float:
+        return ((found - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-30)).item()
+
+    return {
+        "losses": (losses, local_losses, wanted_losses),
+        "gradients": {name: (distance(grads[name], name), distance(local_grads[name], name)) for name in grads},
+    }
+
+
+def judge(found: dict[str, Any]) -> None:
+    for mine, local, wanted in zip(*found["losses"], strict=True):
+        assert mine == pytest.approx(wanted, rel=LOSS_BOUND) and mine == pytest.approx(local, rel=LOSS_BOUND)
+    bad = {name: both for name, both in found["gradients"].items() if not both[0] <= FACTOR * both[1] + FLOOR}
+    assert bad == {}, "(TransformerEngine, local) from float32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_one_gpu(name: str) -> None:
+    judge(compare(None, False, CASES[name]))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_two_tensor_parallel_gpus(name: str, sequence_parallel: bool) -> None:
+    arguments = (sequence_parallel, CASES[name])
+    for found in run_distributed(compare, 2, *arguments, backend="nccl", layout={"tp_size": 2}, timeout=300):
+        judge(found)
+
+
+# -------------------------------------------------------------------------------------- training and its checkpoints
+
+
+def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
+    config = RunConfig(
+        model=config_of(),
+        data=DataConfig(train_data_path=("none.jsonl",)),
+        packing=PackingConfig(seq_length=SLOTS, global_batch_size=2),
+        optim=OptimizerConfig(lr=1e-4),
+        parallel=ParallelConfig(**parallel),
+        training=TrainingConfig(train_iters=2 * STEPS, bf16=True, device="cuda", transformer_impl=impl),
+    )
+    return build_job(config, groups, VOCAB)
+
+
+def steps_of(job: Job, groups: ParallelGroups) -> dict[str, Any]:
+    """What some steps give, and what the host waited for in as many behind them."""
+    late: LateMetrics[Any] = LateMetrics(job.step.metrics.numel(), groups.device)
+    steps = batches(groups, 1)
+    values = run(job.step, late, steps)
+    late.flush()
+    torch.cuda.synchronize()
+    steps = batches(groups, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values += run(job.step, late, steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    late.flush()
+    steps = batches(groups, 1)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
+        run(job.step, late, steps)
+    late.flush()
+    events = profiler.events()
+    window = next(event for event in events if event.name == "steady_steps").time_range
+    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    assert len(inside) > 1000
+    waits = {name for name in inside if name in SYNCHRONISING or ("Memcpy" in name and "Pageable" in name)}
+    return {"values": values, "waits": sorted(waits), "to_host": sum(n.startswith("Memcpy DtoH") for n in inside)}
+
+
+def train_both(groups: ParallelGroups, parallel: dict[str, Any]) -> list[dict[str, Any]]:
+    return [steps_of(make_job(groups, impl, **parallel), groups) for impl in (LOCAL, ENGINE)]
+
+
+def judge_training(local: dict[str, Any], engine: dict[str, Any]) -> None:
+    """Losses and gradient norms of the same steps, and no wait."""
+    assert engine["waits"] == [] and engine["to_host"] <= STEPS
+    columns = [StepValues._fields.index(name) for name in ("loss", "grad_norm")]
+    for number, (mine, other) in enumerate(zip(engine["values"], local["values"], strict=True)):
+        for column, bound in zip(columns, (1e-2, 3e-2), strict=True):
+            assert mine[column] == pytest.approx(other[column], rel=bound), f"step {number}"
+    losses = [values[columns[0]] for values in engine["values"]]
+    assert sum(losses[STEPS - 1 :]) < sum(losses[: STEPS - 1]), "the same packs a second time"
+
+
+@pytest.mark.gpu
+def test_steps_through_flat_buffers_wait_for_nothing() -> None:
+    judge_training(*train_both(ParallelGroups.single(torch.device("cuda", 0)), {}))
+
+
+@pytest.mark.multi_gpu
+def test_steps_of_two_tensor_parallel_gpus() -> None:
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    for found in run_distributed(train_both, 2, parallel, backend="nccl", layout={"tp_size": 2}, timeout=300):
+        judge_training(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("saved, loaded", [(ENGINE, LOCAL), (LOCAL, ENGINE)])
+def test_a_checkpoint_does_not_know_whose_layers_made_it(tmp_path: Path, saved: str, loaded: str) -> None:
+    groups = ParallelGroups.single(torch.device("cuda", 0))
+    one, two = make_job(groups, saved), make_job(groups, loaded)
+    late: LateMetrics[Any] = LateMetrics(one.step.metrics.numel(), groups.device)
+    run(one.step, late, batches(groups, 1))
+    late.flush()
+    states = [{held.shard.name: held.shard for held in held_state(job.model, job.optimizer)} for job in (one, two)]
+    assert list(states[0]) == list(states[1])
+    save_checkpoint(tmp_path, 1, list(states[0].values()), {})
+    load_checkpoint(tmp_path, list(states[1].values()))
+    for name, shard in states[0].items():
+        assert torch.equal(shard.tensor, states[1][name].tensor), name
+    micro_batch = micro_batches()[0]
+    with torch.no_grad():
+        losses = [job.model(micro_batch).loss.item() for job in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=LOSS_BOUND)
+
+
+# ------------------------------------------------------------------------------------------- graphs and isolation
+
+
+@pytest.mark.gpu
+def test_replay_equals_eager_bit_for_bit() -> None:
+    """Captured layers over changing packs, with NaN in every static tensor before each."""
+    ladder = Ladder.of([8, 64], TOKENS)
+    job = GraphJob("M*-M*-", {"transformer_impl": ENGINE, "deterministic": True}, ladder).capture()
+    packings = ([TOKENS], [16] * 64, [127, 128, 129, 1, 2, 3], [500, 24, 500], [3] * 50, [1])
+    for seed, lengths in enumerate(packings):
+        micro_batch = pack(lengths, seed, ladder)
+        wanted = job.eager(micro_batch)
+        assert different(job.eager(micro_batch), wanted) == [], "eager itself differs run to run"
+        job.poison_statics()
+        assert different(job.replay(micro_batch), wanted) == [], lengths[:8]
+    job.runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [CASES["rms norm, squared relu"], CASES["layer norm, biases, gelu"]])
+def test_documents_stay_apart(changes: dict[str, Any]) -> None:
+    results = check_isolation(
+        config_of(**changes), torch.device("cuda", 0), torch.bfloat16, {"transformer_impl": ENGINE}
+    )
+    assert [str(result) for result in results if not result.passed] == []
