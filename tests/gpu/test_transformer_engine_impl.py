@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
+from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
@@ -34,6 +35,7 @@ from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.state import held_state
 from megatron_packed.training.train_step import StepValues
@@ -153,16 +155,22 @@ def test_two_tensor_parallel_gpus(name: str, sequence_parallel: bool) -> None:
 # -------------------------------------------------------------------------------------- training and its checkpoints
 
 
-def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
-    config = RunConfig(
+def run_config(impl: str, parallel: dict[str, Any], *, deterministic: bool = False, graphs: bool = False) -> RunConfig:
+    return RunConfig(
         model=config_of(),
         data=DataConfig(train_data_path=("none.jsonl",)),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=2),
         optim=OptimizerConfig(lr=1e-4),
         parallel=ParallelConfig(**parallel),
-        training=TrainingConfig(train_iters=2 * STEPS, bf16=True, device="cuda", transformer_impl=impl),
+        training=TrainingConfig(
+            train_iters=2 * STEPS, bf16=True, device="cuda", transformer_impl=impl, deterministic_mode=deterministic
+        ),
+        cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
     )
-    return build_job(config, groups, VOCAB)
+
+
+def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
+    return build_job(run_config(impl, parallel), groups, VOCAB)
 
 
 def steps_of(job: Job, groups: ParallelGroups) -> dict[str, Any]:
@@ -255,6 +263,49 @@ def test_replay_equals_eager_bit_for_bit() -> None:
         job.poison_statics()
         assert different(job.replay(micro_batch), wanted) == [], lengths[:8]
     job.runner.close()
+
+
+def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Training steps with graphs over all layers, their collectives included, beside the same steps without."""
+    ladder = Ladder.of([8, 32], SLOTS)
+    eager = build_job(run_config(ENGINE, parallel, deterministic=True), groups, VOCAB)
+    config = run_config(ENGINE, parallel, deterministic=True, graphs=True)
+    job = build_job(config, groups, VOCAB)
+    graphs = build_graphs(config, job, ladder, groups, print)
+    assert graphs is not None
+    capture_graphs(graphs, job.step, 2, groups)
+    job.step.graphs = graphs
+    packings = ([[SLOTS], [60] * 32], [[127, 128, 129, 1, 2, 3], [900, 24, 1100]], [[1], [3] * 20])
+    equal = []
+    with released(graphs):
+        for number, together in enumerate(packings):
+            step = [pack(lengths, 10 * number + at, ladder, SLOTS) for at, lengths in enumerate(together)]
+            found, wanted = (one.step(step, 1e-4).clone() for one in (job, eager))
+            equal.append(torch.equal(found, wanted))
+        counters = graphs.counters
+        pairs = zip(job.model.parameters(), eager.model.parameters(), strict=True)
+        return {
+            "metrics": equal,
+            "weights": all(torch.equal(mine, other) for mine, other in pairs),
+            "replays": counters.replays,
+            "fallbacks": {**counters.fallbacks, **counters.module_fallbacks},
+        }
+
+
+REPLAYED = {"metrics": [True] * 3, "weights": True, "replays": 6, "fallbacks": {}}
+
+
+@pytest.mark.gpu
+def test_replayed_steps_are_the_eager_ones() -> None:
+    assert replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), {}) == REPLAYED
+
+
+@pytest.mark.multi_gpu
+def test_replayed_steps_of_two_tensor_parallel_gpus() -> None:
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layout = {"tp_size": 2}
+    for found in run_distributed(replayed_and_eager, 2, parallel, backend="nccl", layout=layout, timeout=300):
+        assert found == REPLAYED
 
 
 @pytest.mark.gpu

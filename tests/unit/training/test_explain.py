@@ -106,7 +106,6 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     ring = said("--cp-comm-type", "p2p")
     assert ring["context parallelism"].reason.endswith("by p2p; documents lie at multiples of 4")
     assert "kernel zigzag_attention" in ring and "kernel varlen_attention" not in ring
-    assert "where ranks share a pack" in ring["CUDA graphs"].reason
 
 
 def test_replicas_are_those_of_the_processes_that_there_are():
