@@ -301,7 +301,8 @@ def test_what_it_cannot_take_is_refused_with_a_cure(monkeypatch) -> None:
         cases.tiny_model("M*-", backends={"transformer_impl": "transformer_engine"})
     with pytest.raises(ValueError, match=r"float32 products to TF32, .*; add --bf16, or give local\.$"):
         implementation("transformer_engine", "cuda", torch.float32)
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, ADAPTERS, raising=False)
     with pytest.raises(ValueError, match=r"does not import \(\w+: .*\); install the extra 'gpu', or give local\.$"):
         implementation("transformer_engine", "cuda", torch.bfloat16)
@@ -309,7 +310,8 @@ def test_what_it_cannot_take_is_refused_with_a_cure(monkeypatch) -> None:
         cases.tiny_model("-", backends={"transformer_impl": "apex"})
 
 
-def test_local_layers_import_nothing_of_it() -> None:
+def test_local_layers_import_nothing_of_it(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, ADAPTERS, raising=False)
     assert implementation("local", "cpu", torch.float32).norm is Norm
     assert ADAPTERS not in sys.modules
 
