@@ -87,6 +87,9 @@ class _Immediate:
 
     def reset(self) -> None: ...
 
+    def another(self) -> _Immediate:
+        return self
+
 
 def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
     """Compare replay with eager for every module captured for ``micro_batch``'s cell; None if it would not replay.
@@ -105,22 +108,23 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
         return None
     fresh = micro_batch.with_buffer(micro_batch.buffer.to(runner.device, copy=True)).packed
     fresh = fresh.with_tables(**runner.tables(fresh))
-    runner.slot.buffer.fill_(0xFF)
-    runner.fill(micro_batch, cell)
     # The middle document, or the tail of a pack without any: ranks that share collectives do the same.
     own_rows = runner.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)
     worst, count = 0.0, 0
-    try:
-        for module in runner.modules:
-            captured = module.captured.get(cell)
-            if captured is None:
-                continue
-            count += 1
-            generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
-            difference = _audit_module(module, captured, fresh, own_rows, generator, deterministic)
-            worst = max(worst, difference)
-    finally:
-        runner.slot.vacate()
+    for slot in runner.slots.slots:
+        slot.buffer.fill_(0xFF)
+        runner.fill_slot(slot, micro_batch, cell)
+        try:
+            for module in runner.modules:
+                captured = module.in_slot(slot).get(cell)
+                if captured is None:
+                    continue
+                count += 1
+                generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
+                difference = _audit_module(module, captured, fresh, own_rows, generator, deterministic)
+                worst = max(worst, difference)
+        finally:
+            slot.vacate()
     return Audit(modules=count, largest_difference=worst)
 
 

@@ -160,6 +160,8 @@ class CapturedModule:
         states that the next captured module takes by its backward pass."""
         self.slot.turn = self.turns[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
+            if self.slot.last_turn is None:  # backward passes come in reverse: the first module's is the last
+                self.slot.last_turn = self.turns[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
             tensors = self.replay_forward(hidden)

@@ -48,6 +48,9 @@ class Engine(Protocol):
     def reset(self) -> None:
         """A new pool; all graphs of the old one must have been reset."""
 
+    def another(self) -> Engine:
+        """One with a pool of its own, which captures on the same stream."""
+
 
 class CudaEngine:
     """torch's CUDA graphs on one device.
@@ -67,6 +70,11 @@ class CudaEngine:
     def reset(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self._reserved = 0
+
+    def another(self) -> CudaEngine:
+        engine = CudaEngine(self.device)
+        engine.stream = self.stream
+        return engine
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -44,6 +44,7 @@ class GraphedModule:
     Args:
         name: for messages.
         module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or nothing else.
+        slots: say to which micro-batch a call belongs.
         strict: running eagerly within a replayed micro-batch is an error.
         calls: grows by the module whenever it is observed.
     """
@@ -52,16 +53,16 @@ class GraphedModule:
         self,
         name: str,
         module: nn.Module,
-        slot: Slot,
+        slots: SlotRing,
         engine: Engine,
         counters: GraphCounters,
         *,
         strict: bool,
         calls: list[GraphedModule],
     ) -> None:
-        self.name, self.module, self.slot = name, module, slot
+        self.name, self.module, self.slots = name, module, slots
         self.forward = module.forward
-        self.captured: dict[Cell, CapturedModule] = {}
+        self._captured: dict[Slot, dict[Cell, CapturedModule]] = {slot: {} for slot in slots.slots}
         self.refusals: dict[Cell, str] = {}
         """Why it is not captured for a cell."""
         self.mode = "replay"
@@ -86,12 +87,22 @@ class GraphedModule:
             "close the graphs first."
         )
 
-    def forget(self, cell: Cell | None = None) -> None:
-        """Give up the graphs of one cell, or of all."""
-        for one in [cell] if cell is not None else list(self.captured):
-            captured = self.captured.pop(one, None)
-            if captured is not None:
-                captured.reset()
+    def forget(self, slot: Slot | None = None, cell: Cell | None = None) -> None:
+        """Give up the graphs of one slot or of all, of one cell or of all."""
+        for graphs in self._captured.values() if slot is None else [self._captured[slot]]:
+            for one in list(graphs) if cell is None else [cell]:
+                captured = graphs.pop(one, None)
+                if captured is not None:
+                    captured.reset()
+
+    def in_slot(self, slot: Slot) -> dict[Cell, CapturedModule]:
+        """Its graphs in one slot."""
+        return self._captured[slot]
+
+    @property
+    def captured(self) -> dict[Cell, CapturedModule]:
+        """Its graphs in the first slot, which is the only one in training."""
+        return self._captured[self.slots.slots[0]]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -100,13 +111,11 @@ class GraphedModule:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.mode == "observe":
             return self._observe(args, options)
-        current = self.slot.current
-        if current is None or self.mode == "bypass":  # a micro-batch that runs eagerly was counted when it was placed
+        current = None if self.mode == "bypass" else self.slots.of_call(args, options)
+        if current is None:  # counted when it was placed, or of a pack that nobody placed, which is no fallback
             return self.forward(*args, **options)
-        if any(isinstance(value, PackedSeqParams) and value is not current for value in (*args, *options.values())):
-            return self.forward(*args, **options)  # of a pack that nobody placed, which is no fallback
-        captured = self.captured.get(current.cell)
-        reason = self._why_eager(captured, current.cell, args, options)
+        captured = self._captured[current.slot].get(current.cell)
+        reason = self._why_eager(captured, current, args, options)
         if captured is not None and reason is None:
             return captured.replay(args[0])
         if self._strict:
@@ -117,11 +126,15 @@ class GraphedModule:
         return self.forward(*args, **options)
 
     def _why_eager(
-        self, captured: CapturedModule | None, cell: Cell, args: tuple[Any, ...], options: Mapping[str, Any]
+        self,
+        captured: CapturedModule | None,
+        current: SlotPackedSeqParams,
+        args: tuple[Any, ...],
+        options: Mapping[str, Any],
     ) -> str | None:
         if captured is None:
-            return self.refusals.get(cell, "the warm-up did not run it")
-        hidden, takes_packed = args[0] if args else None, len(args) == 2 and self.slot.holds(args[1])
+            return self.refusals.get(current.cell, "the warm-up did not run it")
+        hidden, takes_packed = args[0] if args else None, len(args) == 2 and args[1] is current
         as_before = len(args) == 1 + takes_packed and takes_packed == captured.takes_packed and not options
         if not isinstance(hidden, Tensor) or not as_before:
             return "called with other arguments than in the warm-up"
@@ -143,7 +156,7 @@ class GraphedModule:
         self._calls.append(self)
         before = self._random_states()
         result = self.forward(*args, **options)
-        takes_packed = len(args) > 1 and self.slot.holds(args[1])
+        takes_packed = len(args) > 1 and any(slot.holds(args[1]) for slot in self.slots.slots)
         leaves = tree_leaves(result)
         self.problem = self._problem(args, options, takes_packed, leaves, before)
         if self.problem is None:
@@ -177,7 +190,8 @@ class GraphedModule:
         strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
         if strangers or not leaves:
             return f"it returns {' and '.join(sorted(strangers)) or 'nothing'}, and a graph can refresh tensors only"
-        foreign = {_storage(t) for t in (args[0], self.slot.buffer, *self.module.parameters(), *self.module.buffers())}
+        statics = [slot.buffer for slot in self.slots.slots]
+        foreign = {_storage(t) for t in (args[0], *statics, *self.module.parameters(), *self.module.buffers())}
         if any(isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign for leaf in leaves):
             return "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
         return None
@@ -190,7 +204,7 @@ class GraphedModule:
 
     def _random_states(self) -> list[Tensor]:
         """Of the device's generator and the host's."""
-        return [self._engine.random_state(self.slot.buffer.device), torch.get_rng_state()]
+        return [self._engine.random_state(self.slots.slots[0].buffer.device), torch.get_rng_state()]
 
 
 def _storage(tensor: Tensor) -> int:

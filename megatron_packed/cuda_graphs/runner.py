@@ -3,17 +3,10 @@
 A captured module keeps its place in the model (`graphed_module`). So a model runs as it is written, a micro-batch
 beyond the largest cell runs eagerly with identical results, and a module whose capture fails is eager among captured
 ones.
-
-[Note: order of memory]
-All graphs of a slot share one memory pool. Within a cell they are captured in the order in which they are replayed:
-tables, forward of every module, backward of every module in reverse. What was free at a point of the capture is free at
-that point of every replay. A call that would break this order runs eagerly (`CapturedModule.turns`), and a backward
-that would is an error. Different cells use the same memory over again, as one micro-batch replays one of them.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,25 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import CapturedModule, kept
+from megatron_packed.cuda_graphs.capture import kept
 from megatron_packed.cuda_graphs.counters import GraphCounters
-from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
+from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule, GraphFallbackError
-from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams
+from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs, Tables
+from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
-
-
-class Planned(NamedTuple):
-    """How a module will be captured."""
-
-    module: GraphedModule
-    source: GraphedModule | None
-    """Its input is what this module returned, so both are the same memory where both are captured."""
-    hidden: Tensor
-    """Without memory; in shape, dtype and strides like its hidden states."""
-    takes_packed: bool
 
 
 class Refusal(NamedTuple):
@@ -53,16 +36,8 @@ class Refusal(NamedTuple):
 ELSEWHERE = "another rank cannot capture it, and its collectives need all ranks to run it alike"
 
 
-class _CaptureError(Exception):
-    """Capturing one module failed, or what all of them share (None)."""
-
-    def __init__(self, module: GraphedModule | None, reason: str) -> None:
-        super().__init__(reason)
-        self.module, self.reason = module, reason
-
-
 class GraphRunner:
-    """All graphs of one slot.
+    """All graphs of a model.
 
     Args:
         modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing else. Trainable
@@ -75,11 +50,13 @@ class GraphRunner:
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         own_rows: of what has one entry for each slot, those of the rows that hidden states have on this rank.
         engine: captures; by default torch's CUDA graphs.
+        num_slots: micro-batches between whose forward and backward another one's may come. Each slot has graphs and
+            memory of its own.
         warmup_steps: eager passes before each cell's capture.
         strict: any fallback is an error.
         say: takes progress, a sentence at a time.
     Raises:
-        ValueError: a module has graphs already, or is a part of another one.
+        ValueError: a module has graphs already, or is a part of another one; or there is no slot.
     """
 
     def __init__(
@@ -89,10 +66,11 @@ class GraphRunner:
         total_tokens: int,
         ladder: Ladder,
         device: torch.device,
-        tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
+        tables: Tables = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
         engine: Engine | None = None,
+        num_slots: int = 1,
         warmup_steps: int = 3,
         strict: bool = False,
         say: Callable[[str], None] = print,
@@ -100,20 +78,22 @@ class GraphRunner:
         _check_apart(modules)
         self.ladder, self.device, self.strict = ladder, device, strict
         self.engine: Engine = CudaEngine(device) if engine is None else engine
-        self.slot = Slot(total_tokens, ladder.largest, device)
+        if num_slots < 1:
+            raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
+        self.slots = SlotRing([Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)])
+        engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
+        self.graphs = {slot: SlotGraphs(slot, engine) for slot, engine in zip(self.slots.slots, engines)}
         self.counters = GraphCounters()
         self._calls: list[GraphedModule] = []
         self.modules = [
-            GraphedModule(name, module, self.slot, self.engine, self.counters, strict=strict, calls=self._calls)
+            GraphedModule(name, module, self.slots, self.engine, self.counters, strict=strict, calls=self._calls)
             for name, module in modules.items()
         ]
         self.tables, self.own_rows, self._check, self._say = tables, own_rows, check, say
         self._warmup_steps = max(warmup_steps, 1)
-        self._table_graphs: dict[Cell, Graph] = {}
         self._refused_elsewhere: frozenset[Refusal] = frozenset()
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
-        self._outside: dict[tuple[object, ...], Tensor] = {}
         self._used_by_graphs: list[tuple[Mapping[str, Any], str]] = []
         self._addresses: list[int] = []
 
@@ -142,7 +122,7 @@ class GraphRunner:
         except BaseException:  # what is half captured must not be replayed
             self.forget()
             raise
-        self.slot.vacate()
+        self.slots.vacate()
         self.counters.capture_seconds += time.perf_counter() - started
         # Places, not tensors: ``module.to()`` puts another tensor into a buffer's place.
         captured = [module for module in self.modules if module.captured]
@@ -151,13 +131,24 @@ class GraphRunner:
         self._used_by_graphs = [(place, name) for place in places for name in place]
         self._used_by_graphs += [(vars(weight), "main_grad") for module in captured for weight in module.parameters]
         self._addresses = _addresses(self._used_by_graphs)
+        if len(self.graphs) > 1:
+            self.slots.returned = {
+                address: slot for slot, graphs in self.graphs.items() for address in graphs.addresses()
+            }
+
+    @property
+    def slot(self) -> Slot:
+        """The first slot, which is the only one in training."""
+        return self.slots.slots[0]
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
-        """``micro_batch`` on the device, in one copy: in the slot where graphs can replay it, else beside it.
+        """``micro_batch`` on the device, in one copy: in a slot where graphs can replay it, else beside them.
+
+        It belongs to its slot until the slot is filled again, which comes to slots with a micro-batch in flight last.
 
         Raises:
             GraphFallbackError: ``strict``, and it would run eagerly.
-            StaleMetadataError: it lay in the slot, where another one lies now.
+            StaleMetadataError: it lay in a slot, where another one lies now.
         """
         if isinstance(micro_batch.packed, SlotPackedSeqParams):
             micro_batch.packed.check_current("buffer")
@@ -175,13 +166,17 @@ class GraphRunner:
                 f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}{cure}."
             )
         self.counters.fallbacks[reason] += 1
-        self.slot.vacate()
+        self.slots.leave()
         return micro_batch.to(self.device, non_blocking=True)
 
     def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
-        """``micro_batch`` in the slot, with its tables; it must be one that can be replayed."""
-        placed = self.slot.fill(micro_batch, cell)
-        self._table_graphs[cell].replay()
+        """``micro_batch`` in a slot, with its tables; it must be one that can be replayed."""
+        return self.fill_slot(self.slots.choose(lambda slot: cell in self.graphs[slot].tables), micro_batch, cell)
+
+    def fill_slot(self, slot: Slot, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+        """``micro_batch`` in this slot, with its tables."""
+        placed = self.slots.fill(slot, micro_batch, cell)
+        self.graphs[slot].tables[cell].replay()
         return placed
 
     @property
@@ -197,15 +192,13 @@ class GraphRunner:
 
     def forget(self) -> None:
         """Give up all graphs and their memory; everything runs eagerly until the next capture."""
-        self.slot.vacate()
+        self.slots.vacate()
+        self.slots.returned = {}
+        for graphs in self.graphs.values():
+            graphs.forget()
         for module in self.modules:
-            module.forget()
             module.refusals.clear()
-        self._forget_tables()
-        self.slot.forget_tables()
-        self._outside.clear()
         self._used_by_graphs, self._addresses = [], []
-        self.engine.reset()
         self.counters.memory_mib = 0.0
 
     def close(self) -> None:
@@ -228,7 +221,8 @@ class GraphRunner:
         """Why a micro-batch would not be replayed; None if it would."""
         if self._bypassed is not None:
             return self._bypassed
-        if cell in self._table_graphs:
+        tables = self.graphs[self.slot].tables  # what could not be captured here was not tried in another slot
+        if cell in tables:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
             return "weights have moved to other memory" if self.moved else None
@@ -236,7 +230,7 @@ class GraphRunner:
             return f"more than {self.ladder.largest} documents"
         if cell.capacity > self.ladder.largest:
             return f"more than {self.ladder.largest} documents on another rank, whose graphs share collectives"
-        if not self._table_graphs:
+        if not tables:
             return "no graphs"
         return "no graphs for its capacity" if cell in self.ladder.cells else "built in the size of no cell"
 
@@ -244,42 +238,33 @@ class GraphRunner:
         # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
         dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
         plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
-        for cell, planned in plans.items():
-            self.slot.fill(dummies[cell], cell)
-            self._capture_cell(cell, planned)
+        for graphs in self.graphs.values():
+            for cell, planned in plans.items():
+                graphs.slot.fill(dummies[cell], cell)
+                self._capture_cell(graphs, cell, planned)
 
-    def _capture_cell(self, cell: Cell, planned: Sequence[Planned]) -> None:
-        """Capture one cell, without the modules that turn out to be impossible."""
+    def _capture_cell(self, graphs: SlotGraphs, cell: Cell, planned: Sequence[Planned]) -> None:
+        """Capture one cell in one slot, without the modules that turn out to be impossible."""
         begun = time.perf_counter()
+        planned = [one for one in planned if cell not in one.module.refusals]
         while planned:
-            failure = self._try_cell(cell, planned)
+            failure = graphs.capture_cell(cell, planned, self.tables)
             if failure is None:
+                self.counters.captures += 1 + 2 * len(planned)
                 break
-            self._drop_cell(cell)  # behind the handler, whose traceback held what the failed capture had allocated
+            graphs.drop_cell(cell)
             module, reason = failure
             if module is None:
                 self._refuse([one.module for one in planned], "no module", reason, cell)  # what all share failed
             else:
                 self._refuse([module], f"{module.name} not", reason, cell)
             planned = [one for one in planned if cell not in one.module.refusals]
-        self.counters.memory_mib = self.engine.memory_mib()
+        self.counters.memory_mib = sum(graphs.engine.memory_mib() for graphs in self.graphs.values())
+        where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
         self._say(
-            f"captured {len(planned)} of {len(self.modules)} modules for up to {cell.capacity} documents in "
+            f"captured {len(planned)} of {len(self.modules)} modules for up to {cell.capacity} documents{where} in "
             f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
         )
-
-    def _try_cell(self, cell: Cell, planned: Sequence[Planned]) -> tuple[GraphedModule | None, str] | None:
-        """What failed, and why; None if nothing did."""
-        try:
-            self._capture_tables(cell)
-            self._capture_forward(planned, cell)
-            self._capture_backward(planned, cell)
-        except _CaptureError as error:
-            return error.module, error.reason
-        for one in planned:
-            one.module.captured[cell].release()
-        self.counters.captures += 1 + 2 * len(planned)
-        return None
 
     def _refuse(self, modules: Sequence[GraphedModule], what: str, reason: str, cell: Cell) -> None:
         for module in modules:
@@ -335,74 +320,6 @@ class GraphRunner:
         self._calls.clear()
         return planned
 
-    def _capture_tables(self, cell: Cell) -> None:
-        self.slot.set_tables(cell, {})
-        static = self.slot.static(cell)
-        with _capturing(None):
-            self._table_graphs[cell], tables = self.engine.capture(lambda: self.tables(static))
-        self.slot.set_tables(cell, tables)
-
-    def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
-        static = self.slot.static(cell)
-        before: CapturedModule | None = None
-        for number, (module, source, hidden, takes_packed) in enumerate(planned):
-            if source is None or cell not in source.captured:
-                before = None
-            function = _with_packed(module.forward, static) if takes_packed else module.forward
-            captured = module.captured[cell] = CapturedModule(
-                function,
-                module.parameters,
-                self.slot,
-                self.engine,
-                before=before,
-                turns=(number, 2 * len(planned) - 1 - number),
-                takes_packed=takes_packed,
-            )
-            with _capturing(module):
-                captured.capture_forward(
-                    self._static_outside((module.name, "input"), hidden) if before is None else before.outputs[0]
-                )
-            before = captured
-
-    def _capture_backward(self, planned: Sequence[Planned], cell: Cell) -> None:
-        after: CapturedModule | None = None
-        for one in reversed(planned):
-            captured = one.module.captured[cell]
-            with _capturing(one.module):
-                wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
-                passed_on = after is not None and after.before is captured
-                grads = [after.grad_input] if after is not None and passed_on else []
-                for number in range(len(grads), len(wanted)):
-                    grads.append(self._static_outside((one.module.name, "grad", number), wanted[number]))
-                captured.capture_backward(grads, passed_on=passed_on)
-            del wanted, grads
-            if after is not None:
-                after.release_gradient()
-            after = captured
-
-    def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
-        """Memory outside the graphs' pool, the same for all cells: where callers' tensors are brought."""
-        key = (*key, like.shape, like.stride(), like.dtype)
-        if key not in self._outside:
-            self._outside[key] = torch.zeros_like(like, device=self.device)
-        return self._outside[key]
-
-    def _drop_cell(self, cell: Cell) -> None:
-        for module in self.modules:
-            module.forget(cell)
-        graph = self._table_graphs.pop(cell, None)
-        if graph is not None:
-            graph.reset()
-        self.slot.vacate()
-        gc.collect()
-        if not self._table_graphs:  # a pool does not outlive its last graph
-            self.engine.reset()
-
-    def _forget_tables(self) -> None:
-        for graph in self._table_graphs.values():
-            graph.reset()
-        self._table_graphs.clear()
-
 
 def _check_apart(modules: Mapping[str, nn.Module]) -> None:
     """
@@ -422,17 +339,3 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
 def _addresses(places: Sequence[tuple[Mapping[str, Any], str]]) -> list[int]:
     tensors = (place.get(name) for place, name in places)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _with_packed(function: Callable[..., object], packed: PackedSeqParams) -> Callable[[Tensor], object]:
-    return lambda hidden: function(hidden, packed)
-
-
-@contextmanager
-def _capturing(module: GraphedModule | None) -> Iterator[None]:
-    """Whatever a module does wrong under capture, out of memory included, costs that module its graph."""
-    try:
-        yield
-    except Exception as error:
-        text = str(error).strip().splitlines()
-        raise _CaptureError(module, f"{type(error).__name__}: {text[0] if text else ''}") from error

@@ -3,12 +3,14 @@
 A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy. ``cu_seqlens`` lies
 last in the buffer, so that every tensor has the same address for every capacity, and all layers read the same memory.
 The next fill overwrites it: a generation stamp makes reading an earlier micro-batch through the slot an error.
+
+There are as many slots as micro-batches between whose forward and backward another one's may come: one in training.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,6 +24,10 @@ from megatron_packed.packed.params import PackedSeqParams
 
 class StaleMetadataError(RuntimeError):
     """A micro-batch was read through a slot that meanwhile holds another one."""
+
+
+class InFlightError(RuntimeError):
+    """Two micro-batches in flight were mixed up."""
 
 
 class HostFactError(RuntimeError):
@@ -98,6 +104,8 @@ class Slot:
         """Counts fills."""
         self.turn = -1
         """Number of the last graph that was replayed over what lies in the slot, in the order of their capture."""
+        self.last_turn: int | None = None
+        """That of the backward pass which will end the micro-batch; None where no gradients were asked for."""
         self.current: SlotPackedSeqParams | None = None
         """What lies in the slot; None while a micro-batch runs outside it."""
         self._tables: dict[Cell, Mapping[str, object]] = {}
@@ -144,7 +152,7 @@ class Slot:
         target = self.bytes_of(cell)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
-        self.turn = -1
+        self.turn, self.last_turn = -1, None
         placed = micro_batch.with_buffer(target)
         packed = {field.name: getattr(placed.packed, field.name) for field in dataclasses.fields(PackedSeqParams)}
         packed["max_seqlen"] = cell.max_seqlen
@@ -155,8 +163,88 @@ class Slot:
     def vacate(self) -> None:
         """From here on micro-batches run outside the slot, until the next fill; what still refers to it is stale."""
         self.generation += 1
-        self.current = None
+        self.current, self.last_turn = None, None
 
     def holds(self, packed: object) -> bool:
         """Whether ``packed`` is what lies in the slot now."""
-        return packed is self.current
+        return packed is not None and packed is self.current
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether what lies in the slot has not run yet or awaits its backward pass, as far as replays tell."""
+        not_begun = self.current is not None and self.turn < 0
+        return not_begun or (self.last_turn is not None and self.turn < self.last_turn)
+
+
+class SlotRing:
+    """All slots of one model.
+
+    [Note: whose call it is]
+    A call of a captured module belongs to the micro-batch
+
+    1. whose metadata it is given;
+    2. without metadata: in whose slot the hidden states lie, where a captured module has returned them;
+    3. else to the one under way: the one that was placed last, or named last by 1.
+
+    Only 3 can be mistaken: where a second micro-batch is placed before the first has run, and the first module to be
+    captured takes no metadata. What it returns is right even so, as it depends on the hidden states alone, but it lies
+    in the slot of the other micro-batch; the next module that takes metadata finds that out.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self.under_way: SlotPackedSeqParams | None = None
+        """None while a micro-batch runs outside the slots."""
+        self.returned: dict[int, Slot] = {}
+        """Where there are several: address of hidden states that a captured module returns -> in which they lie."""
+        self._oldest_first = list(slots)
+
+    def choose(self, usable: Callable[[Slot], bool]) -> Slot:
+        """Where the next micro-batch goes: in turn, past those with a micro-batch in flight if others are left."""
+        candidates = [slot for slot in self._oldest_first if usable(slot)]
+        return next((slot for slot in candidates if not slot.in_flight), candidates[0])
+
+    def fill(self, slot: Slot, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+        """``micro_batch`` in ``slot``, under way; as `Slot.fill`."""
+        placed = slot.fill(micro_batch, cell)
+        self.under_way = slot.current
+        self._oldest_first.remove(slot)
+        self._oldest_first.append(slot)
+        return placed
+
+    def leave(self) -> None:
+        """From here on a micro-batch runs outside the slots, until the next fill; those in flight stay where they
+        are."""
+        self.under_way = None
+
+    def vacate(self) -> None:
+        """Nothing lies in any slot from here on."""
+        self.under_way = None
+        for slot in self.slots:
+            slot.vacate()
+
+    def of_call(self, args: Sequence[object], options: Mapping[str, object]) -> SlotPackedSeqParams | None:
+        """What lies in the slot to which a call of a captured module belongs; None if it runs outside.
+
+        Reads: [Note: whose call it is].
+        Raises:
+            InFlightError: the hidden states lie in the slot of another micro-batch.
+        """
+        named = next((value for value in (*args, *options.values()) if isinstance(value, PackedSeqParams)), None)
+        candidate = self.under_way if named is None else named
+        self.under_way = next((slot.current for slot in self.slots if slot.holds(candidate)), None)
+        hidden = args[0] if args and self.returned else None
+        lies_in = self.returned.get(hidden.data_ptr()) if isinstance(hidden, Tensor) else None
+        if lies_in is None:
+            return self.under_way
+        if named is None:
+            return lies_in.current
+        if self.under_way is not None and not lies_in.holds(self.under_way):
+            raise InFlightError(
+                f"a module was given the metadata of micro-batch {self.under_way.generation} in slot "
+                f"{self.slots.index(self.under_way.slot)} and hidden states that lie in slot "
+                f"{self.slots.index(lies_in)}, which is another micro-batch's. Pass it what the module before it "
+                "returned for the same micro-batch; where the first module takes no metadata, place each micro-batch "
+                "right before its forward pass."
+            )
+        return self.under_way

@@ -128,11 +128,11 @@ class Job:
         if output.requires_grad:
             output.register_hook(lambda grad: setattr(self, "hidden_gradient", grad))
 
-    def capture(self):
+    def capture(self, **options):
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
         self.runner = GraphRunner(
             layers, total_tokens=self.tokens, ladder=self.ladder, device=DEVICE, tables=self.model.tables,
-            check=self.model.check, engine=new_engine(), say=self.said.append,
+            check=self.model.check, engine=new_engine(), say=self.said.append, **options,
         )  # fmt: skip
         self.runner.capture(self.drive, lambda cell: full(cell, self.tokens))
         refused = [line for line in self.said if "not captured" in line]
@@ -166,13 +166,13 @@ class Job:
     def poison_statics(self):
         """NaN in every static input, output and gradient of every graph."""
         with torch.no_grad():
-            for module in self.runner.modules:
-                for one in module.captured.values():
+            for slot, graphs in self.runner.graphs.items():
+                for one in (one for module in self.runner.modules for one in module.in_slot(slot).values()):
                     for tensor in (one.input, *one.outputs, *one.grad_outputs, one.grad_input):
                         assert tensor.is_floating_point()
                         tensor.fill_(float("nan"))
-            for tensor in self.runner._outside.values():
-                tensor.fill_(float("nan"))
+                for tensor in graphs.outside.values():
+                    tensor.fill_(float("nan"))
 
     def poison_pool(self):
         """All ones in every bit of the graphs' memory: NaN to a float, -1 to an integer."""
@@ -297,6 +297,54 @@ def test_with_the_fastest_kernels_replay_is_as_near_as_eager_is_to_itself(fastes
     print(f"farthest replay: {worst:.2f} times as far from eager as eager from itself (or {FLOOR})")
 
 
+# ---------------------------------------------------------------------------------------- two micro-batches in flight
+
+IN_FLIGHT = ["F1 F2 B1 B2", "F1 F2 B2 B1", "F1 F2 B1 F3 B2 F4 B3 F5 B4 B5", "F1 F2 B2 F3 B1 F4 B4 F5 B3 B5"]
+
+
+def scheduled(job, text, place):
+    """Losses of a schedule's micro-batches and the gradients that they leave, by name; number 3 fills another cell."""
+    batches = [pack(lengths, seed) for seed, lengths in enumerate([[T], [9] * 50, [1] * T, [500, 24, 500], [128] * 8])]
+    job.buffers.zero_grad()
+    outputs, found = {}, {}
+    for step in text.split():
+        number = int(step[1:])
+        if step[0] == "F":
+            outputs[number] = job.model(place(batches[number - 1]))
+            found |= {f"loss of {number}": outputs[number].loss.detach().clone()}
+            found |= {f"losses of {number}": outputs[number].per_token_loss_T.clone()}
+        else:
+            outputs.pop(number).loss.backward()
+    return found | {name: parameter.main_grad.clone() for name, parameter in job.buffers.parameters.items()}
+
+
+@pytest.fixture(scope="module")
+def two_slots():
+    job = Job("M*-EM*", Backends(deterministic=True)).capture(num_slots=2)
+    yield job
+    job.runner.close()
+
+
+@pytest.mark.parametrize("text", IN_FLIGHT)
+def test_two_micro_batches_in_flight_equal_eager(two_slots, text):
+    runner = two_slots.runner
+    wanted = scheduled(two_slots, text, lambda micro_batch: micro_batch.to(DEVICE))
+    before = runner.counters.replays
+    for _ in range(2):  # each micro-batch in the one slot and in the other
+        two_slots.poison_statics()
+        found = scheduled(two_slots, text, runner.place)
+        assert different(found, wanted) == []
+        runner.place(pack([T]))
+        runner.slots.vacate()
+    assert runner.counters.replays == before + 2 * (text.count("F") + 1) and not runner.counters.module_fallbacks
+
+
+def test_slots_have_memory_of_their_own(deterministic, two_slots):
+    one, two = deterministic.runner.counters, two_slots.runner.counters
+    print(f"graphs of one slot hold {one.memory_mib:,.0f} MiB, of two {two.memory_mib:,.0f} MiB")
+    assert two.captures == 2 * one.captures and 1.5 * one.memory_mib <= two.memory_mib <= 2.2 * one.memory_mib
+
+
 # -------------------------------------------------------------------------------------------------------- isolation
 
 
@@ -370,7 +418,7 @@ def _spoil(change):
 
 
 def _no_tables(job, monkeypatch):
-    for graph in job.runner._table_graphs.values():
+    for graph in job.runner.graphs[job.runner.slot].tables.values():
         monkeypatch.setattr(graph, "replay", lambda: None)
 
 

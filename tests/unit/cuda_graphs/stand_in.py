@@ -42,6 +42,7 @@ class RecordingEngine:
         self.graphs, self.log = [], []
         self.attempts = self.resets = self.on_side_stream = 0
         self.pool_used = False
+        self.others = []
 
     def capture(self, function):
         number, self.attempts = self.attempts, self.attempts + 1
@@ -72,6 +73,10 @@ class RecordingEngine:
         self.resets += 1
         self.pool_used = False
         assert all(graph.gone for graph in self.graphs), "the pool was renewed under living graphs"
+
+    def another(self):
+        self.others.append(RecordingEngine())
+        return self.others[-1]
 
     def scramble(self):
         """Dirty memory: NaN (or a large number) in everything floating (or whole) that replays write."""

@@ -79,7 +79,7 @@ def test_spoilt_metadata_is_found_and_the_module_named(job, monkeypatch, fault):
 
 
 def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):
-    monkeypatch.setattr(job.runner._table_graphs[Cell(4, T)], "replay", lambda: None)
+    monkeypatch.setattr(job.runner.graphs[job.runner.slot].tables[Cell(4, T)], "replay", lambda: None)
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.[13] "):
         audit(job.runner, pack(NOW), deterministic=True)
 

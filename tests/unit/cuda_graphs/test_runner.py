@@ -267,7 +267,7 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
 
 def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
     """Between neighbours one's output is the other's input, forward and backward; E layers have losses beside it."""
-    names = {(key[0], *key[1:-3]) for key in jobs[1].runner._outside}
+    names = {(key[0], *key[1:-3]) for key in jobs[1].runner.graphs[jobs[1].runner.slot].outside}
     dense = {name for name in names if name[1:] in (("input",), ("grad", 0))}
     assert dense == {("layers.0", "input"), (f"layers.{len(jobs[1].model.layers) - 1}", "grad", 0)}
 

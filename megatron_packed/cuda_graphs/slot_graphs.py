@@ -1,0 +1,183 @@
+"""What is captured for one slot: graphs of every cell, in one memory pool of the slot's own.
+
+[Note: order of memory]
+Within a cell graphs are captured in the order in which they are replayed: tables, forward of every module, backward of
+every module in reverse. What was free at a point of the capture is free at that point of every replay. A call that
+would break this order runs eagerly (`CapturedModule.turns`), and a backward that would is an error. Different cells use
+the same memory over again, as one micro-batch replays one of them. Different slots share nothing: the graphs of two
+micro-batches in flight come in any order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.engine import Engine, Graph
+from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.params import PackedSeqParams
+
+Tables = Callable[[PackedSeqParams], Mapping[str, object]]
+
+
+class Planned(NamedTuple):
+    """How a module will be captured."""
+
+    module: GraphedModule
+    source: GraphedModule | None
+    """Its input is what this module returned, so both are the same memory where both are captured."""
+    hidden: Tensor
+    """Without memory; in shape, dtype and strides like its hidden states."""
+    takes_packed: bool
+
+
+class Failure(NamedTuple):
+    """Capturing one module failed, or what all of them share (None)."""
+
+    module: GraphedModule | None
+    reason: str
+
+
+class _CaptureError(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+class SlotGraphs:
+    """The graphs of one slot.
+
+    Args:
+        slot: where the metadata lies that they read.
+        engine: captures; no other slot's graphs are in its pool.
+    """
+
+    def __init__(self, slot: Slot, engine: Engine) -> None:
+        self.slot, self.engine = slot, engine
+        self.tables: dict[Cell, Graph] = {}
+        """Of every cell that is captured: what all modules share."""
+        self.outside: dict[tuple[object, ...], Tensor] = {}
+        """Static memory outside the pool."""
+        self._captured: list[GraphedModule] = []
+
+    def capture_cell(self, cell: Cell, planned: Sequence[Planned], tables: Tables) -> Failure | None:
+        """Capture everything for one cell; the caller drops the cell if something failed.
+
+        Returns:
+            What failed, and why; None if nothing did.
+        """
+        self._captured += [one.module for one in planned if one.module not in self._captured]
+        try:
+            self._capture_tables(cell, tables)
+            self._capture_forward(planned, cell)
+            self._capture_backward(planned, cell)
+        except _CaptureError as error:
+            return error.failure
+        for one in planned:
+            one.module.in_slot(self.slot)[cell].release()
+        return None
+
+    def drop_cell(self, cell: Cell) -> None:
+        """Give up the graphs of one cell."""
+        for module in self._captured:
+            module.forget(self.slot, cell)
+        graph = self.tables.pop(cell, None)
+        if graph is not None:
+            graph.reset()
+        self.slot.vacate()
+        gc.collect()
+        if not self.tables:  # a pool does not outlive its last graph
+            self.engine.reset()
+
+    def forget(self) -> None:
+        """Give up everything."""
+        self.slot.vacate()
+        for module in self._captured:
+            module.forget(self.slot)
+        for graph in self.tables.values():
+            graph.reset()
+        self.tables.clear()
+        self.slot.forget_tables()
+        self.outside.clear()
+        self._captured.clear()
+        self.engine.reset()
+
+    def addresses(self) -> Iterator[int]:
+        """Where the hidden states lie that captured modules return."""
+        for module in self._captured:
+            for captured in module.in_slot(self.slot).values():
+                yield captured.outputs[0].data_ptr()
+
+    def _capture_tables(self, cell: Cell, derive: Tables) -> None:
+        self.slot.set_tables(cell, {})
+        static = self.slot.static(cell)
+        with _capturing(None):
+            self.tables[cell], tables = self.engine.capture(lambda: derive(static))
+        self.slot.set_tables(cell, tables)
+
+    def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
+        static = self.slot.static(cell)
+        before: CapturedModule | None = None
+        for number, (module, source, hidden, takes_packed) in enumerate(planned):
+            if source is None or cell not in source.in_slot(self.slot):
+                before = None
+            function = _with_packed(module.forward, static) if takes_packed else module.forward
+            captured = module.in_slot(self.slot)[cell] = CapturedModule(
+                function,
+                module.parameters,
+                self.slot,
+                self.engine,
+                before=before,
+                turns=(number, 2 * len(planned) - 1 - number),
+                takes_packed=takes_packed,
+            )
+            with _capturing(module):
+                captured.capture_forward(
+                    self._static_outside((module.name, "input"), hidden) if before is None else before.outputs[0]
+                )
+            before = captured
+
+    def _capture_backward(self, planned: Sequence[Planned], cell: Cell) -> None:
+        after: CapturedModule | None = None
+        for one in reversed(planned):
+            captured = one.module.in_slot(self.slot)[cell]
+            with _capturing(one.module):
+                wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
+                passed_on = after is not None and after.before is captured
+                grads = [after.grad_input] if after is not None and passed_on else []
+                for number in range(len(grads), len(wanted)):
+                    grads.append(self._static_outside((one.module.name, "grad", number), wanted[number]))
+                captured.capture_backward(grads, passed_on=passed_on)
+            del wanted, grads
+            if after is not None:
+                after.release_gradient()
+            after = captured
+
+    def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
+        """Memory outside the graphs' pool, the same for all cells: where callers' tensors are brought."""
+        key = (*key, like.shape, like.stride(), like.dtype)
+        if key not in self.outside:
+            self.outside[key] = torch.zeros_like(like, device=self.slot.buffer.device)
+        return self.outside[key]
+
+
+def _with_packed(function: Callable[..., object], packed: PackedSeqParams) -> Callable[[Tensor], object]:
+    return lambda hidden: function(hidden, packed)
+
+
+@contextmanager
+def _capturing(module: GraphedModule | None) -> Iterator[None]:
+    """Whatever a module does wrong under capture, out of memory included, costs that module its graph."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise _CaptureError(Failure(module, f"{type(error).__name__}: {text[0] if text else ''}")) from error
