@@ -1,0 +1,159 @@
+"""CUDA graphs that hold collectives, on two GPUs: replayed steps are the eager ones, bit for bit, without a wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+# Read by the libraries at import or first use, in processes that inherit them.
+os.environ |= {
+    "MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "1",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring",
+    "NCCL_GRAPH_REGISTER": "0",
+}  # fmt: skip
+
+import numpy as np
+import pytest
+import torch
+from test_layouts_no_host_sync import LAYOUTS, MODEL
+from test_no_host_sync import SYNCHRONISING, VOCAB, T, run
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.audit import audit
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPool
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.late_metrics import LateMetrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+
+LADDER = Ladder.of([8, 32], T)
+STEPS, PACKS = 8, 4
+OVERFLOWS = 3
+"""The step in which a pack of the first data-parallel rank has more documents than the ladder holds."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2, backend="nccl", collective_timeout=300) as started:
+        yield started
+
+
+def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[list[MicroBatch]]:
+    """This rank's pinned packs; micro-batch i has the same cell on all ranks, or room beyond the ladder."""
+    random, steps = np.random.default_rng(0), []
+    for number in range(STEPS):
+        packs = []
+        for _ in range(PACKS):
+            lengths = random.integers(1, T // 32, size=random.integers(1, 30))
+            packs.append([(random.integers(0, VOCAB, length), None) for length in lengths])
+        if overflow and number == OVERFLOWS:
+            packs[0] = [(random.integers(0, VOCAB, 20), None) for _ in range(40)]
+        scales = (1 / sum(len(tokens) - 1 for pack in packs for tokens, _ in pack), 1 / PACKS)
+        mine = []
+        for first in range(0, PACKS, groups.dp_size):
+            together = packs[first : first + groups.dp_size]
+            most = max(map(len, together))
+            cell = LADDER.cell_for(most, T)
+            room = (most, None) if cell is None else (cell.capacity, cell.max_seqlen)
+            mine.append(MicroBatch.build(together[groups.dp_rank], T, room[0], scales, room[1], alignment).pin_memory())
+        steps.append(mine)
+    return steps
+
+
+def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
+    configure_determinism()
+    config = RunConfig(
+        model=MODEL,
+        data=DataConfig(train_data_path=("none.jsonl",)),
+        packing=PackingConfig(seq_length=T, global_batch_size=PACKS),
+        optim=OptimizerConfig(lr=1e-3),
+        parallel=ParallelConfig(**options),
+        training=TrainingConfig(train_iters=STEPS, bf16=True, device="cuda", deterministic_mode=True),
+    )
+    eager = build_job(config, groups, VOCAB)
+    config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="local"))
+    job = build_job(config, groups, VOCAB)
+    graphs = build_graphs(config, job, LADDER, groups, print)
+    assert graphs is not None
+    alignment = config.parallel.document_alignment
+    first_weight = job.model.embedding.weight.clone()
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.step.graphs = graphs
+        equal = []
+        for micro_batches in steps_of(groups, alignment, overflow=True):
+            metrics = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
+            equal.append(torch.equal(*metrics))
+        for one in (eager, job):
+            one.buffers.wait_params()
+        weights = [dict(one.model.named_parameters()) for one in (eager, job)]
+        steady = steps_of(groups, alignment, overflow=False)
+        audited = audit(graphs, steady[0][0], deterministic=True)
+        found = waiting(job.step, steady)
+        return found | {
+            "steps": equal,
+            "weights": [name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])],
+            "moved": not torch.equal(weights[1]["embedding.weight"], first_weight),
+            "fallbacks": graphs.counters.fallbacks.total(),
+            "module_fallbacks": dict(graphs.counters.module_fallbacks),
+            "replays": graphs.counters.replays,
+            "audited": None if audited is None else (audited.modules, audited.largest_difference),
+            "graph_mib": graphs.counters.memory_mib,
+        }
+
+
+def waiting(step: Any, steps: list[list[MicroBatch]]) -> dict[str, Any]:
+    """What the host waits for in some steady steps, by both proofs."""
+    late: LateMetrics[Any] = LateMetrics(step.metrics.numel(), step.device)
+    run(step, late, steps)
+    late.flush()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values = run(step, late, steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    late.flush()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
+        run(step, late, steps)
+    late.flush()
+    torch.cuda.synchronize()
+    events = profiler.events()
+    window = next(e for e in events if e.name == "steady_steps").time_range
+    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    return {
+        "finite": bool(np.isfinite(values).all()),
+        "launches": sum(name == "cudaGraphLaunch" for name in inside),
+        "nccl": sum("nccl" in name.lower() for name in inside),
+        "waits": sorted({name for name in inside if name in SYNCHRONISING}),
+        "pageable": sorted({name for name in inside if "Memcpy" in name and "Pageable" in name}),
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(name: str, pool: WorkerPool) -> None:
+    options = LAYOUTS[name]
+    sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
+    for rank, found in enumerate(pool.run(compare, options, layout=sizes, timeout=300)):
+        print(f"{name}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches")
+        assert all(found["steps"]) and not found["weights"] and found["moved"], found
+        # With experts on several ranks all ranks run micro-batch 0 of one step eagerly, else the one that has it.
+        assert found["fallbacks"] <= 1 and found["replays"] > 0 and not found["module_fallbacks"], found
+        assert found["audited"] == (4, 0.0), found
+        assert found["finite"] and found["launches"] > 0 and found["nccl"] > 0, found
+        assert found["waits"] == [] and found["pageable"] == [], found
