@@ -4,7 +4,8 @@
 
 All layouts start from the same weights and train on the same packs for 20 steps. Loss and gradient norm of each step
 are compared with those of one process. Timed are the steps after the first ones; the share of communication is the
-time in which kernels of NCCL run, over the time from a step's first kernel to its last, on rank 0.
+time in which kernels of NCCL run, over the time from a step's first kernel to its last, on rank 0. On GPUs the same job
+then captures CUDA graphs, and rows of eager and of replayed steps take turns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 import harness
 from harness import Spread
+from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.layout import Layout
@@ -33,18 +35,26 @@ from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.train_step import StepValues
 from model_step import CONFIGS, model_config, packings
 from workloads import device_from, hash_of, pinned, random_documents
 
+CAPACITY = 16
+"""Documents that packs have room for, eagerly and by replay."""
+ROUNDS, ROW = 6, 4
+"""Rows of steps without a wait between them, eager and replayed in turns, and steps of a row."""
+GRAPHS = ("local",)
 ALIGNMENT = 8
 """Documents are cut to multiples of it, so that no layout needs padding."""
 STEPS, WARM, PROFILED = 20, 8, 2
 QUICK_STEPS, QUICK_WARM = 4, 2
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
 """Highest relative difference of a step's loss and gradient norm from one process's."""
+WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
 MODELS = {
     "hybrid1b": CONFIGS["hybrid1b"],
     "hybrid1b_moe": {**CONFIGS["hybrid1b"], "pattern": "MEM-M*-MEM-M*-MEM-M*-", "experts": 8, "expert_ffn": 4096},
@@ -101,8 +111,10 @@ def packs_of(c: dict[str, Any], count: int, device: torch.device) -> list[MicroB
             MicroBatch.build(
                 [(tokens, None) for tokens in random_documents(row, c["vocab"], number)],
                 c["T"],
-                scales=scales,
-                alignment=ALIGNMENT,
+                CAPACITY,
+                scales,
+                c["T"],
+                ALIGNMENT,
             ),
             device,
         )
@@ -136,7 +148,51 @@ def train(config: RunConfig, groups: ParallelGroups, packs: Sequence[MicroBatch]
     if groups.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found |= communication(lambda: job.step(mine, config.optim.lr))
+        found["graphs"] = {impl: replayed(config, job, groups, mine, impl, tokens) for impl in GRAPHS}
     return found
+
+
+def replayed(
+    config: RunConfig, job: Job, groups: ParallelGroups, mine: Sequence[MicroBatch], impl: str, tokens: int
+) -> dict[str, Any]:
+    """Rows of eager and of replayed steps of the same job, in turns."""
+    modules = () if config.parallel.expert_model_parallel_size == 1 or asks_nothing(config) else WITHOUT_EXPERTS
+    graph_options = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_modules=modules)
+    config = dataclasses.replace(config, cuda_graph=graph_options)
+    job.buffers.wait_params()
+    graphs = build_graphs(config, job, Ladder.of([CAPACITY], config.packing.tokens_per_pack), groups, lambda line: None)
+    assert graphs is not None
+    with released(graphs):
+        capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(ROUNDS + 1):
+            for by_replay, times in seconds.items():
+                job.step.graphs = graphs if by_replay else None
+                harness.synchronize()
+                start = time.perf_counter()
+                for _ in range(ROW):
+                    job.step(mine, config.optim.lr)
+                harness.synchronize()
+                if number:
+                    times.append((time.perf_counter() - start) / ROW)
+        job.step.graphs = None
+        counters = graphs.counters
+        return {
+            "eager_ms": Spread.of(seconds[False]),
+            "step_ms": Spread.of(seconds[True]),
+            "of_eager": Spread.of_ratios(seconds[True], seconds[False]),
+            "tokens_per_second_per_gpu": tokens / statistics.median(seconds[True]) / groups.world_size,
+            "modules": " ".join(modules) or "full",
+            "graph_mib": counters.memory_mib,
+            "capture_seconds": counters.capture_seconds,
+            "fallbacks": counters.fallbacks.total() + counters.module_fallbacks.total(),
+        }
+
+
+def asks_nothing(config: RunConfig) -> bool:
+    """Whether experts are dispatched without a question to the device."""
+    model = config.model
+    return model.moe_token_dispatcher_type != "alltoall" or model.moe_pad_expert_input_to_capacity  # noqa: S105
 
 
 def communication(step: Callable[[], object]) -> dict[str, float]:
@@ -167,6 +223,13 @@ def compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
         "loss_difference": difference(found["loss"], one["loss"]),
         "grad_norm_difference": difference(found["grad_norm"], one["grad_norm"]),
         "scaling": found["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"],
+        "graphs": {
+            impl: by_graphs | {
+                "scaling": by_graphs["tokens_per_second_per_gpu"]
+                / one["graphs"][impl]["tokens_per_second_per_gpu"],
+            }
+            for impl, by_graphs in found.get("graphs", {}).items()
+        },
     }
 
 
@@ -205,6 +268,23 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                 "loss, norm from one process's": f"{found['loss_difference']:.1e}, {found['grad_norm_difference']:.1e}",
                 "plan": result["plan_hash"],
             })  # fmt: skip
+    return rows
+
+
+def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """A row for each layout and kind of graphs."""
+    rows: list[dict[str, object]] = []
+    for model, result in results.items():
+        for name, found in result["layouts"].items():
+            for impl, graphs in found.get("graphs", {}).items():
+                rows.append({
+                    "model": model, "layout": name, "graphs": f"{impl} ({graphs['modules']})",
+                    "eager ms": harness.shown(graphs["eager_ms"]), "replayed ms": harness.shown(graphs["step_ms"]),
+                    "of eager": harness.shown(graphs["of_eager"]),
+                    "tokens/s per GPU": round(graphs["tokens_per_second_per_gpu"]),
+                    "of one GPU's": f"{graphs['scaling']:.3f}", "graphs hold": f"{graphs['graph_mib']:,.0f} MiB",
+                    "plan": result["plan_hash"],
+                })  # fmt: skip
     return rows
 
 
@@ -264,6 +344,8 @@ def main() -> None:
     problems = problems_of(results) if rank == 0 else []
     if rank == 0:
         print(harness.table(rows_of(harness.plain(results))))
+        if by_graphs := graph_rows_of(harness.plain(results)):
+            print(harness.table(by_graphs))
     everyone.shutdown()
     if problems:
         raise SystemExit("failed: " + "; ".join(problems))
