@@ -1,0 +1,65 @@
+"""Fetches the sources of real TransformerEngine releases from the package index, by pip, for the tests of te_patches.
+
+The wheel ``transformer-engine`` holds plain Python and is about 1 MB. The two modules that are needed are kept in
+``runs/te_sources``, which git ignores. By hand: ``python tests/unit/te_patches/te_real_sources.py 2.8.0 2.17.1``.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+TE_PATCHES = ROOT / "te_patches"
+CACHE = ROOT / "runs" / "te_sources"
+FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"
+FILES = ("dot_product_attention.py", "context_parallel.py")
+
+
+class Unreachable(Exception):
+    """The package index did not give a release; the message says what pip said."""
+
+
+def sources(version: str) -> dict[str, str]:
+    """Module -> source text of one release, from the cache or else from the index."""
+    folder = CACHE / version
+    if not all((folder / file).exists() for file in FILES):
+        _fetch(version, folder)
+    package = FOLDER.replace("/", ".")
+    return {f"{package}.{file.removesuffix('.py')}": (folder / file).read_text() for file in FILES}
+
+
+def fetch_all(versions: list[str]) -> None:
+    """Fetches what the cache does not have, two at a time; raises `Unreachable` at the first that fails."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(sources, versions))
+
+
+def _fetch(version: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--ignore-requires-python", "--retries", "0", "--timeout", "10", "--dest", scratch]
+        try:
+            done = subprocess.run(
+                [*command, f"transformer-engine=={version}"], capture_output=True, text=True, timeout=60
+            )
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"pip download of transformer-engine {version} took more than 60 s") from None
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise Unreachable(f"pip could not download transformer-engine {version}: {last[0]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for file in FILES:
+                half = folder / f"{file}.{os.getpid()}"
+                half.write_bytes(wheel.read(f"{FOLDER}/{file}"))
+                half.replace(folder / file)
+
+
+if __name__ == "__main__":
+    fetch_all(sys.argv[1:])
+    print(*(str(CACHE / version) for version in sys.argv[1:]), sep="\n")
