@@ -1,9 +1,10 @@
-"""CUDA graphs of layers: what is captured, for which static sizes, and what happens to a micro-batch that fits none."""
+"""CUDA graphs: what is captured, for which static sizes, and what happens to a micro-batch that fits none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
@@ -11,10 +12,14 @@ from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.options import Section, Sound, option, section_fields
 from megatron_packed.config.packing import PackingConfig
 
+if TYPE_CHECKING:
+    from megatron_packed.config.parallel import ParallelConfig
+
 MODULE_LAYERS = {"attn": ATTENTION, "mamba": MAMBA, "mlp": MLP, "moe": MOE, "moe_router": MOE}
 """The layers (symbols of the pattern) that each module is a part of."""
 
 AUTO = "auto"
+LOCAL, FULL_ITERATION = "local", "full_iteration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +27,16 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     """CUDA graphs. A graph has static shapes, so a pack gets the smallest capacity, in documents, that holds it."""
 
     cuda_graph_impl: str = option(
-        "none", "CUDA graphs of forward and backward: none, or local, which captures layer by layer; on a CPU it runs "
-        "eagerly.", choices=("none", "local"), shorthands={"enable-cuda-graph": "local"},
-        not_built={"transformer_engine": "give local, which captures layer by layer too",
-                   "full_iteration": "give local, which captures layer by layer"},
+        "none", "CUDA graphs: none; local, which captures forward and backward layer by layer; full_iteration, which "
+        "captures whole micro-batches and the update. On a CPU both run eagerly.",
+        choices=("none", LOCAL, FULL_ITERATION), shorthands={"enable-cuda-graph": LOCAL},
+        not_built={"transformer_engine": "give local, which captures layer by layer too"},
     )
     cuda_graph_modules: tuple[str, ...] = option(
         (), "What is captured; full: whole layers of every kind. moe_router is the part of an expert layer in front of "
         "the experts, and moe_preprocess belongs to it.", aliases=("cuda-graph-scope",), empty_word="full",
         choices=tuple(MODULE_LAYERS), value_aliases={"moe_preprocess": "moe_router"},
-        not_built={"full_iteration": "leave it out: whole layers are captured"},
+        not_built={"full_iteration": "give --cuda-graph-impl full_iteration"},
     )
     cuda_graph_max_packed_seqs: tuple[int, ...] = option(
         (), "Capacities that graphs are captured for; a pack replays the smallest that holds it. auto: the fewest that "
@@ -69,6 +74,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         """The capacities that were given, smallest first, each once; None when the pack plan decides."""
         return tuple(sorted(set(self.cuda_graph_max_packed_seqs))) or None
 
+    @property
+    def captures_steps(self) -> bool:
+        """Whether whole parts of a step are captured, the update included, and not layers."""
+        return self.cuda_graph_impl == FULL_ITERATION
+
     def eager_reason(self, device_type: str) -> str:
         """One sentence why nothing is captured on this kind of device although it was asked for; empty otherwise."""
         if not self.enabled or device_type == "cuda":
@@ -89,6 +99,10 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         if sound("cuda_graph_modules") and {"moe", "moe_router"} <= set(self.cuda_graph_modules):
             yield Problem("--cuda-graph-modules", _shown(self.cuda_graph_modules),
                           "moe_router is a part of moe, which is captured whole", "give one of the two")
+        if sound("cuda_graph_impl", "cuda_graph_modules") and self.captures_steps and self.cuda_graph_modules:
+            yield Problem("--cuda-graph-modules", _shown(self.cuda_graph_modules),
+                          "is a choice of layers, and --cuda-graph-impl full_iteration captures all there is",
+                          "leave it out, or give --cuda-graph-impl local")
 
 
 def graph_rules(graphs: CudaGraphConfig, model: ModelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
@@ -123,6 +137,16 @@ def graph_rules(graphs: CudaGraphConfig, model: ModelConfig, packing: PackingCon
                           f"is more than the largest capacity ({capacities[-1]}), and --cuda-graph-strict allows no "
                           "pack beyond it",
                           f"give at most {capacities[-1]}, or a larger --cuda-graph-max-packed-seqs")
+
+
+def whole_step_rules(graphs: CudaGraphConfig, parallel: ParallelConfig, sound: Sound) -> Iterator[Problem]:
+    """Problems between graphs of whole steps and the layout. ``sound`` as for all sections."""
+    if not sound("cuda_graph.cuda_graph_impl") or not graphs.captures_steps:
+        return
+    impl = "--cuda-graph-impl full_iteration"
+    if sound("parallel.overlap_param_gather") and parallel.overlap_param_gather:
+        yield Problem("--overlap-param-gather", "", f"lets weights come back in the next step, and {impl} gathers them "
+                      "in the graph that ends this one", "leave it out, or give --cuda-graph-impl local")
 
 
 def _shown(value: object) -> str:

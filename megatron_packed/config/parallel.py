@@ -250,9 +250,10 @@ def _expert_rules(
         and sound("model.moe_token_dispatcher_type", "cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules")
         and graphs.captures_experts
     ):
+        instead = "" if graphs.captures_steps else ", or --cuda-graph-modules without moe"
         yield Problem("--moe-token-dispatcher-type", "alltoall", "asks the device how many rows go where, which a CUDA "
                       "graph cannot", "give allgather, or --moe-pad-expert-input-to-capacity with "
-                      "--moe-expert-capacity-factor, or --cuda-graph-modules without moe")  # fmt: skip
+                      f"--moe-expert-capacity-factor{instead}")  # fmt: skip
 
 
 def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:

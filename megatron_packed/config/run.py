@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_packed.config.checkpoint import CheckpointConfig
-from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules
+from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules, whole_step_rules
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.layer_pattern import ATTENTION
@@ -83,7 +83,9 @@ class RunConfig:
     @property
     def shares_captures(self) -> bool:
         """Whether CUDA graphs hold collectives between ranks with different packs."""
-        return self.parallel.expert_model_parallel_size > 1 and self.cuda_graph.captures_experts
+        parallel, graphs = self.parallel, self.cuda_graph
+        of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
+        return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different packs."""
@@ -149,6 +151,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
                           "name another --attention-backend beside it, or give local")
     yield from _schedule_rules(run, optim, sound)
     yield from graph_rules(run.cuda_graph, model, packing, sound)
+    yield from whole_step_rules(run.cuda_graph, run.parallel, sound)
     yield from parallel_rules(run.parallel, model, packing, run.cuda_graph, sound)
 
 

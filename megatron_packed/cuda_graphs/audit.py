@@ -12,6 +12,9 @@ leaks from a neighbour is then a thousand times larger than rounding.
 
 Nothing of the training is touched: gradients are put back, random numbers come from a generator of its own, and modules
 keep what they know.
+
+Where whole parts of a step are captured, one of them runs on the micro-batch itself, eagerly and by replay, between
+steps, when the gradient buffer is free: `audit_whole`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.cuda_graphs.capture import CapturedModule, kept
+from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.packed.capacity import Cell
@@ -41,6 +45,10 @@ ULPS_OF_UNORDERED_SUMS = 2
 """One pair of runs may show no difference where sums in a changing order round to a neighbour in the next."""
 ULPS_OF_OTHER_ROWS = 8
 """A document's own rows, when others change: bitwise but for grouped products, which split their sums by row counts."""
+
+FLOOR_OF_WHOLE = 1e-3
+"""What gradients of a whole model may differ by without deterministic kernels, when two eager runs happen to agree.
+Metadata of another pack changes them by 1e-1 and more."""
 
 
 class AuditMismatchError(RuntimeError):
@@ -126,6 +134,59 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
         finally:
             slot.vacate()
     return Audit(modules=count, largest_difference=worst)
+
+
+def audit_whole(
+    graphs: FullIteration,
+    micro_batch: MicroBatch,
+    results: Mapping[str, Tensor],
+    reset: Callable[[], None],
+    *,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> Audit | None:
+    """Compare the first part by replay, through a slot of nonsense, and eagerly; None if it would not be replayed.
+
+    Waits for the device, and holds copies of ``results``. Call it between steps; ranks whose parts wait for each other
+    call it together.
+
+    Args:
+        micro_batch: on the host, as for `FullIteration.run`.
+        results: what the part adds to, by name.
+        reset: sets them to zero.
+        dtype: of the computation.
+        deterministic: kernels were asked to be; then all must be equal to the bit.
+    Raises:
+        AuditMismatchError: names what differs most.
+    """
+    if graphs.why_eager(micro_batch) is not None:
+        return None
+    name, part = next(iter(graphs.parts.items()))
+
+    def found_by(run: Callable[[], object]) -> dict[str, Tensor]:
+        reset()
+        run()
+        return {key: tensor.detach().clone() for key, tensor in results.items()}
+
+    def eagerly() -> dict[str, Tensor]:
+        return found_by(lambda: part(micro_batch.to(graphs.device)))
+
+    wanted = eagerly()
+    other = wanted if deterministic else eagerly()
+    graphs.slot.buffer.fill_(0xFF)
+    found = found_by(lambda: graphs.replay(name, micro_batch, cell_of(micro_batch)))
+    differences = {key: _relative(found[key], wanted[key]) for key in results}
+    floor = 0.0 if deterministic else max(FLOOR_OF_WHOLE, ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
+    allowed = {key: max(NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results}
+    wrong = [key for key in results if not differences[key] <= allowed[key]]
+    if wrong:
+        worst = max(wrong, key=differences.__getitem__)
+        raise AuditMismatchError(
+            f"the replay of a {name} is not what it computes: {worst} differ by {differences[worst]:.1e} of their "
+            f"largest value, and {allowed[worst]:.1e} is allowed ({len(wrong)} of {len(results)} results differ by too "
+            "much). Train with --cuda-graph-impl none and report this with the options of the run."
+        )
+    return Audit(modules=1, largest_difference=max(differences.values()))
 
 
 def _audit_module(

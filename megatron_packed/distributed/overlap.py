@@ -57,8 +57,9 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
 class OverlappedReduce:
     """Sums of gradients that begin while the backward pass still runs. Reads: both notes of this module.
 
-    Use: ``begin()`` before the last micro-batch's forward pass, ``finish()`` behind its backward pass. The result is
-    that of ``buffers.reduce``.
+    Use: ``begin()`` before the last micro-batch's forward pass, ``join()`` behind its backward pass, then ``finish()``.
+    The result is that of ``buffers.reduce``. Between ``join`` and ``finish`` nothing is under way, so each side may be
+    captured in a CUDA graph of its own; ``finish`` sums what the pass before it, captured or not, has left.
 
     Args:
         buffers: gradients, by bucket.
@@ -87,16 +88,24 @@ class OverlappedReduce:
             stage.module.register_forward_pre_hook(partial(self._watch, number))
 
     def begin(self) -> None:
-        """From here to ``finish`` gradients are the last ones of this step."""
+        """From here to ``join`` gradients are the last ones of this step."""
         self._next, self._under_way, self._active = 0, [], True
+
+    def join(self) -> None:
+        """What comes next on the current stream has all sums that have begun."""
+        self.begun_in_backward, self._active = self._next, False
+        self._wait()
 
     def finish(self) -> None:
         """Sums of what has not begun, and of the slots behind the gradients; behind it all are there."""
-        self.begun_in_backward, self._active = self._next, False
+        self._next = self.begun_in_backward  # a second time, too: a capture of it comes behind a warm-up
         self._start(0)
         tail = self.buffers.tail
         if tail.numel():
             self._under_way.append(start_sum(tail, self.groups.dp_cp_group, own_share=False))
+        self._wait()
+
+    def _wait(self) -> None:
         for started in self._under_way:
             wait_for(started)
         self._under_way = []

@@ -1,4 +1,4 @@
-"""CUDA graphs of a training job: which modules are captured, on which packs, and when all is given up."""
+"""CUDA graphs of a training job: what is captured, on which packs, and when all is given up."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
+from megatron_packed.config.cuda_graph import FULL_ITERATION, MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.audit import audit, audit_whole
 from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner, Refusal
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
@@ -20,8 +22,9 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build import Job
-from megatron_packed.training.train_step import TrainStep
+from megatron_packed.training.train_step import LAST_MICRO_BATCH, VALIDATION, TrainStep
 
+Graphs = GraphRunner | FullIteration
 ROUTER = "moe_router"
 """The one module that is a part of a layer."""
 
@@ -33,7 +36,7 @@ def build_graphs(
     groups: ParallelGroups,
     say: Callable[[str], None],
     engine: Engine | None = None,
-) -> GraphRunner | None:
+) -> Graphs | None:
     """What will replay the job's micro-batches, with nothing captured yet; None where everything runs eagerly.
 
     Args:
@@ -53,18 +56,31 @@ def build_graphs(
         say(reason)
         return None
     assert ladder is not None, "data for graphs comes in the sizes of a ladder"
-    return GraphRunner(
-        modules_to_capture(options, job.model),
-        total_tokens=config.packing.tokens_per_pack,
-        ladder=ladder,
-        device=groups.device,
-        tables=job.model.tables,
-        check=job.model.check,
-        own_rows=job.model.own_rows,
-        engine=engine,
-        warmup_steps=options.cuda_graph_warmup_steps,
-        strict=options.cuda_graph_strict,
-        say=say,
+    common = {
+        "total_tokens": config.packing.tokens_per_pack,
+        "ladder": ladder,
+        "device": groups.device,
+        "tables": job.model.tables,
+        "check": job.model.check,
+        "engine": engine,
+        "warmup_steps": options.cuda_graph_warmup_steps,
+        "strict": options.cuda_graph_strict,
+        "say": say,
+    }
+    if options.cuda_graph_impl != FULL_ITERATION:
+        return GraphRunner(modules_to_capture(options, job.model), own_rows=job.model.own_rows, **common)
+    step, unused = job.step, set()
+    if step.overlapped is None:
+        unused.add(LAST_MICRO_BATCH)
+    if not config.data.valid_data_path:
+        unused.add(VALIDATION)
+    return FullIteration(
+        {name: part for name, part in step.parts.items() if name not in unused},
+        step.finish,
+        rehearsing=step.rehearsing,
+        places=step.places,
+        agree=lambda holds: all(all_gather_json(holds, groups)),
+        **common,
     )
 
 
@@ -86,7 +102,7 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
 
 
 def capture_graphs(
-    graphs: GraphRunner, step: TrainStep, packs_per_step: int, groups: ParallelGroups, *, first: bool = False
+    graphs: Graphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups, *, first: bool = False
 ) -> None:
     """Capture everything, or everything again after weights have moved; between steps.
 
@@ -105,14 +121,51 @@ def capture_graphs(
         packs_per_step=packs_per_step,
         alignment=step.model.cp.partition.alignment,
     )
+    in_order = partial(in_turns, groups) if first and groups.device.type == "cuda" else _at_once
+    if isinstance(graphs, FullIteration):
+        if first:
+            in_order(partial(graphs.tune, make_dummy))
+        graphs.capture(make_dummy)
+        return
     refused: list[Refusal] = []
     differ = True
     while differ:
-        capture = partial(graphs.capture, step.forward_backward, make_dummy, refused)
-        in_turns(groups, capture) if first and groups.device.type == "cuda" else capture()
+        in_order(partial(graphs.capture, step.forward_backward, make_dummy, refused))
         refused = refused_together(graphs.refusals, groups)
         differ = any(all_gather_json(refused != graphs.refusals, groups)) if groups.ranks_of_pass > 1 else False
     step.buffers.zero_grad()
+
+
+def _at_once(action: Callable[[], None]) -> None:
+    action()
+
+
+def audit_graphs(
+    graphs: Graphs, step: TrainStep, micro_batch: MicroBatch, *, deterministic: bool, seed: int
+) -> str | None:
+    """Compares replays with what they stand for, on one micro-batch, between steps.
+
+    Returns:
+        What was found, in words; None if this micro-batch would not be replayed.
+    Raises:
+        AuditMismatchError: they differ.
+    """
+    if isinstance(graphs, FullIteration):
+        results = {f"gradients of {name}": p.main_grad for name, p in step.buffers.parameters.items()}
+        results["losses and counts"] = step.buffers.tail
+        how = {"dtype": step.model.dtype, "deterministic": deterministic}
+        with step.rehearsing():
+            found = audit_whole(graphs, micro_batch, results, step.buffers.zero_grad, **how)
+        what = "whole micro-batches replay what they compute"
+    else:
+        found = audit(graphs, micro_batch, deterministic=deterministic, seed=seed)
+        what = "" if found is None else f"{found.modules} modules replay what they compute"
+    return None if found is None else f"{what} (largest difference {found.largest_difference:.1e})"
+
+
+def what_is_captured(graphs: Graphs) -> str:
+    """In words."""
+    return "whole steps" if isinstance(graphs, FullIteration) else f"{len(graphs.modules)} modules"
 
 
 def refused_together(mine: list[Refusal], groups: ParallelGroups) -> list[Refusal]:
@@ -153,7 +206,7 @@ def _lengths(count: int, total: int, longest: int, random: np.random.Generator) 
     return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
 
 
-def sentences_of_all_ranks(graphs: GraphRunner, groups: ParallelGroups) -> list[str]:
+def sentences_of_all_ranks(graphs: Graphs, groups: ParallelGroups) -> list[str]:
     """The counters of this rank in words, and the sums over all ranks where there are several; a collective."""
     counters = graphs.counters
     lines = counters.sentences()
@@ -168,7 +221,7 @@ def sentences_of_all_ranks(graphs: GraphRunner, groups: ParallelGroups) -> list[
 
 
 @contextmanager
-def released(graphs: GraphRunner | None) -> Iterator[None]:
+def released(graphs: Graphs | None) -> Iterator[None]:
     """Gives all graphs up on every way out, before the process group: a graph that outlives it may hang the exit."""
     try:
         yield

@@ -19,7 +19,6 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
 from megatron_packed.config.surroundings import environment_number
-from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.collectives import all_gather_json, barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -42,7 +41,14 @@ from megatron_packed.training.failures import (
     speak,
     write_status,
 )
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released, sentences_of_all_ranks
+from megatron_packed.training.graphs import (
+    Graphs,
+    build_graphs,
+    capture_graphs,
+    released,
+    sentences_of_all_ranks,
+    what_is_captured,
+)
 from megatron_packed.training.implementation import check_implementation
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
@@ -279,9 +285,9 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
     console.say(f"isolation self-test: {len(results)} checks passed")
 
 
-def _capture(graphs: GraphRunner, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
+def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.ladder.capacities)
-    console.say(f"CUDA graphs: capturing {len(graphs.modules)} modules for up to {capacities} documents")
+    console.say(f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents")
     capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
     captured = all_gather_json(graphs.counters.captures, groups)

@@ -2,18 +2,26 @@
 
 Nothing here waits for the device. What the host wants to know leaves as one small vector
 (``training/late_metrics.py``).
+
+[Note: parts of a step]
+A step is a beginning (a few launches with numbers of the host: learning rate, stop flag), a part for each micro-batch,
+and an end (sums over ranks, norm, update, metrics). The parts read what changes from step to step, the number of the
+micro-batch included, from the device, so each can be captured in a CUDA graph; `TrainStep` says what they do, and
+whether a function or a graph does it makes no difference (``cuda_graphs/full_iteration.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron_packed.cuda_graphs.capture import kept
+from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -22,6 +30,9 @@ from megatron_packed.distributed.overlap import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel, HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
+
+MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
+"""Names of `TrainStep.parts`. The last one is another part only where sums overlap with it."""
 
 
 class StepValues(NamedTuple):
@@ -52,6 +63,7 @@ def extra_slots(groups: ParallelGroups) -> dict[str, int]:
         "aux_loss": 1,
         "signs": 1 + groups.world_size,
         "overflow": 1,
+        "micro_batches": 1,
     }
 
 
@@ -93,8 +105,8 @@ class TrainStep:
     ) -> None:
         self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
         self.device = buffers.device
-        self.graphs: GraphRunner | None = None
-        """Replays what it has captured of the model; None: all of it runs eagerly."""
+        self.graphs: GraphRunner | FullIteration | None = None
+        """Replays what it has captured, of the model or of whole parts of a step; None: all of it runs eagerly."""
         self.beat: Callable[[], None] = lambda: None
         """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
         self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
@@ -103,14 +115,16 @@ class TrainStep:
         if overlap:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
         self.metrics = torch.zeros(6 + groups.world_size, dtype=torch.float32, device=self.device)
+        self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        """What `validate` has added up on this rank; set it to zero first."""
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output. The
-        # embedding is in no graph, so its hooks see every micro-batch.
+        # embedding is in no graph of a layer, so its hooks see every micro-batch.
         model.embedding.register_forward_hook(lambda _module, _inputs, output: self._watch_gradient(output))
 
     def __call__(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
-        """Queue one step.
+        """Queue one step. Reads: [Note: parts of a step].
 
         Args:
             micro_batches: this rank's, on the device or pinned on the host (copied here, one copy each).
@@ -121,31 +135,14 @@ class TrainStep:
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
-        self.buffers.zero_grad()
-        self._stop.fill_(float(stop_requested))
-        self.buffers.extras["signs"][:1].copy_(self._stop, non_blocking=True)
-        for number, micro_batch in enumerate(micro_batches):
-            if self.overlapped is not None and number == len(micro_batches) - 1:
-                self.overlapped.begin()
-            self._accumulate(micro_batch, number)
-        self._reduce()
-        extras = self.buffers.extras
-        self._held.add_(extras["overflow"])
-        with record_function("optim::step"):
-            stats = self.optimizer.step(lr, loss=extras["loss"], hold=self._held[0])
-        if self.model.num_moe_layers:
-            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.skipped.bool())
-        torch.cat(
-            [
-                extras["loss"],
-                extras["aux_loss"],
-                stats.grad_norm.reshape(1),
-                stats.nonfinite.to(torch.float32).reshape(1),
-                extras["signs"],
-                self._held,
-            ],
-            out=self.metrics,
-        )
+        self._begin(lr, stop_requested)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            sums = self.overlapped is not None and number == len(micro_batches)
+            self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
+        if isinstance(self.graphs, FullIteration):
+            self.graphs.finish()
+        else:
+            self.finish()
         return self.metrics
 
     def redo(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
@@ -168,12 +165,26 @@ class TrainStep:
                 stack.enter_context(self.graphs.bypassed(reason))
             yield
 
+    def validate(self, micro_batch: MicroBatch) -> None:
+        """Add the loss of one micro-batch, summed over its target tokens, to ``validation_loss``."""
+        # What is captured of a whole part of a step is captured with room for all rows.
+        with nullcontext() if isinstance(self.graphs, FullIteration) else self.room_for_experts():
+            self._run(VALIDATION, micro_batch)
+
+    @property
+    def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
+        """What a micro-batch on the device may be given to, by name; each leaves its results in persistent memory."""
+        return {
+            MICRO_BATCH: self.micro_batch,
+            LAST_MICRO_BATCH: self.last_micro_batch,
+            VALIDATION: self.validation_micro_batch,
+        }
+
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
-        """On the device, by one copy: where graphs read it if they can replay it."""
-        self.beat()
-        if self.graphs is None:
-            return micro_batch.to(self.device, non_blocking=True)
-        return self.graphs.place(micro_batch)
+        """On the device, by one copy: where graphs of layers read it if they can replay it."""
+        if isinstance(self.graphs, GraphRunner):
+            return self.graphs.place(micro_batch)
+        return micro_batch.to(self.device, non_blocking=True)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """One micro-batch on the device; its gradients are added to the flat buffer, and nothing else is touched."""
@@ -182,6 +193,94 @@ class TrainStep:
         with record_function("backward"):
             output.loss.backward()
         return output
+
+    def micro_batch(self, micro_batch: MicroBatch) -> None:
+        """One micro-batch on the device: its gradients, losses and counts are added to those of the step."""
+        output = self.forward_backward(micro_batch)
+        extras = self.buffers.extras
+        with torch.no_grad():
+            extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
+            if self.model.num_moe_layers:
+                extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
+                extras["overflow"].add_(output.expert_overflow)
+                self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
+            # The first bad one of this rank stays: a later one finds the slot taken.
+            number = extras["micro_batches"].add_(1)[0]
+            slot = extras["signs"][1 + self.groups.rank]
+            bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
+            slot.copy_(torch.where(bad & (slot == 0), number, slot))
+
+    def last_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """As `micro_batch`, for the last of a step with overlap: sums begin in its backward pass, and are there."""
+        assert self.overlapped is not None
+        self.overlapped.begin()
+        self.micro_batch(micro_batch)
+        self.overlapped.join()
+
+    def validation_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """The loss of one micro-batch on the device is added to ``validation_loss``."""
+        self.model.eval()
+        with torch.no_grad(), self.model.full_expert_buffers():
+            self.validation_loss.add_(self.model(micro_batch).loss_sum)
+        self.model.train()
+
+    def finish(self) -> None:
+        """Behind the last micro-batch: sums over ranks, the update, and the metrics."""
+        self._reduce()
+        extras = self.buffers.extras
+        self._held.add_(extras["overflow"])
+        with record_function("optim::step"):
+            stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0])
+        if self.model.num_moe_layers:
+            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.skipped.bool())
+        torch.cat(
+            [
+                extras["loss"],
+                extras["aux_loss"],
+                stats.grad_norm.reshape(1),
+                stats.nonfinite.to(torch.float32).reshape(1),
+                extras["signs"],
+                self._held,
+            ],
+            out=self.metrics,
+        )
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, parts of a step may run on anything, all ranks alike, and nothing of it stays: steps are held.
+
+        Gradients are zero afterwards.
+        """
+        with kept([self._held, self.metrics, self.validation_loss, *self.model.buffers()]):
+            self._held.fill_(1.0)
+            yield
+        self.buffers.zero_grad()
+
+    def places(self) -> list[tuple[Mapping[str, Any], str]]:
+        """Where the tensors are kept that parts of a step read or write, other than in local variables."""
+        optimizer, buffers = vars(self.optimizer), vars(self.buffers)
+        parameters = self.buffers.parameters.values()
+        modules = (place for part in self.model.modules() for place in (part._parameters, part._buffers))
+        return [
+            *((place, name) for place in modules for name in place),
+            *((vars(parameter), "main_grad") for parameter in parameters),
+            *((optimizer, name) for name in ("exp_avg", "exp_avg_sq", "lr", "steps")),
+            (buffers, "storage"),
+        ]
+
+    def _begin(self, lr: float, stop_requested: bool) -> None:
+        self.buffers.zero_grad()
+        self.optimizer.set_lr(lr)
+        self._stop.fill_(float(stop_requested))
+        self.buffers.extras["signs"][:1].copy_(self._stop, non_blocking=True)
+
+    def _run(self, part: str, micro_batch: MicroBatch) -> None:
+        """One of ``parts``, by replay where it can be."""
+        self.beat()
+        if isinstance(self.graphs, FullIteration):
+            self.graphs.run(part, micro_batch)
+        else:
+            self.parts[part](self.place(micro_batch))
 
     def _reduce(self) -> None:
         """Sums over ranks. See [Note: which ranks a sum goes over]."""
@@ -200,18 +299,3 @@ class TrainStep:
 
     def _keep_sum(self, grad_TD: Tensor) -> None:
         self._input_grad_sum.copy_(grad_TD.sum(dtype=torch.float32))
-
-    def _accumulate(self, micro_batch: MicroBatch, number: int) -> None:
-        micro_batch = self.place(micro_batch)
-        output = self.forward_backward(micro_batch)
-        extras = self.buffers.extras
-        with torch.no_grad():
-            extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
-            if self.model.num_moe_layers:
-                extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
-                extras["overflow"].add_(output.expert_overflow)
-                self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
-            # The first bad one of this rank stays: a later one finds the slot taken.
-            slot = extras["signs"][1 + self.groups.rank]
-            bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
-            slot.copy_(torch.where(bad & (slot == 0), float(number + 1), slot))

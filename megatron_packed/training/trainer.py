@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-import torch
-
 from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.run import RunConfig
-from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.collectives import all_reduce_sum
@@ -24,7 +21,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import Stream
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.graphs import capture_graphs
+from megatron_packed.training.graphs import audit_graphs, capture_graphs
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import (
     GraphFigures,
@@ -116,17 +113,13 @@ class Trainer:
         """Loss in nats per target token over the validation plan, on all ranks; None without validation data."""
         if self.valid is None:
             return None
-        model, device = self.step.model, self.groups.device
-        model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=device)
         targets = 0
-        with torch.no_grad(), self.step.room_for_experts():
-            for number in range(self.valid.plan.num_steps):
-                targets += self.valid.plan.step(number).global_targets
-                for micro_batch in self.valid.loader.micro_batches(number):
-                    total += model(self.step.place(micro_batch)).loss_sum
-        model.train()
-        loss_sum = all_reduce_sum(total, self.groups.dp_cp_group).item()
+        self.step.validation_loss.zero_()
+        for number in range(self.valid.plan.num_steps):
+            targets += self.valid.plan.step(number).global_targets
+            for micro_batch in self.valid.loader.micro_batches(number):
+                self.step.validate(micro_batch)
+        loss_sum = all_reduce_sum(self.step.validation_loss, self.groups.dp_cp_group).item()
         loss = loss_sum / targets if targets else float("nan")
         iteration = self.state.progress.validated_at = self.state.progress.iteration
         self._saved_at = None  # a checkpoint of this iteration would not know of it
@@ -142,7 +135,7 @@ class Trainer:
         return loss
 
     def audit(self) -> None:
-        """Compares replay and modules on a micro-batch of the next step, if one of them would be replayed.
+        """Compares replay and eager on a micro-batch of the next step, if one of them would be replayed.
 
         Raises:
             AuditMismatchError: they differ.
@@ -152,17 +145,16 @@ class Trainer:
             return
         begun = time.perf_counter()
         for micro_batch in self.train.loader.micro_batches(progress.iteration):
-            found = audit(
+            found = audit_graphs(
                 graphs,
+                self.step,
                 micro_batch,
                 deterministic=self.config.training.deterministic_mode,
                 seed=progress.iteration,
             )
             if found is not None:
-                self.console.say(
-                    f"audit at step {progress.iteration}: {found.modules} modules replay what they compute (largest "
-                    f"difference {found.largest_difference:.1e}), in {time.perf_counter() - begun:.1f} s"
-                )
+                seconds = time.perf_counter() - begun
+                self.console.say(f"audit at step {progress.iteration}: {found}, in {seconds:.1f} s")
                 return
         self.console.say(f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from faults import on_call
 
+from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
@@ -38,17 +39,22 @@ def capture_on_cpu(
     """
     engine = RecordingEngine(fail_at if int(os.environ["RANK"]) == rank else ())
     pretrain.build_graphs = partial(pretrain.build_graphs, engine=engine)
-    original = GraphRunner.place
-
-    def place(self: GraphRunner, micro_batch: Any) -> Any:
-        engine.scramble()
-        return original(self, micro_batch)
-
-    GraphRunner.place = place  # type: ignore[method-assign]
+    _before_each_call(GraphRunner, "place", engine.scramble)
+    _before_each_call(FullIteration, "run", engine.scramble)
     if diary is not None:
         _keep(diary, engine)
     if fault is not None:
         fault()
+
+
+def _before_each_call(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any) -> Any:
+        action()
+        return original(self, *args)
+
+    setattr(owner, name, wrapped)
 
 
 def _keep(diary: Path, engine: RecordingEngine) -> None:

@@ -129,7 +129,7 @@ def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_
         ("clip_grad: .nan\n", "--clip-grad", "finite"),
         ("clip_grad: one\n", "run.yaml:1 clip_grad", "number"),
         ("cuda-graph-granularity: chunk\n", "--cuda-graph-granularity", "--cuda-graph-impl local"),
-        ("cuda-graph-impl: full_iteration\n", "--cuda-graph-impl", "give local"),
+        ("cuda-graph-impl: transformer_engine\n", "--cuda-graph-impl", "give local"),
         ("enable-cuda-graph: local\n", "run.yaml:1 enable-cuda-graph", "true or false"),
         ("? [a]\n: 1\n", "run.yaml:1", "name"),
         ("seed: \x00\n", "--config", "correct it"),

@@ -1,0 +1,361 @@
+"""Whole parts of a training step in graphs: what is done with one micro-batch, and what ends the step.
+
+A caller cuts its step into functions that read what differs from step to step from the device and leave their results
+in memory of their own: ``parts``, each given a micro-batch, and ``finish``. For every cell each part becomes one graph,
+from the metadata to the last addition, and ``finish`` becomes one: a step of k micro-batches, of whatever cells, is
+k + 1 replays. What cannot be replayed is the same function, called.
+
+[Note: memory of whole parts]
+All graphs share one pool. A part returns nothing, so at the end of each capture the pool holds nothing that lives, and
+every graph has all of it for itself: they may be replayed in any order, and hold together what the largest one needs.
+
+[Note: captures of several ranks]
+Parts may hold collectives. A rank cannot capture one alone, nor replay one that another rank calls as a function (NCCL
+asks for one way on all ranks). So ranks capture together, after a warm-up that they also run together, and what one
+cannot capture none keeps. Which way a micro-batch goes must be alike on all ranks that share a collective of its part;
+its size and what it says of itself decide that, so it can be read off the plan.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
+from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
+from megatron_packed.cuda_graphs.slots import HostFactError, Slot
+from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
+from megatron_packed.packed.params import PackedSeqParams
+
+MOVED = "weights have moved to other memory"
+ELSEWHERE = "another rank cannot capture it"
+_OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
+
+
+class StaticMicroBatch(MicroBatch):
+    """What a part sees while it is captured: the slot's tensors, and no number that only one pack has.
+
+    Raises:
+        HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
+    """
+
+    def __getattribute__(self, name: str) -> object:
+        if name in _OF_ONE_PACK:
+            raise HostFactError(
+                f"{name} is another value in every pack, and a CUDA graph would replay the one it was captured with; "
+                "use the tensors of the micro-batch instead."
+            )
+        return object.__getattribute__(self, name)
+
+
+class FullIteration:
+    """Graphs of all parts of a step, over one slot.
+
+    Use: `tune`, in turns of ranks that need not wait for each other; `capture`, all ranks together; then, for each
+    step, `run` for every micro-batch and `finish`. Until the first capture and after `forget` all runs eagerly.
+
+    Args:
+        parts: name -> what to do with a micro-batch on the device. They return nothing, draw no random numbers, and
+            touch no memory that comes and goes but their own. The first is the one that kernels are tuned on.
+        finish: ends a step; the same rules.
+        rehearsing: inside, parts and ``finish`` may run on made-up micro-batches, and everything that lasts is put
+            back at the end.
+        places: where the tensors are kept that they read or write: a mapping and a name in it. Asked at each capture.
+        total_tokens: token slots T of every micro-batch.
+        ladder: the cells to capture.
+        device: of the tensors.
+        tables: what a part would else derive from a pack's metadata with the help of the host; by name.
+        check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
+        engine: captures; by default torch's CUDA graphs.
+        warmup_steps: eager passes before each cell's capture.
+        strict: any micro-batch that runs eagerly is an error.
+        agree: whether something holds on all ranks that capture together; a collective.
+        say: takes progress, a sentence at a time.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Callable[[MicroBatch], object]],
+        finish: Callable[[], object],
+        *,
+        rehearsing: Callable[[], AbstractContextManager[None]],
+        places: Callable[[], Iterable[tuple[Mapping[str, Any], str]]],
+        total_tokens: int,
+        ladder: Ladder,
+        device: torch.device,
+        tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
+        check: Callable[[PackedSeqParams], None] = lambda packed: None,
+        engine: Engine | None = None,
+        warmup_steps: int = 3,
+        strict: bool = False,
+        agree: Callable[[bool], bool] = lambda holds: holds,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.parts, self._finish = dict(parts), finish
+        self.ladder, self.device, self.strict = ladder, device, strict
+        self.engine: Engine = CudaEngine(device) if engine is None else engine
+        self.slot = Slot(total_tokens, ladder.largest, device)
+        self.counters = GraphCounters()
+        self.refusals: dict[Cell, str] = {}
+        """Why a cell is not captured."""
+        self._rehearsing, self._places = rehearsing, places
+        self._tables, self._check, self._agree, self._say = tables, check, agree, say
+        self._warmup_steps = max(warmup_steps, 1)
+        self._graphs: dict[Cell, dict[str, Graph]] = {}
+        self._finish_graph: Graph | None = None
+        self._bypassed: str | None = None
+        """Why nothing is replayed at the moment, though it could be."""
+        self._used: list[tuple[Mapping[str, Any], str]] = []
+        self._addresses: list[int] = []
+
+    # ------------------------------------------------------------------------------------------------------- capture
+
+    def tune(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        """Eager passes of the first part over every cell: kernels are compiled and tuned. Gives up earlier graphs.
+
+        Args:
+            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like real ones.
+        """
+        begun = time.perf_counter()
+        self.forget()
+        part = next(iter(self.parts.values()))
+        with self._rehearsing(), self.engine.side_stream():
+            for cell in reversed(self.ladder.cells):
+                for _ in range(self._warmup_steps):
+                    part(make_dummy(cell).to(self.device))
+        self.counters.capture_seconds += time.perf_counter() - begun
+
+    def capture(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        """Capture everything, the largest cell first; between steps, all ranks together, behind `tune`.
+
+        Reads: [Note: captures of several ranks].
+
+        Raises:
+            GraphFallbackError: ``strict``, and something could not be captured.
+        """
+        begun = time.perf_counter()
+        self.forget()
+        self.refusals.clear()
+        try:
+            with self._rehearsing():
+                self._warm_up(make_dummy)
+                self._capture_all(make_dummy)
+        except BaseException:  # what is half captured must not be replayed
+            self.forget()
+            raise
+        self.counters.capture_seconds += time.perf_counter() - begun
+        self._used = list(self._places())
+        self._addresses = self._current_addresses()
+
+    def _warm_up(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        """Each part once over each cell, and the end: workspaces are made, and communicators connect."""
+        with self.engine.side_stream():
+            for cell in reversed(self.ladder.cells):
+                for part in self.parts.values():
+                    part(make_dummy(cell).to(self.device))
+            self._finish()
+
+    def _capture_all(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        failure = self._try_finish()
+        if failure is not None:
+            for cell in self.ladder.cells:
+                self.refusals[cell] = failure
+            self._refuse(f"no graphs, as the end of a step cannot be captured: {failure}")
+            return
+        for cell in reversed(self.ladder.cells):
+            begun = time.perf_counter()
+            self.slot.fill(make_dummy(cell), cell)
+            failure = self._try_cell(cell)
+            self.slot.vacate()
+            self.counters.memory_mib = self.engine.memory_mib()
+            if failure is None:
+                self._say(
+                    f"captured whole steps for up to {cell.capacity} documents in {time.perf_counter() - begun:.1f} s; "
+                    f"graphs hold {self.counters.memory_mib:,.0f} MiB"
+                )
+            else:
+                self.refusals[cell] = failure
+                self._refuse(f"no graphs for up to {cell.capacity} documents: {failure}")
+        if not self._graphs:
+            self.forget()
+
+    def _try_finish(self) -> str | None:
+        """What failed on this or another rank; None if nothing did."""
+        graph, failure = self._try(self._finish)
+        self._finish_graph = graph
+        if self._agree(failure is None):
+            self.counters.captures += 1
+            return None
+        self._drop([graph])
+        self._finish_graph = None
+        return failure or ELSEWHERE
+
+    def _try_cell(self, cell: Cell) -> str | None:
+        graphs: dict[str, Graph] = {}
+        for name, part in self.parts.items():
+            graph, reason = self._try(partial(self._run_static, part, cell))
+            if not self._agree(reason is None):
+                self._drop([graph, *graphs.values()])
+                return f"{name}: {reason or ELSEWHERE}"
+            assert graph is not None
+            graphs[name] = graph
+        self._graphs[cell] = graphs
+        self.counters.captures += len(graphs)
+        return None
+
+    def _try(self, function: Callable[[], object]) -> tuple[Graph | None, str | None]:
+        """The graph, or why there is none: whatever goes wrong under capture, out of memory included."""
+        try:
+            return self.engine.capture(lambda: _nothing(function()))[0], None
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            return None, f"{type(error).__name__}: {text[0] if text else ''}"
+
+    def _run_static(self, part: Callable[[MicroBatch], object], cell: Cell) -> None:
+        """``part`` on what lies in the slot, with what is derived from it; all of it belongs to the capture."""
+        self.slot.set_tables(cell, {})
+        try:
+            self.slot.set_tables(cell, self._tables(self.slot.static(cell)))
+            part(self._static(cell))
+        finally:
+            self.slot.set_tables(cell, {})
+
+    def _static(self, cell: Cell) -> MicroBatch:
+        layout, buffer = MicroBatchLayout(self.slot.total_tokens, cell.capacity), self.slot.bytes_of(cell)
+        views = layout.buffer.views(buffer)
+        return StaticMicroBatch(
+            buffer=buffer,
+            layout=layout,
+            tokens=views["tokens"],
+            labels=views["labels"],
+            loss_mask=views["loss_mask"],
+            packed=self.slot.static(cell),
+            scales=views["scales"],
+            num_real_tokens=0,
+            num_target_tokens=0,
+        )
+
+    def _drop(self, graphs: Iterable[Graph | None]) -> None:
+        for graph in graphs:
+            if graph is not None:
+                graph.reset()
+        gc.collect()
+        if self._finish_graph is None:  # a pool does not outlive its last graph
+            self.engine.reset()
+
+    def _refuse(self, sentence: str) -> None:
+        if self.strict:
+            raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
+        self._say(f"{sentence}; it runs eagerly")
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def run(self, name: str, micro_batch: MicroBatch) -> None:
+        """A part for one micro-batch, in one copy and one replay where that is right.
+
+        Args:
+            micro_batch: on the device or pinned on the host.
+        Raises:
+            GraphFallbackError: ``strict``, and it would run eagerly.
+        """
+        cell = cell_of(micro_batch)
+        reason = self.why_eager(micro_batch)
+        if reason is None:
+            self._check(micro_batch.packed)
+            self.counters.replays += 1
+            self.replay(name, micro_batch, cell)
+            return
+        if self.strict:
+            cure = ""
+            if self._bypassed is None and cell.capacity > self.ladder.largest:
+                cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
+            raise GraphFallbackError(
+                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}{cure}."
+            )
+        self.counters.fallbacks[reason] += 1
+        self.parts[name](micro_batch.to(self.device, non_blocking=True))
+
+    def replay(self, name: str, micro_batch: MicroBatch, cell: Cell) -> None:
+        """The graph of a part over ``micro_batch``, which must be one that can be replayed."""
+        self.slot.fill(micro_batch, cell)
+        self._graphs[cell][name].replay()
+
+    def finish(self) -> None:
+        """The end of a step, by replay unless nothing is."""
+        if self._finish_graph is None or self.moved:
+            self._finish()
+        else:
+            self._finish_graph.replay()
+
+    def why_eager(self, micro_batch: MicroBatch) -> str | None:
+        """Why a micro-batch would not be replayed; None if it would."""
+        if self._bypassed is not None:
+            return self._bypassed
+        cell = cell_of(micro_batch)
+        if cell in self._graphs:
+            if micro_batch.layout.total_tokens != self.slot.total_tokens:
+                return f"another size than {self.slot.total_tokens} tokens"
+            return MOVED if self.moved else None
+        if micro_batch.packed.num_seqs > self.ladder.largest:
+            return f"more than {self.ladder.largest} documents"
+        if cell.capacity > self.ladder.largest:
+            return f"more than {self.ladder.largest} documents on another rank, whose graphs share collectives"
+        if cell in self.refusals:
+            return f"no graphs for its capacity ({self.refusals[cell]})"
+        if not self._graphs:
+            return "no graphs"
+        return "built in the size of no cell"
+
+    @contextmanager
+    def bypassed(self, reason: str) -> Iterator[None]:
+        """Inside, every micro-batch runs eagerly: what it needs is not what was captured."""
+        self._bypassed = reason
+        try:
+            yield
+        finally:
+            self._bypassed = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor has left the address that graphs use; then `tune` and `capture` again."""
+        return self._addresses != self._current_addresses()
+
+    # ----------------------------------------------------------------------------------------------------------- end
+
+    def forget(self) -> None:
+        """Give up all graphs and their memory; everything runs eagerly until the next capture."""
+        self.slot.vacate()
+        for graphs in self._graphs.values():
+            for graph in graphs.values():
+                graph.reset()
+        self._graphs.clear()
+        if self._finish_graph is not None:
+            self._finish_graph.reset()
+        self._finish_graph = None
+        self._used, self._addresses = [], []
+        self.engine.reset()
+        self.counters.memory_mib = 0.0
+
+    close = forget
+    """Before the process group is destroyed: a graph that holds collectives would keep the process from its exit."""
+
+    def _current_addresses(self) -> list[int]:
+        tensors = (place.get(name) for place, name in self._used)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def cell_of(micro_batch: MicroBatch) -> Cell:
+    """The size that it was built in."""
+    return Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
+
+
+def _nothing(_: object) -> None:
+    """What a part returns would keep memory of the pool alive."""

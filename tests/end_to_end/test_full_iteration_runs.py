@@ -1,0 +1,130 @@
+"""Runs with ``--cuda-graph-impl full_iteration`` end where eager runs end, bit for bit.
+
+On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captures import capture_on_cpu
+from faults import poison_forward
+from runs import (
+    Data,
+    assert_same_state,
+    command_line,
+    final_state,
+    in_folder,
+    run,
+    steps,
+    tiny_options,
+    write_conversations,
+)
+
+from megatron_packed.config.flags import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.data import build_data
+
+DONE, NONFINITE = 0, 20
+STEPS, CAPACITIES = 10, (3, 5)
+BUCKETS = {"ddp_bucket_size": 2000}
+"""Some, of which the norm's rounding knows."""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Packs are made without regard to capacities, so that they are the same with graphs and without."""
+    data = Data(tmp_path_factory.mktemp("few"))
+    write_conversations(data.train, 110, seed=1)
+    write_conversations(data.valid, 24, seed=2)
+    return tiny_options(
+        data, train_iters=STEPS, seq_length=256, packing_method="best_fit_decreasing", valid_data_path=data.valid,
+        eval_interval=4, eval_iters=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graphs(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "cuda_graph_impl": "full_iteration", "cuda_graph_max_packed_seqs": CAPACITIES}
+
+
+def folder_of_run(folder: Path, options: dict[str, Any], processes: int = 1, **how: Any) -> Path:
+    finished = run({**options, **in_folder(folder)}, folder, processes, partial(capture_on_cpu, **how))
+    assert finished.exit_code == DONE, finished.console
+    return folder
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    logs = [
+        [{name: value for name, value in line.items() if not name.startswith("graph_")} for line in steps(path)]
+        for path in (found / "log.jsonl", expected / "log.jsonl")
+    ]
+    assert logs[0] == logs[1]
+    assert_same_state(found / "checkpoints", expected / "checkpoints", STEPS)
+
+
+@pytest.fixture(scope="module")
+def two_eager(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of_run(tmp_path_factory.mktemp("two_eager"), {**options, **BUCKETS}, 2)
+
+
+def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: Path) -> None:
+    """Four micro-batches a step, packs beyond the largest capacity, validations and audits."""
+    eager = folder_of_run(tmp_path / "eager", options)
+    more = {"cuda_graph_audit_interval": 4}
+    graphed = folder_of_run(tmp_path / "graphed", {**graphs, **more}, diary=tmp_path / "diary")
+    assert_same_run(graphed, eager)
+    data = build_data(parse(command_line({**graphs, **more}), 1), ParallelGroups.single(), lambda _: None)
+    lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
+    for line in lines:
+        counts = [len(pieces) for pieces in data.train.plan.step(line["iteration"] - 1).packs[0]]
+        beyond = sum(count > CAPACITIES[-1] for count in counts)
+        assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond)
+        assert line["graph_captures"] == 2 * len(CAPACITIES) + 1  # training, validation; and the end
+    assert 0 < sum(line["graph_fallbacks"] for line in lines) < 2 * STEPS
+    console = (graphed / "output_0.txt").read_text()
+    assert "CUDA graphs: capturing whole steps for up to 3, 5 documents" in console
+    assert len(re.findall(r"captured whole steps for up to [35] documents in", console)) == 2
+    audited = r"audit at step [48]: whole micro-batches replay what they compute \(largest difference 0\.0e\+00\)"
+    assert len(re.findall(audited, console)) == 2
+    assert (tmp_path / "diary").read_text().splitlines() == ["first step, 5 graphs", "shutdown, 0 graphs"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"use_distributed_optimizer": True},
+        {"overlap_grad_reduce": True},
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    ],
+    ids=["zero", "overlap", "zero and overlap"],
+)
+def test_two_processes(layout: dict[str, Any], graphs: dict[str, Any], two_eager: Path, tmp_path: Path) -> None:
+    """Sums, the norm and the gathering of weights are in the graphs; each rank may have packs beyond them."""
+    graphed = folder_of_run(tmp_path, {**graphs, **BUCKETS, **layout}, 2, diary=tmp_path / "diary")
+    assert_same_run(graphed, two_eager)
+    parts = 3 if "overlap_grad_reduce" in layout else 2
+    lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
+    assert all(line["graph_captures"] == parts * len(CAPACITIES) + 1 for line in lines)
+    assert sum(line["graph_replays"] for line in lines) > STEPS
+
+
+def test_a_nan_on_one_rank_stops_all_with_clean_weights(graphs: dict[str, Any], tmp_path: Path) -> None:
+    """In the second micro-batch of rank 1 in step 4: told one step later, applied by nobody."""
+    captures = len(CAPACITIES) * (3 + 1 + 1)  # made-up micro-batches before the first step, each a forward pass
+    options = {**graphs, "eval_interval": None, "valid_data_path": None, "save_interval": 1}
+    bad = 4
+    fault = partial(poison_forward, captures + 2 * bad, 1, float("nan"))
+    finished = run({**options, **in_folder(tmp_path)}, tmp_path, 2, partial(capture_on_cpu, fault))
+    assert finished.exit_code == NONFINITE, finished.console
+    assert finished.console.count(
+        f"WARNING: step {bad} had a non-finite loss or gradient in micro-batch 1 of rank 1; its update was not applied"
+    ) == 1
+    assert steps(tmp_path / "log.jsonl")[-1]["iteration"] == bad
+    found, before = (final_state(tmp_path / "checkpoints", step)[0] for step in (bad, bad - 1))
+    kept = [name for name in found if name.startswith(("model/", "optimizer/"))]
+    assert kept and all(found[name].equal(before[name]) for name in kept)

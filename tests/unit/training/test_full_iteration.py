@@ -1,0 +1,270 @@
+"""Whole steps in graphs: k micro-batches are k + 1 replays, and every number is that of the eager steps.
+
+With the stand-in for capture, which runs a captured function again; on a GPU: `tests/gpu/test_full_iteration.py`.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_build_graphs import GROUPS, LADDER, config_of, job_of, micro_batch, state_hash
+
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
+from megatron_packed.cuda_graphs.full_iteration import FullIteration, StaticMicroBatch
+from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
+from megatron_packed.cuda_graphs.slots import HostFactError
+from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.train_step import StepValues
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
+from stand_in import RecordingEngine
+
+STEPS = [[[48]], [[20, 9, 3], [1] * 5], [[48], [20, 9, 3], [1] * 9, [2] * 5], [[]], [[5] * 5, [1] * 48], [[30, 2]]]
+"""Lengths of the documents of each pack; those of more than 5 fit no cell."""
+PARTS = 1
+"""One process without validation has the micro-batch alone."""
+
+
+class Job:
+    """A job whose steps are captured, unless ``engine`` is None."""
+
+    def __init__(self, engine=None, **graphs):
+        self.config = config_of(cuda_graph_impl="full_iteration", **graphs)
+        self.job, self.engine, self.said = job_of(self.config), engine, []
+        self.step = self.job.step
+        self.graphs = None
+        if engine is not None:
+            self.graphs = build_graphs(self.config, self.job, LADDER, GROUPS, self.said.append, engine)
+            self.step.graphs = self.graphs
+
+    def capture(self):
+        capture_graphs(self.graphs, self.step, 3, GROUPS, first=True)
+        return self
+
+    def run(self, packs, number=0):
+        batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(packs)]
+        return self.step(batches, 1e-2 / (1 + number)).clone()
+
+
+def captured(engine=None, **graphs):
+    return Job(engine or RecordingEngine(), **graphs).capture()
+
+
+def assert_same_steps(found, expected, steps=STEPS):
+    for number, packs in enumerate(steps):
+        assert torch.equal(found.run(packs, number), expected.run(packs, number)), number
+        assert state_hash(found.job) == state_hash(expected.job), number
+
+
+def test_a_capture_changes_nothing_of_the_job():
+    job = Job(RecordingEngine())
+    job.run([[20, 9, 3]])  # moments, expert biases and statistics that are not zero
+    job.job.buffers.zero_grad()
+    before = state_hash(job.job)
+    job.capture()
+    assert state_hash(job.job) == before
+    assert job.graphs.counters.captures == len(LADDER.cells) * PARTS + 1
+    assert job.graphs.counters.replays == 0 and job.engine.log == []
+    job.run([[20, 9, 3]])
+    assert state_hash(job.job) != before
+
+
+def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replays():
+    """For any number of micro-batches and any mix of cells, those that fit none run eagerly between replays."""
+    graphed = captured()
+    assert_same_steps(graphed, Job())
+    beyond = sum(len(lengths) > 5 for packs in STEPS for lengths in packs)
+    counters = graphed.graphs.counters
+    assert counters.fallbacks == {"more than 5 documents": beyond} and beyond == 2
+    assert counters.replays == sum(map(len, STEPS)) - beyond
+    assert len(graphed.engine.log) == counters.replays + len(STEPS)
+    graphed.engine.log.clear()
+    for k in (1, 2, 4):
+        graphed.run([[9] * 3] * k)
+        assert len(graphed.engine.log) == k + 1 and len(set(graphed.engine.log)) == 2
+        graphed.engine.log.clear()
+
+
+def test_the_comparison_sees_a_slot_that_was_not_filled():
+    graphed, expected = captured(), Job()
+    graphed.graphs.slot.fill = lambda *_: None
+    assert not torch.equal(graphed.run([[9] * 3]), expected.run([[9] * 3]))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
+    graphed, eager = captured(), Job()
+    graphed.run([[9, 9]]), eager.run([[9, 9]])
+    before = state_hash_of_weights(graphed)
+    found = []
+    for job in (graphed, eager):
+        batches = [micro_batch([20, 9, 3], seed) for seed in range(4)]
+        batches[bad].scales[0] = float("nan")
+        found.append(job.step(batches, 1e-2).clone())
+    assert state_hash_of_weights(graphed) == before
+    values = StepValues.from_list(found[0].tolist())
+    assert values.nonfinite and values.bad_micro_batches == {0: bad}
+    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
+    assert_same_steps(graphed, eager)  # and it goes on as if nothing had been
+
+
+def state_hash_of_weights(job):
+    """All but what a step reports and adds up."""
+    job.job.buffers.zero_grad()
+    job.step.metrics.zero_()
+    return state_hash(job.job)
+
+
+def test_the_stop_flag_and_the_rate_are_those_of_the_step():
+    graphed, eager = captured(), Job()
+    for stop, lr in ((False, 1e-2), (True, 1e-3), (False, 3e-3)):
+        found = [job.step([micro_batch([9, 9])], lr, stop_requested=stop).clone() for job in (graphed, eager)]
+        assert torch.equal(*found) and StepValues.from_list(found[0].tolist()).stop_requested == stop
+        assert state_hash(graphed.job) == state_hash(eager.job)
+
+
+def test_a_step_that_is_done_again_runs_eagerly(monkeypatch):
+    graphed, eager = captured(), Job()
+    monkeypatch.setattr(type(graphed.job.model), "bounds_expert_buffers", True)
+    for job in (graphed, eager):
+        job.step._held.fill_(1.0)
+        job.run([[9, 9]])
+    replays = graphed.graphs.counters.replays
+    batches = [[micro_batch([9, 9])] for _ in range(2)]
+    assert torch.equal(graphed.step.redo(batches[0], 1e-2).clone(), eager.step.redo(batches[1], 1e-2).clone())
+    assert state_hash(graphed.job) == state_hash(eager.job)
+    assert graphed.graphs.counters.replays == replays
+    assert graphed.graphs.counters.fallbacks == {"it needs room for all rows of experts, and its graphs have less": 1}
+    assert_same_steps(graphed, eager)
+    assert graphed.graphs.counters.replays > replays
+
+
+def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
+    graphed, eager = captured(), Job()
+    for job in (graphed, eager):
+        router = job.job.model.moe_layers[0].mixer.router
+        router.expert_bias = router.expert_bias.clone()
+    assert graphed.graphs.moved
+    assert_same_steps(graphed, eager, STEPS[:2])
+    assert graphed.graphs.counters.fallbacks == {"weights have moved to other memory": 3} and not graphed.engine.log
+    graphed.capture()
+    assert not graphed.graphs.moved
+    assert_same_steps(graphed, eager, STEPS[:2])
+    assert len(graphed.engine.log) == 3 + 2
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "lr", "steps"])
+def test_state_of_the_optimizer_is_watched_too(name):
+    graphed = captured()
+    setattr(graphed.job.optimizer, name, getattr(graphed.job.optimizer, name).clone())
+    assert graphed.graphs.moved
+
+
+def test_a_cell_that_cannot_be_captured_runs_eagerly_and_says_why():
+    """Captures come in the order: the end, the largest cell, the others."""
+    graphed = captured(RecordingEngine(fail_at=(1,)))
+    assert graphed.said[0].startswith("no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1")
+    assert graphed.said[0].endswith("it runs eagerly")
+    assert graphed.said[1].startswith("captured whole steps for up to 2")
+    assert_same_steps(graphed, Job())
+    counters = graphed.graphs.counters
+    assert counters.captures == 2 and counters.replays == 4
+    [reason] = [reason for reason in counters.fallbacks if "capacity" in reason]
+    assert "capture 1 has no memory" in reason and counters.fallbacks[reason] == 5
+
+
+@pytest.mark.parametrize("fail_at", [(0,), (1, 2)], ids=["the end", "every cell"])
+def test_without_its_end_or_any_cell_a_step_is_eager_as_a_whole(fail_at):
+    graphed = captured(RecordingEngine(fail_at))
+    assert "no graphs" in graphed.said[0]
+    assert_same_steps(graphed, Job())
+    assert graphed.engine.log == [] and graphed.graphs.counters.replays == 0
+    assert all(graph.gone for graph in graphed.engine.graphs)
+
+
+def test_what_one_rank_cannot_capture_none_keeps():
+    """The other rank fails where it is asked for the first or the second time."""
+    for failing, said in ((0, "as the end of a step"), (1, "up to 5 documents: micro-batch: another rank cannot")):
+        job, asked = Job(RecordingEngine()), []
+
+        def agree(holds, asked=asked, failing=failing):
+            asked.append(holds)
+            return len(asked) - 1 != failing
+
+        job.graphs._agree = agree
+        job.capture()
+        assert all(asked) and said in job.said[0]
+        assert sum(not graph.gone for graph in job.engine.graphs) == (0 if failing == 0 else 2)
+
+
+def test_strict():
+    with pytest.raises(GraphFallbackError, match=r"no graphs for up to 2 documents: .* forbids"):
+        captured(RecordingEngine(fail_at=(2,)), cuda_graph_strict=True)
+    graphed = captured(cuda_graph_strict=True)
+    with pytest.raises(GraphFallbackError, match="more than 5 documents; raise --cuda-graph-max-packed-seqs"):
+        graphed.run([[1] * 9])
+
+
+def test_nothing_lives_between_graphs():
+    """What a part returns would keep memory of the pool, and a static micro-batch has no fact of one pack."""
+    graphed = captured()
+    assert all(graph.result is None for graph in graphed.engine.graphs)
+    static = graphed.graphs._static(LADDER.cells[0])
+    assert isinstance(static, StaticMicroBatch) and static.tokens.shape == (48,)
+    for name in ("num_real_tokens", "num_target_tokens"):
+        with pytest.raises(HostFactError, match=name):
+            getattr(static, name)
+    with pytest.raises(HostFactError, match="num_seqs"):
+        static.packed.num_seqs  # noqa: B018
+    assert graphed.graphs.slot.static(LADDER.cells[0]).tables == {}
+
+
+def test_given_up_on_close():
+    graphed = captured()
+    graphed.graphs.close()
+    assert all(graph.gone for graph in graphed.engine.graphs) and graphed.graphs.counters.memory_mib == 0
+    assert_same_steps(graphed, Job(), STEPS[:2])
+
+
+def test_validation_is_replayed_too_and_leaves_the_model_in_training():
+    graphed, eager = Job(RecordingEngine()), Job()
+    assert isinstance(graphed.graphs, FullIteration)
+    graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
+    graphed.capture()
+    assert graphed.graphs.counters.captures == 2 * len(LADDER.cells) + 1
+    for job in (graphed, eager):
+        job.run([[9, 9]])
+        job.step.validation_loss.zero_()
+        for lengths in ([30, 10], [1] * 9, [2] * 5):
+            job.step.validate(micro_batch(lengths))
+        assert job.job.model.training
+    assert graphed.step.validation_loss > 0 and graphed.step.validation_loss.equal(eager.step.validation_loss)
+    assert graphed.graphs.counters.replays == 1 + 2 and len(graphed.engine.log) == 2 + 2
+    assert_same_steps(graphed, eager)
+
+
+def test_an_audit_finds_nothing_and_changes_nothing():
+    graphed = captured()
+    graphed.run([[9, 9]])
+    graphed.job.buffers.zero_grad()
+    before, counters = state_hash(graphed.job), repr(graphed.graphs.counters)
+    found = audit_graphs(graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
+    assert found == "whole micro-batches replay what they compute (largest difference 0.0e+00)"
+    assert state_hash(graphed.job) == before and repr(graphed.graphs.counters) == counters
+    assert audit_graphs(graphed.graphs, graphed.step, micro_batch([1] * 9), deterministic=True, seed=1) is None
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_an_audit_names_the_worst_parameter(deterministic):
+    graphed = captured()
+    run = graphed.graphs.replay
+
+    def spoil(*args):
+        run(*args)
+        graphed.job.buffers.parameters["layers.2.mixer.fc1.weight"].main_grad[0, 0] += 1
+        graphed.job.buffers.parameters["embedding.weight"].main_grad[0, 0] += 1e-6
+
+    graphed.graphs.replay = spoil
+    with pytest.raises(AuditMismatchError, match=r"gradients of layers\.2\.mixer\.fc1\.weight differ by"):
+        audit_graphs(graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=deterministic, seed=1)
