@@ -140,6 +140,8 @@ INVALID = [
     (f"^3 {MOE} --expert-model-parallel-size 3", {"--expert-model-parallel-size": "(4) choose from 1, 2, 4"}),
     (f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl local --moe-token-dispatcher-type alltoall",
      {"--moe-token-dispatcher-type": "--cuda-graph-modules without moe"}),
+    (f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl full_iteration --moe-token-dispatcher-type alltoall",
+     {"--moe-token-dispatcher-type": "give allgather, or --moe-pad-expert-input-to-capacity"}),
     ("--overlap-param-gather", {"--overlap-param-gather": "add --use-distributed-optimizer --overlap-grad-reduce"}),
     ("--overlap-param-gather --overlap-grad-reduce", {"--overlap-param-gather": "add --use-distributed-optimizer, or"}),
     ("--overlap-param-gather --use-distributed-optimizer", {"--overlap-param-gather": "add --overlap-grad-reduce"}),

@@ -86,9 +86,10 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
         graphed.engine.log.clear()
 
 
-def test_the_comparison_sees_a_slot_that_was_not_filled():
+def test_the_comparison_sees_another_micro_batch_in_the_slot():
     graphed, expected = captured(), Job()
-    graphed.graphs.slot.fill = lambda *_: None
+    fill = graphed.graphs.slot.fill
+    graphed.graphs.slot.fill = lambda _, cell: fill(micro_batch([3, 9, 9]), cell)
     assert not torch.equal(graphed.run([[9] * 3]), expected.run([[9] * 3]))
 
 
