@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import harness
 from harness import Spread
-from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.cuda_graph import FULL_ITERATION, CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.layout import Layout
@@ -47,13 +47,13 @@ CAPACITY = 16
 """Documents that packs have room for, eagerly and by replay."""
 ROUNDS, ROW = 6, 4
 """Rows of steps without a wait between them, eager and replayed in turns, and steps of a row."""
-GRAPHS = ("local",)
 ALIGNMENT = 8
 """Documents are cut to multiples of it, so that no layout needs padding."""
 STEPS, WARM, PROFILED = 20, 8, 2
 QUICK_STEPS, QUICK_WARM = 4, 2
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
 """Highest relative difference of a step's loss and gradient norm from one process's."""
+LOCAL = "local"
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
 MODELS = {
     "hybrid1b": CONFIGS["hybrid1b"],
@@ -148,7 +148,9 @@ def train(config: RunConfig, groups: ParallelGroups, packs: Sequence[MicroBatch]
     if groups.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found |= communication(lambda: job.step(mine, config.optim.lr))
-        found["graphs"] = {impl: replayed(config, job, groups, mine, impl, tokens) for impl in GRAPHS}
+        whole = asks_nothing(config) and not config.parallel.overlap_param_gather
+        kinds = (LOCAL, FULL_ITERATION) if whole else (LOCAL,)
+        found["graphs"] = {impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds}
     return found
 
 
@@ -156,7 +158,7 @@ def replayed(
     config: RunConfig, job: Job, groups: ParallelGroups, mine: Sequence[MicroBatch], impl: str, tokens: int
 ) -> dict[str, Any]:
     """Rows of eager and of replayed steps of the same job, in turns."""
-    modules = () if config.parallel.expert_model_parallel_size == 1 or asks_nothing(config) else WITHOUT_EXPERTS
+    modules = () if asks_nothing(config) else WITHOUT_EXPERTS
     graph_options = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_modules=modules)
     config = dataclasses.replace(config, cuda_graph=graph_options)
     job.buffers.wait_params()
@@ -192,7 +194,8 @@ def replayed(
 def asks_nothing(config: RunConfig) -> bool:
     """Whether experts are dispatched without a question to the device."""
     model = config.model
-    return model.moe_token_dispatcher_type != "alltoall" or model.moe_pad_expert_input_to_capacity  # noqa: S105
+    static = model.moe_token_dispatcher_type != "alltoall" or model.moe_pad_expert_input_to_capacity  # noqa: S105
+    return static or config.parallel.expert_model_parallel_size == 1
 
 
 def communication(step: Callable[[], object]) -> dict[str, float]:
