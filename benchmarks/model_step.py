@@ -155,9 +155,12 @@ class Theirs:
         self.packs = [batch.packed.to_megatron_core() for batch in batches]
 
     def step(self, number: int) -> None:
-        batch = self.batches[number]
         for parameter in self.model.parameters():
             parameter.grad = None
+        self.accumulate(number)
+
+    def accumulate(self, number: int) -> None:
+        batch = self.batches[number]
         per_token = self.model(
             input_ids=batch.tokens.long()[None], position_ids=batch.packed.position_ids.long()[None],
             attention_mask=None, labels=batch.labels.long()[None], packed_seq_params=self.packs[number],

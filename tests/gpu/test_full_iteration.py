@@ -1,0 +1,327 @@
+"""Whole steps in CUDA graphs: the eager ones bit for bit over changing packs, k + 1 launches, no wait, a clean end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_layouts_no_host_sync import MODEL
+from test_no_host_sync import VOCAB, T
+from test_parallel_graphs_gpu import LADDER, LAYOUTS, PACKS, steps_of, waiting  # sets deterministic variables, too
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.data import DataConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPool
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
+from megatron_packed.training.train_step import StepValues
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+GATHERED_LATER = {"overlap_param_gather"}
+"""Not with whole steps."""
+
+
+def config_of(
+    model: ModelConfig = MODEL, tokens: int = T, *, deterministic: bool = True, **parallel: Any
+) -> RunConfig:
+    return RunConfig(
+        model=model,
+        data=DataConfig(train_data_path=("none.jsonl",)),
+        packing=PackingConfig(seq_length=tokens, global_batch_size=PACKS),
+        optim=OptimizerConfig(lr=1e-3),
+        parallel=ParallelConfig(**{name: value for name, value in parallel.items() if name not in GATHERED_LATER}),
+        training=TrainingConfig(train_iters=8, bf16=True, device="cuda", deterministic_mode=deterministic),
+    )
+
+
+def whole_steps(config: RunConfig) -> RunConfig:
+    return dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="full_iteration"))
+
+
+def build(config: RunConfig, groups: ParallelGroups, ladder: Ladder = LADDER) -> tuple[Job, FullIteration]:
+    """A job with whole steps, which are not captured yet."""
+    job = build_job(config, groups, VOCAB)
+    graphs = build_graphs(whole_steps(config), job, ladder, groups, print)
+    assert isinstance(graphs, FullIteration)
+    job.step.graphs = graphs
+    return job, graphs
+
+
+def state_of(job: Job) -> dict[str, torch.Tensor]:
+    """Everything that the next step depends on; copies."""
+    tensors = dict(job.model.state_dict()) | dict(job.model.named_buffers()) | job.optimizer.state_shards()
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+
+
+@pytest.fixture(scope="module")
+def groups() -> ParallelGroups:
+    configure_determinism()
+    return ParallelGroups.single(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIteration]]:
+    """An eager one, and one with whole steps; the same weights."""
+    eager = build_job(config_of(), groups, VOCAB)
+    job, graphs = build(config_of(), groups)
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        assert not graphs.refusals and graphs.counters.captures == len(LADDER.cells) + 1
+        assert different(state_of(job), state_of(eager)) == []
+        yield eager, job, graphs
+    torch.use_deterministic_algorithms(False)
+
+
+class _Bytes:
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def poison_pool(graphs: FullIteration) -> None:
+    """All ones in every bit of the graphs' memory: nothing of it may live between two replays."""
+    torch.cuda.synchronize()
+    found = 0
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment["segment_pool_id"]) == tuple(graphs.engine.pool):
+            torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(255)
+            found += segment["total_size"]
+    assert found > 0, "no memory of the graphs was found"
+
+
+def test_twenty_steps_are_the_eager_ones_bit_for_bit(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups):
+    """One, two and four micro-batches, of both cells and of none, over memory that is made NaN between steps."""
+    eager, job, graphs = jobs
+    packs = [one for step in steps_of(groups, 1, overflow=True) for one in step]
+    replays, fallbacks = graphs.counters.replays, graphs.counters.fallbacks.total()
+    seen = set()
+    for number in range(20):
+        k = (1, 2, 4)[number % 3]
+        micro_batches = [packs[(3 * number + index) % len(packs)] for index in range(k)]
+        seen |= {one.layout.capacity for one in micro_batches}
+        poison_pool(graphs)
+        lr = 1e-3 / (1 + number)
+        metrics = [one.step(micro_batches, lr, stop_requested=number == 7).clone() for one in (eager, job)]
+        assert torch.equal(*metrics) and metrics[0].isfinite().all(), number
+        assert StepValues.from_list(metrics[1].tolist()).stop_requested == (number == 7)
+        assert different(state_of(job), state_of(eager)) == [], number
+    assert seen >= set(LADDER.capacities) and max(seen) > LADDER.largest
+    assert graphs.counters.replays - replays > 30 and graphs.counters.fallbacks.total() > fallbacks
+
+
+def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
+    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+):
+    _, job, _ = jobs
+    steps = [packs[: (1, 2, 4)[number % 3]] for number, packs in enumerate(steps_of(groups, 1, overflow=False))]
+    found = waiting(job.step, steps)
+    assert found["finite"] and found["launches"] == sum(map(len, steps)) + len(steps), found
+    assert found["waits"] == [] and found["pageable"] == [], found
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_nan_is_named_and_changes_nothing(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups, bad: int):
+    eager, job, _ = jobs
+    steps = steps_of(groups, 1, overflow=False)
+    before = state_of(job)
+    steps[0][bad].scales[0] = float("nan")
+    metrics = [one.step(steps[0], 1e-3).clone() for one in (eager, job)]
+    values = StepValues.from_list(metrics[1].tolist())
+    assert values.nonfinite and values.bad_micro_batches == {0: bad}
+    assert torch.equal(metrics[0].nan_to_num(), metrics[1].nan_to_num())
+    assert different(state_of(job), before) == []
+    metrics = [one.step(steps[1], 1e-3).clone() for one in (eager, job)]
+    assert torch.equal(*metrics) and different(state_of(job), state_of(eager)) == []
+    assert different(state_of(job), before) != []
+
+
+def test_validation_by_replay_and_audit(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups):
+    eager, _, _ = jobs
+    job, graphs = build(config_of(), groups)
+    graphs.parts["validation"] = job.step.validation_micro_batch
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.optimizer.load_state({name: shard.clone() for name, shard in eager.optimizer.state_shards().items()})
+        for buffer, other in zip(job.model.buffers(), eager.model.buffers()):
+            buffer.copy_(other)
+        packs = [one for step in steps_of(groups, 1, overflow=False) for one in step][:6]
+        for one in (eager, job):
+            one.step.validation_loss.zero_()
+            for micro_batch in packs:
+                one.step.validate(micro_batch)
+        assert graphs.counters.replays == len(packs)
+        assert job.step.validation_loss > 0 and torch.equal(job.step.validation_loss, eager.step.validation_loss)
+        before = state_of(job)
+        found = audit_graphs(graphs, job.step, packs[0], deterministic=True, seed=0)
+        assert found == "whole micro-batches replay what they compute (largest difference 0.0e+00)"
+        assert different(state_of(job), before) == [] and not job.buffers.storage.any()
+
+
+def reserved_mib(job: Job, steps: list[list[MicroBatch]]) -> float:
+    """Most memory held from the device in some steps, warm."""
+    for round_ in range(2):
+        if round_:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        for micro_batches in steps:
+            job.step(micro_batches, 1e-4)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() / 2**20
+
+
+def test_memory(groups: ParallelGroups):
+    """Graphs of four capacities and the update hold little more than an eager step takes."""
+    tokens, ladder = 8192, Ladder.of([16, 64, 128, 256], 8192)
+    model = dataclasses.replace(
+        MODEL, hybrid_layer_pattern="M*-" * 4, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096,
+        mamba_num_heads=32, num_experts=None, moe_ffn_hidden_size=None, moe_shared_expert_intermediate_size=None,
+        moe_router_enable_expert_bias=False, moe_aux_loss_coeff=0.0,
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+
+    def pack(count: int) -> MicroBatch:
+        cell = ladder.cell_for(count, tokens)
+        assert cell is not None
+        documents = [(random.integers(0, VOCAB, tokens // count), None) for _ in range(count)]
+        return MicroBatch.build(documents, tokens, cell.capacity, (1e-4, 0.5), cell.max_seqlen).pin_memory()
+
+    steps = [[pack(count), pack(16)] for count in (2, 50, 100, 200)]
+    config = config_of(model, tokens, deterministic=False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    job, graphs = build(config, groups, ladder)
+    job.step.graphs = None
+    eager = reserved_mib(job, steps)
+    job.step.graphs = graphs
+    with released(graphs):
+        capture_graphs(graphs, job.step, 2, groups, first=True)
+        found = reserved_mib(job, steps)
+        print(f"reserved at the peak: eager {eager:,.0f} MiB, whole steps {found:,.0f} MiB, of which graphs hold "
+              f"{graphs.counters.memory_mib:,.0f} MiB; captured in {graphs.counters.capture_seconds:.1f} s")
+        assert graphs.counters.hit_rate == 1.0 and not graphs.refusals
+        assert found <= 1.10 * eager, f"{found:,.0f} MiB, eager {eager:,.0f} MiB"
+
+
+EXIT = """
+import sys
+from contextlib import nullcontext
+import torch
+from torch import distributed
+from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.micro_batch import MicroBatch
+
+torch.cuda.set_device(0)
+distributed.init_process_group("nccl", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+total = torch.zeros(256, device="cuda")
+started = []
+
+def part(micro_batch):
+    total.add_(micro_batch.loss_mask)
+    started.append(distributed.all_reduce(total, async_op=True))
+    started.pop().wait()
+
+def pack(cell):
+    return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, cell.capacity, (1.0, 1.0), cell.max_seqlen)
+
+ladder = Ladder.of([4], 256)
+graphs = FullIteration(
+    {"micro-batch": part}, lambda: distributed.all_reduce(total), rehearsing=nullcontext, places=lambda: [],
+    total_tokens=256, ladder=ladder, device=torch.device("cuda", 0),
+)
+graphs.tune(pack)
+graphs.capture(pack)
+total.zero_()
+graphs.run("micro-batch", pack(ladder.cells[0]).pin_memory())
+graphs.finish()
+assert graphs.counters.replays == 1 and graphs.counters.captures == 2 and total.sum().item() == 99
+graphs.close()
+distributed.destroy_process_group()
+print("the end", flush=True)
+"""
+
+
+def test_the_process_ends_with_collectives_captured(tmp_path):
+    """One beside the stream, as when sums begin in the backward pass, and one on it."""
+    command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.endswith("the end\n"), done.stdout + done.stderr[-3000:]
+
+
+# --------------------------------------------------------------------------------------------------------- two GPUs
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2, backend="nccl", collective_timeout=300) as started:
+        yield started
+
+
+def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
+    """Some steps eagerly and by whole-step replay, one of them with a NaN on the last rank."""
+    configure_determinism()
+    config = config_of(**options)
+    eager = build_job(config, groups, VOCAB)
+    job, graphs = build(config, groups)
+    alignment = config.parallel.document_alignment
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        equal = []
+        for micro_batches in steps_of(groups, alignment, overflow=True):
+            metrics = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
+            equal.append(torch.equal(*metrics))
+        differing = different(state_of(job), state_of(eager))
+        steady = steps_of(groups, alignment, overflow=False)
+        bad, before = steps_of(groups, alignment, overflow=False)[0], state_of(job)
+        if groups.dp_rank == groups.dp_size - 1:
+            bad[1].scales[0] = float("nan")
+        values = StepValues.from_list(job.step(bad, 1e-3).tolist())
+        changed = different(state_of(job), before)
+        audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=0)
+        return waiting(job.step, steady) | {
+            "steps": equal, "state": differing, "nonfinite": values.nonfinite, "bad": values.bad_micro_batches,
+            "changed": changed, "audited": audited, "fallbacks": dict(graphs.counters.fallbacks),
+            "refusals": list(graphs.refusals.values()), "expected": sum(map(len, steady)) + len(steady),
+            "graph_mib": graphs.counters.memory_mib,
+        }  # fmt: skip
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
+    options = {key: value for key, value in LAYOUTS[name].items() if key not in GATHERED_LATER}
+    sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
+    for rank, found in enumerate(pool.run(compare, options, layout=sizes, timeout=300)):
+        print(f"{name}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches")
+        assert all(found["steps"]) and found["state"] == [], found
+        assert found["nonfinite"] and set(found["bad"].values()) == {1} and max(found["bad"]) == 1, found
+        assert found["changed"] == [] and found["refusals"] == [], found
+        assert sum(found["fallbacks"].values()) <= 1, found
+        assert found["audited"].endswith("(largest difference 0.0e+00)"), found
+        assert found["finite"] and found["launches"] == found["expected"] and found["nccl"] > 0, found
+        assert found["waits"] == [] and found["pageable"] == [], found
