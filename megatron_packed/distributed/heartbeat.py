@@ -3,9 +3,10 @@
 [Note: hangs that no timeout sees]
 A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know that it is queued,
 and their timeout never ends. The host may not even notice: it queues replays until the driver takes no more, and then
-sits in the driver. So whoever queues work gives a sign of life for each micro-batch, with an event behind what is
-queued, and a thread looks at the events. If for some minutes neither the host gives a sign nor an event comes, the
-device hangs.
+sits in the driver, where every other thread that asks CUDA anything has to wait, too. So the host gives signs of life: with
+each micro-batch that it queues, and, while it waits for a step, whenever the device has come to one of the events behind
+the micro-batches. A thread that knows nothing of CUDA looks when the last sign was; if that is too long ago, the device
+hangs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Heartbeat:
 
     Args:
         patience: seconds without a sign of life.
-        on_hang: called once, in the thread of the watch; it is expected to end the process.
+        on_hang: called once, in the thread of the watch; it is expected to end the process, and must not ask CUDA.
         mark: an event behind what is queued on the current stream.
     """
 
@@ -63,9 +64,15 @@ class Heartbeat:
         self._thread.join()
 
     def beat(self) -> None:
-        """The host is alive, and the device is when it has come this far."""
+        """The host is alive, and the device will be when it has come this far."""
         self._pending.append(self._mark())
         self._last = time.monotonic()
+
+    def waits(self) -> None:
+        """The host waits for the device, and asks for it again and again: is that alive?"""
+        while self._pending and self._pending[0].query():
+            self._pending.popleft()
+            self._last = time.monotonic()
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -79,12 +86,6 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._patience / LOOKS):
-            try:
-                while self._pending and self._pending[0].query():
-                    self._pending.popleft()
-                    self._last = time.monotonic()
-            except RuntimeError:  # a device in error: the host's next call will say so
-                return
             if not self._resting and time.monotonic() - self._last > self._patience:
                 self._on_hang(DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s"))
                 return

@@ -11,6 +11,7 @@ written again only after it was read.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, Union, cast
 
@@ -49,10 +50,11 @@ class LateMetrics(Generic[Facts]):
     Args:
         size: elements of the device vector (float32).
         device: where the vector lives. On the CPU the values are there at once; the protocol stays the same.
+        waits: told again and again while the host waits for the device.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, size: int, device: torch.device, *, waits: Callable[[], None] = lambda: None) -> None:
+        self._on_gpu, self._waits = device.type == "cuda", waits
         self._buffers = [torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)]
         self._turn = 0
         self._in_flight: _InFlight | None = None
@@ -88,6 +90,7 @@ class LateMetrics(Generic[Facts]):
             seconds = item.end - cast(float, item.begin)
         else:
             while not item.end.query():
+                self._waits()
                 time.sleep(_POLL_SECONDS)
             seconds = cast(torch.cuda.Event, item.begin).elapsed_time(item.end) / 1e3
         return Arrived(item.facts, item.values.tolist(), seconds)  # type: ignore[arg-type]

@@ -62,7 +62,8 @@ class Trainer:
     """Where the device may wait for others without end."""
 
     def __post_init__(self) -> None:
-        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device)
+        told = {} if self.heartbeat is None else {"waits": self.heartbeat.waits}
+        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device, **told)
         if self.heartbeat is not None:
             self.step.beat = self.heartbeat.beat
         self._peak = peak_flops(self.groups.device)

@@ -20,15 +20,7 @@ def patch(monkeypatch):
     sys.modules.pop("te_thd_patch")
 
 
-@pytest.fixture
-def no_sync():
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode(before)
-
-
-def test_stand_ins_are_captured_and_replayed_over_other_packs(patch, no_sync):
+def test_stand_ins_are_captured_and_replayed_over_other_packs(patch):
     packs = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 8, 32, 64], [0, 64, 64, 64], [0, 16, 40, 48])]
 
     def work(x, gradient, cu_seqlens):
@@ -41,13 +33,17 @@ def test_stand_ins_are_captured_and_replayed_over_other_packs(patch, no_sync):
     x, gradients = torch.randn(64, 2, 8), torch.randn(2, 64, 2, 8)
     x_gpu, gradient, cu_seqlens = x.cuda(), gradients.cuda(), packs[0].cuda()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work(x_gpu, gradient, cu_seqlens)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            work(x_gpu, gradient, cu_seqlens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         by_rank, back = work(x_gpu, gradient, cu_seqlens)
-    torch.cuda.set_sync_debug_mode("default")  # from here on results are read
     for pack in packs:
         cu_seqlens.copy_(pack)
         gradient.copy_(gradients)
