@@ -3,10 +3,10 @@
 [Note: hangs that no timeout sees]
 A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know that it is queued,
 and their timeout never ends. The host may not even notice: it queues replays until the driver takes no more, and then
-sits in the driver, where every other thread that asks CUDA anything has to wait, too. So the host gives signs of life: with
-each micro-batch that it queues, and, while it waits for a step, whenever the device has come to one of the events behind
-the micro-batches. A thread that knows nothing of CUDA looks when the last sign was; if that is too long ago, the device
-hangs.
+sits in the driver, where every other thread that asks CUDA anything has to wait, too. So the host gives signs of life:
+with each micro-batch that it queues, and, while it waits for a step, whenever the device has come to one of the events
+behind the micro-batches. A thread that knows nothing of CUDA looks when the last sign was; if that is too long ago, the
+device hangs.
 """
 
 from __future__ import annotations
