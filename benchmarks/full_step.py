@@ -178,11 +178,6 @@ def run(
         "packs": PACKS, "capacities": list(CAPACITIES), "parameters": sum(p.numel() for p in job.model.parameters()),
         "micro_batches": {},
     }  # fmt: skip
-    theirs_model = None
-    if not skip_megatron:
-        theirs_model = megatron_model(c)
-        copy_weights(job.model, theirs_model, c["pattern"])
-
     def eagerly(micro_batches: list[MicroBatch]) -> torch.Tensor:
         step.graphs = None
         return step(micro_batches, LR)
@@ -200,6 +195,11 @@ def run(
                    "capture_seconds": counters.capture_seconds}  # fmt: skip
         if device.type == "cuda":
             result["graphs_peak"] = peak_gib(over(by_replay, steps_of(c, lengths, 2, ladder, device)))
+        theirs_model = None
+        if not skip_megatron:
+            job.optimizer.load_state(state)
+            theirs_model = megatron_model(c)
+            copy_weights(job.model, theirs_model, c["pattern"])
         for count in counts:
             exact = steps_of(c, lengths, count, None, device)
             placed = steps_of(c, lengths, count, ladder, device)
@@ -255,6 +255,20 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
+def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """The graphs, and the peak of our steps of two micro-batches with them and without."""
+    rows: list[dict[str, object]] = []
+    for config, result in results.items():
+        row: dict[str, object] = {
+            "config": config, "capacities": " ".join(map(str, result["capacities"])), "graphs": result["graphs"],
+            "captured in s": f"{result['capture_seconds']:.1f}", "graphs hold MiB": f"{result['graph_mib']:,.0f}",
+        }  # fmt: skip
+        for key, name in (("eager_peak", "eager"), ("graphs_peak", "whole steps")):
+            row[f"{name}: GiB reserved at the peak"] = f"{result[key]['reserved']:.2f}" if key in result else ""
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)")
@@ -286,7 +300,10 @@ def main() -> None:
             traceback.print_exc()
             failed.append(name)
         harness.free_memory()
-    print(harness.table(rows_of(harness.plain(results))))
+    plain = harness.plain(results)
+    for rows in (rows_of(plain), memory_rows_of(plain)):
+        if rows:
+            print(harness.table(rows))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if failed:

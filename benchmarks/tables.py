@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import capacity_cost
+import full_step
 import graph_runs
 import graph_step
 import harness
@@ -129,6 +130,8 @@ TABLES = {
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
     "graph_step_cells": Table("graph_step.py", "graph_step", graph_step.cell_rows_of),
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
+    "full_step": Table("full_step.py", "full_step", full_step.rows_of),
+    "full_step_memory": Table("full_step.py", "full_step", full_step.memory_rows_of),
     "graph_runs_equal": Table("graph_runs.py", "graph_runs", graph_runs.equal_rows_of),
     "graph_runs_epochs": Table("graph_runs.py", "graph_runs", graph_runs.epoch_rows_of),
     "layouts_2": Table("layouts.py", "layouts_2", layouts.rows_of),

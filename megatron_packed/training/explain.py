@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_packed.config.cuda_graph import MODULE_LAYERS
+from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
@@ -210,16 +210,11 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
                          "--cuda-graph-impl local" if device.type == "cuda" else "")
         return
     eager = graphs.eager_reason(device.type)
-    yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or "local: forward and backward of each module",
+    what = "whole micro-batches, and the update" if graphs.captures_steps else "forward and backward of each module"
+    yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or f"{graphs.cuda_graph_impl}: {what}",
                      "a machine with a GPU" if eager else "")
-    for module, symbol in MODULE_LAYERS.items():
-        if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
-            continue
-        count = pattern.count(symbol)
-        if not graphs.modules or module in graphs.modules:
-            yield Capability(f"  {module}", PARTIAL if eager else ON, f"{count} captured" if not eager else "eager")
-        else:
-            yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules", f"add {module}")
+    if not graphs.captures_steps:
+        yield from _captured_modules(graphs, pattern, bool(eager))
     if graphs.capacities is None:
         yield Capability("  capacities", ON, "auto: chosen from the first epoch's plan, so that each of its packs fits")
     else:
@@ -232,6 +227,17 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     yield Capability("  audit", ON if interval else OFF,
                      f"every {interval} iterations" if interval else "replay is never compared with eager",
                      "" if interval else "--cuda-graph-audit-interval 1000")
+
+
+def _captured_modules(graphs: CudaGraphConfig, pattern: str, eager: bool) -> Iterator[Capability]:
+    for module, symbol in MODULE_LAYERS.items():
+        if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
+            continue
+        count = pattern.count(symbol)
+        if not graphs.modules or module in graphs.modules:
+            yield Capability(f"  {module}", PARTIAL if eager else ON, f"{count} captured" if not eager else "eager")
+        else:
+            yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules", f"add {module}")
 
 
 def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int) -> Iterator[Capability]:

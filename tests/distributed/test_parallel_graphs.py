@@ -17,14 +17,20 @@ from test_training_layouts import SLOTS, VOCAB, Way, config_of
 from whole_state import everything, same_bits
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.cuda_graphs.audit import audit
-from megatron_packed.cuda_graphs.runner import GraphRunner, Refusal
+from megatron_packed.cuda_graphs.runner import Refusal
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, refused_together, released
+from megatron_packed.training.graphs import (
+    Graphs,
+    audit_graphs,
+    build_graphs,
+    capture_graphs,
+    refused_together,
+    released,
+)
 from megatron_packed.training.train_step import StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
@@ -34,6 +40,7 @@ LADDER = Ladder.of([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
 """Of the documents of a step's packs, which all fit in the ladder."""
 TOO_MANY = [2] * 7
+EQUAL = "replay what they compute (largest difference 0.0e+00)"
 
 
 def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list[MicroBatch]:
@@ -52,8 +59,10 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
     return made
 
 
-def graphed(way: Way, groups: ParallelGroups, model: dict[str, Any]) -> tuple[Job, GraphRunner, RecordingEngine]:
-    graph_options = CudaGraphConfig(cuda_graph_impl="local")
+def graphed(
+    way: Way, groups: ParallelGroups, model: dict[str, Any], impl: str = "local"
+) -> tuple[Job, Graphs, RecordingEngine]:
+    graph_options = CudaGraphConfig(cuda_graph_impl=impl)
     config = dataclasses.replace(config_of(way, **model), cuda_graph=graph_options)
     job, engine = build_job(config, groups, VOCAB), RecordingEngine()
     graphs = build_graphs(config, job, LADDER, groups, print, engine)
@@ -63,10 +72,10 @@ def graphed(way: Way, groups: ParallelGroups, model: dict[str, Any]) -> tuple[Jo
     return job, graphs, engine
 
 
-def compare(groups: ParallelGroups, way: Way, model: dict[str, Any]) -> dict[str, Any]:
+def compare(groups: ParallelGroups, way: Way, model: dict[str, Any], impl: str = "local") -> dict[str, Any]:
     """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data rank; an audit."""
     eager = build_job(config_of(way, **model), groups, VOCAB)
-    job, graphs, engine = graphed(way, groups, model)
+    job, graphs, engine = graphed(way, groups, model, impl)
     steps = [
         step_of(way, groups, number, lengths)
         for number, lengths in enumerate((LENGTHS, (TOO_MANY, *LENGTHS[1:]), LENGTHS[::-1]))
@@ -77,7 +86,7 @@ def compare(groups: ParallelGroups, way: Way, model: dict[str, Any]) -> dict[str
             engine.scramble()
             found, wanted = (one.step(micro_batches, 1e-2).clone() for one in (job, eager))
             equal.append(torch.equal(found, wanted))
-        compared = audit(graphs, steps[0][0], deterministic=True)
+        audited = audit_graphs(graphs, job.step, steps[0][0], deterministic=True, seed=1)
         counters = graphs.counters
         return {
             "metrics": equal,
@@ -85,7 +94,8 @@ def compare(groups: ParallelGroups, way: Way, model: dict[str, Any]) -> dict[str
             "replays": counters.replays,
             "fallbacks": dict(counters.fallbacks),
             "module_fallbacks": dict(counters.module_fallbacks),
-            "audited": None if compared is None else (compared.modules, compared.largest_difference),
+            "audited": audited,
+            "graphs_replayed": len(engine.log),
         }
 
 
@@ -109,7 +119,20 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
         assert result["replays"] == 3 * per_rank - 1 and not result["module_fallbacks"], result
         where = "" if rank < way.world_size // way.dp_size else " on another rank, whose graphs share collectives"
         assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
-        assert result["audited"] == (4, 0.0)
+        assert result["audited"] == f"4 modules {EQUAL}"
+
+
+@pytest.mark.parametrize(
+    "way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2, distributed_optimizer=True)], ids=str
+)
+def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
+    found = pools.run(compare, way.world_size, way, {}, "full_iteration", layout=way.layout)
+    replays = 3 * len(LENGTHS) // way.dp_size - 1
+    for result in found:
+        assert all(result["metrics"]) and result["state"], result
+        assert result["replays"] == replays and sum(result["fallbacks"].values()) == 1, result
+        assert result["graphs_replayed"] == replays + 3 + 1  # each step's end; the audit
+        assert result["audited"] == f"whole micro-batches {EQUAL}"
 
 
 PADDED = {
@@ -121,14 +144,14 @@ PADDED = {
 def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
     way = Way(2, ep_size=2)
     for result in pools.run(compare, 2, way, PADDED, layout=way.layout):
-        assert all(result["metrics"]) and result["state"] and result["audited"] == (4, 0.0), result
+        assert all(result["metrics"]) and result["state"] and result["audited"] == f"4 modules {EQUAL}", result
 
 
-def overflowing(groups: ParallelGroups, way: Way) -> dict[str, Any]:
+def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
     """A step whose rows find no room in the captured buffers, and the same again with room."""
     model = {"moe_expert_rank_capacity_factor": 0.25}
     eager = build_job(config_of(way), groups, VOCAB)
-    job, graphs, _ = graphed(way, groups, model)
+    job, graphs, _ = graphed(way, groups, model, impl)
     micro_batches = step_of(way, groups, 0, LENGTHS)
     with released(graphs):
         held = StepValues.from_list(job.step(micro_batches, 1e-2).tolist()).held
@@ -137,10 +160,11 @@ def overflowing(groups: ParallelGroups, way: Way) -> dict[str, Any]:
         return {"held": held, "again": again == wanted, "fallbacks": dict(graphs.counters.fallbacks)}
 
 
-def test_a_step_without_room_for_experts_is_done_again_without_graphs(pools: WorkerPools) -> None:
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_a_step_without_room_for_experts_is_done_again_without_graphs(impl: str, pools: WorkerPools) -> None:
     way = Way(2, ep_size=2)
     reason = "it needs room for all rows of experts, and its graphs have less"
-    for result in pools.run(overflowing, 2, way, layout=way.layout):
+    for result in pools.run(overflowing, 2, way, impl, layout=way.layout):
         assert result == {"held": True, "again": True, "fallbacks": {reason: 2}}
 
 

@@ -137,7 +137,7 @@ def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
     jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
 ):
     _, job, _ = jobs
-    steps = [packs[: (1, 2, 4)[number % 3]] for number, packs in enumerate(steps_of(groups, 1, overflow=False))]
+    steps = [packs[: (1, 2, 4)[number % 3]] for number, packs in enumerate(steps_of(groups, 1, overflow=False)[:9])]
     found = waiting(job.step, steps)
     assert found["finite"] and found["launches"] == sum(map(len, steps)) + len(steps), found
     assert found["waits"] == [] and found["pageable"] == [], found
@@ -292,11 +292,11 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
         equal = []
-        for micro_batches in steps_of(groups, alignment, overflow=True):
+        for micro_batches in steps_of(groups, alignment, overflow=True)[:6]:
             metrics = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
             equal.append(torch.equal(*metrics))
         differing = different(state_of(job), state_of(eager))
-        steady = steps_of(groups, alignment, overflow=False)
+        steady = steps_of(groups, alignment, overflow=False)[:6]
         bad, before = steps_of(groups, alignment, overflow=False)[0], state_of(job)
         if groups.dp_rank == groups.dp_size - 1:
             bad[1].scales[0] = float("nan")
@@ -312,7 +312,7 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp2 zero", "dp2 overlap", "dp2 zero overlap", "tp2 sp", "ep2"])
 def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
     options = {key: value for key, value in LAYOUTS[name].items() if key not in GATHERED_LATER}
     sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
@@ -321,7 +321,7 @@ def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
         assert all(found["steps"]) and found["state"] == [], found
         assert found["nonfinite"] and set(found["bad"].values()) == {1} and max(found["bad"]) == 1, found
         assert found["changed"] == [] and found["refusals"] == [], found
-        assert sum(found["fallbacks"].values()) <= 1, found
+        assert sum(found["fallbacks"].values()) == 1, found
         assert found["audited"].endswith("(largest difference 0.0e+00)"), found
         assert found["finite"] and found["launches"] == found["expected"] and found["nccl"] > 0, found
         assert found["waits"] == [] and found["pageable"] == [], found

@@ -31,6 +31,8 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
     rows = rows_of(harness.plain({"tiny": result}))
     assert [row["path"] for row in rows] == 3 * [PATHS["eager"], PATHS["full_iteration"]]
     assert [row["micro-batches"] for row in rows] == ["1", "1", "2", "2", "4", "4"]
+    (memory,) = full_step.memory_rows_of(harness.plain({"tiny": result}))
+    assert (memory["graphs"], memory["capacities"], memory["graphs hold MiB"]) == (3, "16 64", "3")
     assert len(engines) == 1 and all(graph.gone for graph in engines[0].graphs)
 
 

@@ -141,10 +141,17 @@ def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
     assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].reason == "1 captured"
 
 
-def _graph_rows_of_a_gpu():
+def test_whole_steps_have_no_modules_to_choose_from():
+    found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("full_iteration")}
+    assert found["CUDA graphs"].state == "on"
+    assert found["CUDA graphs"].reason == "full_iteration: whole micro-batches, and the update"
+    assert not {"attn", "mamba", "mlp", "moe"} & found.keys() and "capacities" in found
+
+
+def _graph_rows_of_a_gpu(impl="local"):
     from megatron_packed.training.explain import _graphs
 
-    return _graphs(parse([*FLAGS, "--cuda-graph-impl", "local"], world_size=1), torch.device("cuda"))
+    return _graphs(parse([*FLAGS, "--cuda-graph-impl", impl], world_size=1), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
