@@ -10,12 +10,16 @@ import datetime
 import gc
 import importlib.metadata
 import json
+import pkgutil
 import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +68,21 @@ def shown(spread: Sequence[float] | None) -> str:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def tune_over(tilings: int) -> None:
+    """Triton kernels, ours and mamba-ssm's, are tuned over so many of their tilings: a first step in seconds."""
+    for package in ("megatron_packed.ops", "mamba_ssm.ops.triton"):
+        if find_spec(package.split(".")[0]) is None:
+            continue
+        root = import_module(package)
+        for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+            with suppress(ImportError):  # backends whose library is not there
+                for kernel in vars(import_module(module.name)).values():
+                    configs = getattr(kernel, "configs", None)
+                    if isinstance(configs, list) and len(configs) > tilings:
+                        step = -(-len(configs) // tilings)
+                        kernel.configs = configs[::step]
 
 
 def free_memory() -> None:

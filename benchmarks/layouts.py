@@ -45,7 +45,7 @@ from workloads import device_from, hash_of, pinned, random_documents
 
 CAPACITY = 16
 """Documents that packs have room for, eagerly and by replay."""
-ROUNDS, ROW = 6, 4
+ROUNDS, ROW = 4, 2
 """Rows of steps without a wait between them, eager and replayed in turns, and steps of a row."""
 ALIGNMENT = 8
 """Documents are cut to multiples of it, so that no layout needs padding."""
@@ -303,6 +303,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", help="names (default: all for the number of processes)")
     parser.add_argument("--packs", type=int, default=4, help="of a step, over all processes")
+    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)  # each process takes the GPU of its local rank
@@ -313,6 +314,8 @@ def main() -> None:
     if unknown := set(wanted) - LAYOUTS[world].keys():
         parser.error(f"no layout {', '.join(sorted(unknown))} of {world}; there are {', '.join(LAYOUTS[world])}")
     apply_environment(TrainingConfig(train_iters=STEPS))
+    if arguments.tilings is not None:
+        harness.tune_over(arguments.tilings)
     everyone = ParallelGroups.create(ParallelConfig(), device, layout=Layout(world_size=world))
     results: dict[str, Any] = {}
     for model in arguments.models:

@@ -136,11 +136,12 @@ def test_twenty_steps_are_the_eager_ones_bit_for_bit(jobs: tuple[Job, Job, FullI
 def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
     jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
 ):
-    _, job, _ = jobs
+    eager, job, _ = jobs
     steps = [packs[: (1, 2, 4)[number % 3]] for number, packs in enumerate(steps_of(groups, 1, overflow=False)[:9])]
     found = waiting(job.step, steps)
     assert found["finite"] and found["launches"] == sum(map(len, steps)) + len(steps), found
     assert found["waits"] == [] and found["pageable"] == [], found
+    waiting(eager.step, steps)  # the same steps, for the tests that follow
 
 
 @pytest.mark.parametrize("bad", [0, 3])

@@ -89,7 +89,8 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
     graphs = build_graphs(config, job, LADDER, groups, print)
     assert graphs is not None
     alignment = config.parallel.document_alignment
-    first_weight = job.model.embedding.weight.clone()
+    # Detached: whoever keeps a parameter's node of autograd alive, of another stream, keeps whole steps from capture.
+    first_weight = job.model.embedding.weight.detach().clone()
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
         job.step.graphs = graphs
