@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import CapturedModule, kept
+from megatron_packed.cuda_graphs.capture import Captured, CapturedModule, kept
 from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
@@ -191,7 +191,7 @@ def audit_whole(
 
 def _audit_module(
     module: GraphedModule,
-    captured: CapturedModule,
+    captured: Captured,
     fresh: PackedSeqParams,
     own_rows: Tensor,
     generator: torch.Generator,
@@ -221,7 +221,7 @@ def _audit_module(
 
 def _audit_isolation(
     module: GraphedModule,
-    captured: CapturedModule,
+    captured: Captured,
     hidden: Tensor,
     large: Tensor,
     grads: Sequence[Tensor],
@@ -253,7 +253,7 @@ def _audit_isolation(
 
 
 def _run_eagerly(
-    module: GraphedModule, captured: CapturedModule, hidden: Tensor, grads: Sequence[Tensor], packed: PackedSeqParams
+    module: GraphedModule, captured: Captured, hidden: Tensor, grads: Sequence[Tensor], packed: PackedSeqParams
 ) -> _Results:
     function: Callable[[Tensor], object] = (
         (lambda x: module.forward(x, packed)) if captured.takes_packed else module.forward
@@ -273,7 +273,7 @@ def _run_eagerly(
 
 
 def _run_replayed(
-    module: GraphedModule, captured: CapturedModule, hidden: Tensor, grads: Sequence[Tensor]
+    module: GraphedModule, captured: Captured, hidden: Tensor, grads: Sequence[Tensor]
 ) -> _Results:
     for tensor in (*captured.outputs, captured.grad_input):
         if tensor.is_floating_point():

@@ -9,6 +9,7 @@ layers' own backward does or, where autograd forms a gradient, in its stead.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -41,7 +42,82 @@ class Outputs(NamedTuple):
         return cls(leaves, spec)
 
 
-class CapturedModule:
+class Captured(ABC):
+    """Forward and backward of a module in two graphs, whoever captured them; and when they may be replayed.
+
+    Args:
+        slot: where the metadata lies.
+        before: the module whose first output is the input of this one.
+        turns: numbers of forward and backward in the order of captures, which that of replays must follow.
+        takes_packed: whether the module itself wants the metadata as an argument.
+    """
+
+    input: Tensor
+    """Where the forward graph reads hidden states ``(T, D)``."""
+    outputs: list[Tensor]
+    """Where it writes."""
+    grad_outputs: list[Tensor]
+    """In shape, dtype and strides like the gradients of what is differentiable of it."""
+    grad_input: Tensor
+    """Where the backward graph writes the gradient of the hidden states."""
+    spec: TreeSpec
+    differentiable: list[bool]
+    """Which outputs get gradients."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        *,
+        before: Captured | None = None,
+        turns: tuple[int, int] = (0, 1),
+        takes_packed: bool = True,
+    ) -> None:
+        self.slot, self.before, self.turns, self.takes_packed = slot, before, turns, takes_packed
+
+    @property
+    def missed_its_turn(self) -> bool:
+        """Whether a replay now would come after one that was captured later, or a second time, in one micro-batch:
+        it might write where that one left what is still needed."""
+        return self.slot.turn >= self.turns[0]
+
+    def would_overwrite(self, hidden: Tensor) -> bool:
+        """Whether bringing ``hidden`` to its place would write over what the module before has given."""
+        return False
+
+    def replay(self, hidden: Tensor) -> Any:
+        """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch, and hidden
+        states that the next captured module takes by its backward pass."""
+        self.slot.turn = self.turns[0]
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            if self.slot.last_turn is None:  # backward passes come in reverse: the first module's is the last
+                self.slot.last_turn = self.turns[1]
+            tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
+        else:
+            tensors = self.replay_forward(hidden)
+        return tree_unflatten(list(tensors), self.spec)
+
+    @abstractmethod
+    def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Outputs for ``hidden``, without gradients."""
+
+    @abstractmethod
+    def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
+        """The gradient of the hidden states of the last `replay_forward`; those of parameters go to ``main_grad``.
+
+        Args:
+            grads: of the differentiable outputs.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Keep addresses instead of memory."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Give up the graphs."""
+
+
+class CapturedModule(Captured):
     """Forward and backward of ``function`` in two graphs.
 
     Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release` for all. What
@@ -72,22 +148,16 @@ class CapturedModule:
         turns: tuple[int, int] = (0, 1),
         takes_packed: bool = True,
     ) -> None:
-        self._function, self._parameters, self.slot, self._engine = function, parameters, slot, engine
-        self.before, self.turns, self.takes_packed = before, turns, takes_packed
+        super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
+        self._function, self._parameters, self._engine = function, parameters, engine
         self._live: Outputs | None = None
         self._replayed = -1
         """Of which generation of the slot the activations are."""
 
-    @property
-    def missed_its_turn(self) -> bool:
-        """Whether a replay now would come after one that was captured later, or a second time, in one micro-batch:
-        it might write where that one left what is still needed."""
-        return self.slot.turn >= self.turns[0]
-
     def would_overwrite(self, hidden: Tensor) -> bool:
-        """Whether bringing ``hidden`` to its place would write over what the module before has given."""
         before = self.before
-        return before is not None and before._replayed == self.slot.generation and not same_memory(hidden, self.input)
+        holds_outputs = isinstance(before, CapturedModule) and before._replayed == self.slot.generation
+        return holds_outputs and not same_memory(hidden, self.input)
 
     def capture_forward(self, hidden: Tensor) -> Tensor:
         """Capture on ``hidden``, which becomes the static input; returns the static output."""
@@ -144,28 +214,14 @@ class CapturedModule:
         self.grad_input = self._engine.borrowed(self.grad_input)
 
     def release(self) -> None:
-        """Keep addresses instead of memory, of everything."""
         self.outputs = [self._engine.borrowed(tensor) for tensor in self.outputs]
         self.release_gradient()
 
     def reset(self) -> None:
-        """Give up the graphs."""
         for graph in (getattr(self, "_forward", None), getattr(self, "_backward", None)):
             if graph is not None:
                 graph.reset()
         self._live = None
-
-    def replay(self, hidden: Tensor) -> Any:
-        """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch, and hidden
-        states that the next captured module takes by its backward pass."""
-        self.slot.turn = self.turns[0]
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            if self.slot.last_turn is None:  # backward passes come in reverse: the first module's is the last
-                self.slot.last_turn = self.turns[1]
-            tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
-        else:
-            tensors = self.replay_forward(hidden)
-        return tree_unflatten(list(tensors), self.spec)
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         _bring(hidden, self.input)
@@ -184,7 +240,7 @@ class _Replay(torch.autograd.Function):
     """Forward graph and backward graph as one differentiable operation of the hidden states."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, captured: CapturedModule) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, captured: Captured) -> tuple[Tensor, ...]:
         outputs = captured.replay_forward(hidden)
         ctx.captured, ctx.generation = captured, captured.slot.generation
         ctx.mark_non_differentiable(*(t for t, differs in zip(outputs, captured.differentiable) if not differs))
@@ -193,7 +249,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        captured: CapturedModule = ctx.captured
+        captured: Captured = ctx.captured
         if captured.slot.generation != ctx.generation:
             raise StaleMetadataError(
                 f"backward of micro-batch {ctx.generation} came when the slot already held micro-batch "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class Engine(Protocol):
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         """Run ``function`` once under capture (nothing is computed); its results are where replays write."""
+
+    def lent(self) -> AbstractContextManager[Any]:
+        """Meanwhile somebody else captures, by `torch.cuda.graph`, into the pool that is given: on the stream of the
+        captures, and after an error everything is as before."""
 
     def side_stream(self) -> AbstractContextManager[None]:
         """Where to warm up: kernels are tuned and workspaces made on the stream of the captures. Memory goes back."""
@@ -105,21 +110,53 @@ class CudaEngine:
             graph.capture_end()
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
-        """What went wrong may have invalidated the capture. torch then leaves it half open: its allocator goes on
-        recording into the pool, and its generator believes in a capture. Both are set right, and the pool is left to
-        the graphs that have it."""
         try:
             self._end(graph)
-            return
         except RuntimeError:  # it tells of the invalidated capture; what invalidated it is what counts
-            pass
+            self._close_half_open(self._stop_recording())
+
+    def _stop_recording(self) -> bool:
+        """Let the allocator record nothing more into the pool; False if it did not."""
+        try:
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+        except RuntimeError:
+            return False
+        return True
+
+    def _close_half_open(self, recorded: bool) -> None:
+        """An invalidated capture is left half open by torch: its allocator goes on recording into the pool, and its
+        generator believes in a capture. Both are set right, and the pool is left to the graphs that have it."""
         index = self.device.index
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self.pool)
-            torch._C._cuda_releasePool(index, self.pool)
+        if recorded:
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(index, self.pool)
         self.pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
+
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self._failed = False
+        before, random_state = torch.cuda.memory_reserved(self.device), torch.cuda.get_rng_state(self.device)
+        # Who captures without naming a stream would warm up and capture on two; and without an error mode, the loader's
+        # thread must not pin memory meanwhile.
+        original = torch.cuda.graph
+        ours = partial(original, stream=self.stream, capture_error_mode="thread_local")
+        torch.cuda.graph = ours  # type: ignore[assignment, misc]
+        try:
+            yield self.pool
+        except BaseException:
+            self._failed = True
+            if self._stop_recording():
+                self._close_half_open(recorded=True)
+            torch.cuda.set_rng_state(random_state, self.device)
+            raise
+        finally:
+            torch.cuda.graph = original  # type: ignore[misc]
+        torch.cuda.empty_cache()
+        self._reserved += torch.cuda.memory_reserved(self.device) - before
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

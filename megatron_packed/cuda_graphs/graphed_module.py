@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.capture import Captured
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
@@ -62,7 +62,7 @@ class GraphedModule:
     ) -> None:
         self.name, self.module, self.slots = name, module, slots
         self.forward = module.forward
-        self._captured: dict[Slot, dict[Cell, CapturedModule]] = {slot: {} for slot in slots.slots}
+        self._captured: dict[Slot, dict[Cell, Captured]] = {slot: {} for slot in slots.slots}
         self.refusals: dict[Cell, str] = {}
         """Why it is not captured for a cell."""
         self.mode = "replay"
@@ -95,12 +95,12 @@ class GraphedModule:
                 if captured is not None:
                     captured.reset()
 
-    def in_slot(self, slot: Slot) -> dict[Cell, CapturedModule]:
+    def in_slot(self, slot: Slot) -> dict[Cell, Captured]:
         """Its graphs in one slot."""
         return self._captured[slot]
 
     @property
-    def captured(self) -> dict[Cell, CapturedModule]:
+    def captured(self) -> dict[Cell, Captured]:
         """Its graphs in the first slot, which is the only one in training."""
         return self._captured[self.slots.slots[0]]
 
@@ -127,7 +127,7 @@ class GraphedModule:
 
     def _why_eager(
         self,
-        captured: CapturedModule | None,
+        captured: Captured | None,
         current: SlotPackedSeqParams,
         args: tuple[Any, ...],
         options: Mapping[str, Any],

@@ -21,6 +21,7 @@ from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule, GraphFallbackError
 from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
+from megatron_packed.cuda_graphs.transformer_engine import Maker
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -50,6 +51,7 @@ class GraphRunner:
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         own_rows: of what has one entry for each slot, those of the rows that hidden states have on this rank.
         engine: captures; by default torch's CUDA graphs.
+        made_by: TransformerEngine's capture, to be used for modules in the place of the engine's.
         num_slots: micro-batches between whose forward and backward another one's may come. Each slot has graphs and
             memory of its own.
         warmup_steps: eager passes before each cell's capture.
@@ -70,6 +72,7 @@ class GraphRunner:
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
         engine: Engine | None = None,
+        made_by: Maker | None = None,
         num_slots: int = 1,
         warmup_steps: int = 3,
         strict: bool = False,
@@ -82,7 +85,7 @@ class GraphRunner:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
         self.slots = SlotRing([Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)])
         engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
-        self.graphs = {slot: SlotGraphs(slot, engine) for slot, engine in zip(self.slots.slots, engines)}
+        self.graphs = {slot: SlotGraphs(slot, engine, made_by) for slot, engine in zip(self.slots.slots, engines)}
         self.counters = GraphCounters()
         self._calls: list[GraphedModule] = []
         self.modules = [

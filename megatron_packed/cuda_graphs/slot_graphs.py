@@ -22,6 +22,7 @@ from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.cuda_graphs.transformer_engine import CapturedCallable, Maker, capture_together
 from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -58,10 +59,11 @@ class SlotGraphs:
     Args:
         slot: where the metadata lies that they read.
         engine: captures; no other slot's graphs are in its pool.
+        made_by: captures modules in the engine's stead.
     """
 
-    def __init__(self, slot: Slot, engine: Engine) -> None:
-        self.slot, self.engine = slot, engine
+    def __init__(self, slot: Slot, engine: Engine, made_by: Maker | None = None) -> None:
+        self.slot, self.engine, self._made_by = slot, engine, made_by
         self.tables: dict[Cell, Graph] = {}
         """Of every cell that is captured: what all modules share."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
@@ -77,8 +79,11 @@ class SlotGraphs:
         self._captured += [one.module for one in planned if one.module not in self._captured]
         try:
             self._capture_tables(cell, tables)
-            self._capture_forward(planned, cell)
-            self._capture_backward(planned, cell)
+            if self._made_by is not None:
+                self._capture_callables(planned, cell, self._made_by)
+            else:
+                self._capture_forward(planned, cell)
+                self._capture_backward(planned, cell)
         except _CaptureError as error:
             return error.failure
         for one in planned:
@@ -122,6 +127,26 @@ class SlotGraphs:
         with _capturing(None):
             self.tables[cell], tables = self.engine.capture(lambda: derive(static))
         self.slot.set_tables(cell, tables)
+
+    def _capture_callables(self, planned: Sequence[Planned], cell: Cell, made_by: Maker) -> None:
+        """All forwards and backwards by TransformerEngine. See [Note: TransformerEngine's capture]."""
+        static = self.slot.static(cell)
+        captured: dict[GraphedModule, CapturedCallable] = {}
+        for number, (module, source, hidden, takes_packed) in enumerate(planned):
+            captured[module] = module.in_slot(self.slot)[cell] = CapturedCallable(
+                _with_packed(module.forward, static) if takes_packed else module.forward,
+                module.module,
+                self._static_outside((module.name, "input"), hidden),
+                self.slot,
+                before=None if source is None else captured.get(source),
+                turns=(number, 2 * len(planned) - 1 - number),
+                takes_packed=takes_packed,
+            )
+        begun: list[GraphedModule] = []
+        try:
+            capture_together(list(captured.values()), made_by, self.engine, lambda n: begun.append(planned[n].module))
+        except Exception as error:
+            raise _capture_error(begun[-1] if begun else None, error) from error
 
     def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
         static = self.slot.static(cell)
@@ -179,5 +204,9 @@ def _capturing(module: GraphedModule | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = str(error).strip().splitlines()
-        raise _CaptureError(Failure(module, f"{type(error).__name__}: {text[0] if text else ''}")) from error
+        raise _capture_error(module, error) from error
+
+
+def _capture_error(module: GraphedModule | None, error: Exception) -> _CaptureError:
+    text = str(error).strip().splitlines()
+    return _CaptureError(Failure(module, f"{type(error).__name__}: {text[0] if text else ''}"))

@@ -1,0 +1,221 @@
+"""Capture by TransformerEngine's ``make_graphed_callables`` in the place of our own.
+
+[Note: TransformerEngine's capture]
+It takes all modules of a cell at once and captures their forwards in order and their backwards in reverse, into the
+pool that it is given. What differs from `CapturedModule`:
+
+* It knows tensors alone as arguments, so it gets modules that are closed over the static metadata.
+* Every module reads hidden states, and its backward gradients, in a static place of its own, to where each replay
+  copies them: neighbours share no memory.
+* A backward is captured as it runs, hooks of parameters included: what they add to ``main_grad`` is added by every
+  replay. A parameter whose ``grad`` such a hook has taken away is no input of what it returns, so autograd gives it
+  nothing more. See [Note: main_grad protocol]. What would be given to a parameter beside that is refused here.
+* What it gives back to the pool it remembers by address and shape alone. So outputs must be contiguous. Where autograd
+  keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
+* It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from megatron_packed.cuda_graphs.capture import INDEPENDENT, Captured, Outputs
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.slots import Slot
+
+OPTIONS: dict[str, object] = {
+    "num_warmup_iters": 1,  # ours came before; in this one it finds out which parameters have hooks
+    "_order": [1, -1],  # one chunk, forward and backward: given, modules keep their own forward
+    "_reuse_graph_input_output_buffers": True,  # give back what no later graph reads
+}
+"""How ``make_graphed_callables`` is called, beside ``pool`` and ``capture_time_hooks``. Products stay in the precision
+of their weights (``enabled`` is left at False)."""
+
+
+class Graphed(Protocol):
+    """What ``make_graphed_callables`` makes of one module."""
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]: ...
+
+    def reset(self) -> None:
+        """Give up the graphs."""
+
+
+class Maker(NamedTuple):
+    """TransformerEngine's capture."""
+
+    make_graphed_callables: Callable[..., tuple[Graphed, ...]]
+    abandon: Callable[[], None]
+    """Tells TransformerEngine that a capture is over which it did not end itself."""
+
+
+def maker() -> Maker:
+    """The installed TransformerEngine's.
+
+    Raises:
+        ValueError: there is none, or it cannot do what is asked of it.
+    """
+    try:
+        import transformer_engine
+        from transformer_engine.pytorch import graph
+    except (ImportError, OSError) as error:  # OSError: its libraries find no driver
+        raise ValueError(
+            "--cuda-graph-impl transformer_engine: TransformerEngine does not import "
+            f"({str(error).strip().splitlines()[0]}); pip install 'megatron-packed[gpu]', or give local."
+        ) from error
+    known = inspect.signature(graph.make_graphed_callables).parameters
+    lacking = [name for name in (*OPTIONS, "pool", "capture_time_hooks") if name not in known]
+    if lacking:
+        raise ValueError(
+            f"--cuda-graph-impl transformer_engine: make_graphed_callables of TransformerEngine "
+            f"{transformer_engine.__version__} has no {' and no '.join(lacking)}; install a newer one, or give local."
+        )
+    return Maker(graph.make_graphed_callables, graph.set_capture_end)
+
+
+class CapturedCallable(Captured):
+    """One module that TransformerEngine captured.
+
+    Args:
+        function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
+        module: whose function it is.
+        static: ``(T, D)``, where the graphs read hidden states; kept by the caller.
+        slot, before, turns, takes_packed: as for `Captured`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], object],
+        module: nn.Module,
+        static: Tensor,
+        slot: Slot,
+        *,
+        before: Captured | None,
+        turns: tuple[int, int],
+        takes_packed: bool,
+    ) -> None:
+        super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
+        self.callable = _Closed(module, function)
+        self.input = static
+        self._graphed: Graphed | None = None
+
+    def adopt(self, graphed: Graphed) -> None:
+        """Take over what was made, and run it forward once, which tells where its tensors are.
+
+        Raises:
+            RuntimeError: a replay would give gradients to parameters.
+        """
+        self._graphed = graphed
+        assert self.callable.spec is not None
+        self.spec, self.differentiable = self.callable.spec, self.callable.differentiable
+        self.outputs = list(self.replay_forward(self.input))
+        self.grad_outputs = self._wanted(self.outputs)
+        of_parameters = self._gets_gradients() - 1
+        if of_parameters:
+            raise RuntimeError(
+                f"{of_parameters} of its parameters have no hook that adds their gradient to main_grad (see "
+                "attach_accumulation), and would get it from a replay in grad"
+            )
+
+    def try_backward(self) -> None:
+        """Run backward once, behind `adopt` and in the order of the captures."""
+        self.grad_input = self.replay_backward(self.grad_outputs)
+
+    def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        assert self._graphed is not None
+        with torch.enable_grad():  # what the replay returns leads to its backward
+            self._leaf = hidden.detach().requires_grad_()
+            self._live = self._graphed(self._leaf)
+        return tuple(tensor.detach() for tensor in self._live)
+
+    def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
+        (grad_hidden,) = torch.autograd.grad(self._wanted(self._live), self._leaf, list(grads))
+        return grad_hidden
+
+    def release(self) -> None:
+        """Nothing: TransformerEngine has given back what its graphs do not need."""
+
+    def reset(self) -> None:
+        if self._graphed is not None:
+            self._graphed.reset()
+        self._graphed, self._live = None, ()
+
+    def _wanted(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor for tensor, differs in zip(tensors, self.differentiable) if differs]
+
+    def _gets_gradients(self) -> int:
+        """How many leaves get a gradient from a replay's backward; the hidden states are one."""
+        node = self._live[0].grad_fn
+        assert node is not None
+        return sum(hasattr(edge, "variable") for edge, _ in node.next_functions)
+
+
+class _Closed(nn.Module):
+    """A module as ``make_graphed_callables`` takes it, always in training mode."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.module, self._function = module, function
+        self.spec: TreeSpec | None = None
+        self.differentiable: list[bool] = []
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """
+        Raises:
+            TypeError: TransformerEngine could not replay what the module returns.
+        """
+        found = Outputs.of(self._function(hidden))
+        self.spec, self.differentiable = found.spec, [tensor.requires_grad for tensor in found.tensors]
+        if not self.differentiable[0]:
+            raise TypeError(INDEPENDENT)
+        if not all(tensor.is_contiguous() for tensor in found.tensors):
+            raise TypeError("it returns a tensor that is not contiguous, and TransformerEngine forgets strides")
+        return tuple(found.tensors)
+
+
+def capture_together(
+    captured: Sequence[CapturedCallable], made_by: Maker, engine: Engine, begin: Callable[[int], object]
+) -> None:
+    """Capture all modules of a cell, in order, and replay each once. Gradients hold garbage afterwards.
+
+    Args:
+        begin: learns the number of each module before something is done with it.
+    """
+    callables = tuple(one.callable for one in captured)
+
+    def hooks(number: int) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
+        def announce(module: nn.Module) -> None:
+            begin(number)
+
+        return {"forward_pre_hooks": {0: announce}, "backward_pre_hooks": {0: announce}}
+
+    options: dict[str, Any] = {**OPTIONS, "capture_time_hooks": [hooks(number) for number in range(len(callables))]}
+    samples = tuple((one.input.detach().requires_grad_(),) for one in captured)
+    collecting = gc.isenabled()
+    try:
+        with engine.lent() as pool:
+            made = made_by.make_graphed_callables(callables, samples, pool=pool, **options)
+    except BaseException:
+        made_by.abandon()
+        for parameter in (parameter for one in callables for parameter in one.parameters()):
+            parameter.grad = None
+        raise
+    finally:
+        if collecting:
+            gc.enable()
+        with suppress(AttributeError):
+            del _Closed.__call__  # it wraps the class's, and puts back what it found there, if at all
+    for number, (one, graphed) in enumerate(zip(captured, made, strict=True)):
+        begin(number)
+        one.adopt(graphed)
+    for number in reversed(range(len(captured))):
+        begin(number)
+        captured[number].try_backward()
