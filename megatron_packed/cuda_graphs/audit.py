@@ -84,6 +84,9 @@ class _Immediate:
     def side_stream(self) -> nullcontext[None]:
         return nullcontext()
 
+    def lent(self) -> nullcontext[None]:
+        return nullcontext()
+
     def borrowed(self, tensor: Tensor) -> Tensor:
         return tensor
 

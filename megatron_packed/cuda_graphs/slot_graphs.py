@@ -82,8 +82,7 @@ class SlotGraphs:
             if self._made_by is not None:
                 self._capture_callables(planned, cell, self._made_by)
             else:
-                self._capture_forward(planned, cell)
-                self._capture_backward(planned, cell)
+                self._capture_backward(planned, self._capture_forward(planned, cell))
         except _CaptureError as error:
             return error.failure
         for one in planned:
@@ -148,9 +147,10 @@ class SlotGraphs:
         except Exception as error:
             raise _capture_error(begun[-1] if begun else None, error) from error
 
-    def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> None:
+    def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> list[CapturedModule]:
         static = self.slot.static(cell)
         before: CapturedModule | None = None
+        together: list[CapturedModule] = []
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
             if source is None or cell not in source.in_slot(self.slot):
                 before = None
@@ -168,12 +168,13 @@ class SlotGraphs:
                 captured.capture_forward(
                     self._static_outside((module.name, "input"), hidden) if before is None else before.outputs[0]
                 )
+            together.append(captured)
             before = captured
+        return together
 
-    def _capture_backward(self, planned: Sequence[Planned], cell: Cell) -> None:
+    def _capture_backward(self, planned: Sequence[Planned], together: Sequence[CapturedModule]) -> None:
         after: CapturedModule | None = None
-        for one in reversed(planned):
-            captured = one.module.in_slot(self.slot)[cell]
+        for one, captured in zip(reversed(planned), reversed(together)):
             with _capturing(one.module):
                 wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
                 passed_on = after is not None and after.before is captured

@@ -40,7 +40,7 @@ class RecordingEngine:
     def __init__(self, fail_at=()):
         self.fail_at = set(fail_at)
         self.graphs, self.log = [], []
-        self.attempts = self.resets = self.on_side_stream = 0
+        self.attempts = self.resets = self.on_side_stream = self.lendings = 0
         self.pool_used = False
         self.others = []
 
@@ -59,6 +59,12 @@ class RecordingEngine:
     def side_stream(self):
         self.on_side_stream += 1
         yield
+
+    @contextmanager
+    def lent(self):
+        """What captures instead does it by `capture`, too."""
+        self.lendings += 1
+        yield self
 
     def borrowed(self, tensor):
         return tensor
