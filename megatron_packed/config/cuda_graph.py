@@ -19,7 +19,7 @@ MODULE_LAYERS = {"attn": ATTENTION, "mamba": MAMBA, "mlp": MLP, "moe": MOE, "moe
 """The layers (symbols of the pattern) that each module is a part of."""
 
 AUTO = "auto"
-LOCAL, FULL_ITERATION = "local", "full_iteration"
+LOCAL, ENGINE, FULL_ITERATION = "local", "transformer_engine", "full_iteration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     """CUDA graphs. A graph has static shapes, so a pack gets the smallest capacity, in documents, that holds it."""
 
     cuda_graph_impl: str = option(
-        "none", "CUDA graphs: none; local, which captures forward and backward layer by layer; full_iteration, which "
-        "captures whole micro-batches and the update. On a CPU both run eagerly.",
-        choices=("none", LOCAL, FULL_ITERATION), shorthands={"enable-cuda-graph": LOCAL},
-        not_built={"transformer_engine": "give local, which captures layer by layer too"},
+        "none", "CUDA graphs: none; local, which captures forward and backward layer by layer; transformer_engine, by "
+        "which TransformerEngine's make_graphed_callables does so, on GPUs; full_iteration, which captures whole "
+        "micro-batches and the update. On a CPU local and full_iteration run eagerly.",
+        choices=("none", LOCAL, ENGINE, FULL_ITERATION),
+        shorthands={"enable-cuda-graph": LOCAL, "external-cuda-graph": ENGINE},
     )
     cuda_graph_modules: tuple[str, ...] = option(
         (), "What is captured; full: whole layers of every kind. moe_router is the part of an expert layer in front of "
@@ -73,6 +74,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     def capacities(self) -> tuple[int, ...] | None:
         """The capacities that were given, smallest first, each once; None when the pack plan decides."""
         return tuple(sorted(set(self.cuda_graph_max_packed_seqs))) or None
+
+    @property
+    def by_engine(self) -> bool:
+        """Whether TransformerEngine captures the layers."""
+        return self.cuda_graph_impl == ENGINE
 
     @property
     def captures_steps(self) -> bool:

@@ -187,8 +187,8 @@ REFUSED: tuple[Refused, ...] = (
         ("--nccl-communicator-config-path", "--use-sharp", "--local-rank", "--high-priority-stream-groups"),
     ),
     Refused(
-        "CUDA graphs are captured layer by layer, by this package itself", "give --cuda-graph-impl local",
-        ("--external-cuda-graph", "--cuda-graph-granularity", "--optimizer-cuda-graph"),
+        "CUDA graphs are captured layer by layer, or of whole steps", "give --cuda-graph-impl local",
+        ("--cuda-graph-granularity", "--optimizer-cuda-graph"),
     ),
     Refused(
         "there is no engine for inference", "give --cuda-graph-impl local for training, or leave it out",

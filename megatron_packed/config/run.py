@@ -149,6 +149,10 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
             yield Problem("--transformer-impl", training.transformer_impl, "TransformerEngine's packed attention takes "
                           f"heads of a multiple of 8 up to {ENGINE_HEAD_LIMIT} channels, not of {width}",
                           "name another --attention-backend beside it, or give local")
+    if sound("cuda_graph.cuda_graph_impl", "training.device") and run.cuda_graph.by_engine and training.device == "cpu":
+        yield Problem("--cuda-graph-impl", run.cuda_graph.cuda_graph_impl,
+                      "TransformerEngine captures on GPUs only, and --device is cpu",
+                      "give local, which runs eagerly there, or leave it out")
     yield from _schedule_rules(run, optim, sound)
     yield from graph_rules(run.cuda_graph, model, packing, sound)
     yield from whole_step_rules(run.cuda_graph, run.parallel, sound)

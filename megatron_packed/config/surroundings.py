@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from megatron_packed.config.cuda_graph import ENGINE
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.parallel import NOT_BUILT, SIZES, processes_rules
@@ -79,9 +80,12 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Optional packages that an option needs must be installed: a run must not find out on the way."""
-    engine = sound("training.transformer_impl") and run.training.transformer_impl == "transformer_engine"
-    if engine and importlib.util.find_spec("transformer_engine") is None:
-        yield Problem("--transformer-impl", "transformer_engine", "needs TransformerEngine, which is not installed",
+    asked = {
+        "--transformer-impl": sound("training.transformer_impl") and run.training.transformer_impl == ENGINE,
+        "--cuda-graph-impl": sound("cuda_graph.cuda_graph_impl") and run.cuda_graph.by_engine,
+    }
+    for flag in (flag for flag in asked if asked[flag] and importlib.util.find_spec(ENGINE) is None):
+        yield Problem(flag, ENGINE, "needs TransformerEngine, which is not installed",
                       "pip install 'megatron-packed[gpu]', or give local, which computes the same", node_dependent=True)
     for name, package, extra in (("tensorboard_dir", "tensorboard", "log"), ("report", "matplotlib", "plot")):
         value = getattr(run.logging, name)

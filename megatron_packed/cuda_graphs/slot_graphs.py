@@ -130,6 +130,7 @@ class SlotGraphs:
     def _capture_callables(self, planned: Sequence[Planned], cell: Cell, made_by: Maker) -> None:
         """All forwards and backwards by TransformerEngine. See [Note: TransformerEngine's capture]."""
         static = self.slot.static(cell)
+        sources = {one.source for one in planned}
         captured: dict[GraphedModule, CapturedCallable] = {}
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
             captured[module] = module.in_slot(self.slot)[cell] = CapturedCallable(
@@ -137,6 +138,7 @@ class SlotGraphs:
                 module.module,
                 self._static_outside((module.name, "input"), hidden),
                 self.slot,
+                passed_on=module in sources,
                 before=None if source is None else captured.get(source),
                 turns=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,

@@ -10,8 +10,8 @@ pool that it is given. What differs from `CapturedModule`:
 * A backward is captured as it runs, hooks of parameters included: what they add to ``main_grad`` is added by every
   replay. A parameter whose ``grad`` such a hook has taken away is no input of what it returns, so autograd gives it
   nothing more. See [Note: main_grad protocol]. What would be given to a parameter beside that is refused here.
-* What it gives back to the pool it remembers by address and shape alone. So outputs must be contiguous. Where autograd
-  keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
+* What no graph needs any more it gives back to the pool, outputs too, and remembers it by address and shape alone. So
+  outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
 * It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of its own.
 """
 
@@ -88,6 +88,8 @@ class CapturedCallable(Captured):
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
         module: whose function it is.
         static: ``(T, D)``, where the graphs read hidden states; kept by the caller.
+        passed_on: another captured module takes the hidden states. What nobody takes is copied for the caller, since
+            backward graphs of modules in front may write over it.
         slot, before, turns, takes_packed: as for `Captured`.
     """
 
@@ -98,13 +100,14 @@ class CapturedCallable(Captured):
         static: Tensor,
         slot: Slot,
         *,
+        passed_on: bool,
         before: Captured | None,
         turns: tuple[int, int],
         takes_packed: bool,
     ) -> None:
         super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
         self.callable = _Closed(module, function)
-        self.input = static
+        self.input, self._passed_on = static, passed_on
         self._graphed: Graphed | None = None
 
     def adopt(self, graphed: Graphed) -> None:
@@ -116,7 +119,8 @@ class CapturedCallable(Captured):
         self._graphed = graphed
         assert self.callable.spec is not None
         self.spec, self.differentiable = self.callable.spec, self.callable.differentiable
-        self.outputs = list(self.replay_forward(self.input))
+        self.replay_forward(self.input)
+        self.outputs = [tensor.detach() for tensor in self._live]
         self.grad_outputs = self._wanted(self.outputs)
         of_parameters = self._gets_gradients() - 1
         if of_parameters:
@@ -134,7 +138,8 @@ class CapturedCallable(Captured):
         with torch.enable_grad():  # what the replay returns leads to its backward
             self._leaf = hidden.detach().requires_grad_()
             self._live = self._graphed(self._leaf)
-        return tuple(tensor.detach() for tensor in self._live)
+        first, *others = (tensor.detach() for tensor in self._live)
+        return (first if self._passed_on else first.clone(), *(tensor.clone() for tensor in others))
 
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         (grad_hidden,) = torch.autograd.grad(self._wanted(self._live), self._leaf, list(grads))

@@ -19,6 +19,7 @@ from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.surroundings import environment_number
+from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import LOCAL_NAME, engine_refusal
 from megatron_packed.ops.activation import api as activation
@@ -209,10 +210,16 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
                          "--cuda-graph-impl local" if device.type == "cuda" else "")
         return
-    eager = graphs.eager_reason(device.type)
+    eager, advice = graphs.eager_reason(device.type), "a machine with a GPU"
+    if not eager and graphs.by_engine:
+        try:
+            maker()
+        except ValueError as error:
+            eager, _, advice = str(error).rpartition("; ")
     what = "whole micro-batches, and the update" if graphs.captures_steps else "forward and backward of each module"
-    yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or f"{graphs.cuda_graph_impl}: {what}",
-                     "a machine with a GPU" if eager else "")
+    how = ", by its make_graphed_callables" if graphs.by_engine else ""
+    yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or f"{graphs.cuda_graph_impl}: {what}{how}",
+                     advice if eager else "")
     if not graphs.captures_steps:
         yield from _captured_modules(graphs, pattern, bool(eager))
     if graphs.capacities is None:

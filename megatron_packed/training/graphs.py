@@ -16,6 +16,7 @@ from megatron_packed.cuda_graphs.audit import audit, audit_whole
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner, Refusal
+from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
@@ -36,6 +37,7 @@ def build_graphs(
     groups: ParallelGroups,
     say: Callable[[str], None],
     engine: Engine | None = None,
+    made_by: Maker | None = None,
 ) -> Graphs | None:
     """What will replay the job's micro-batches, with nothing captured yet; None where everything runs eagerly.
 
@@ -43,8 +45,10 @@ def build_graphs(
         ladder: the sizes of the job's micro-batches; None without graphs.
         say: learns why there are no graphs although they were asked for, and of the progress of captures.
         engine: captures; by default torch's CUDA graphs, which need a GPU.
+        made_by: captures layers for ``--cuda-graph-impl transformer_engine``; by default TransformerEngine.
     Raises:
         GraphFallbackError: ``--cuda-graph-strict`` where nothing can be captured.
+        ValueError: TransformerEngine is to capture and cannot.
     """
     options = config.cuda_graph
     if not options.enabled:
@@ -68,6 +72,7 @@ def build_graphs(
         "say": say,
     }
     if options.cuda_graph_impl != FULL_ITERATION:
+        common["made_by"] = (made_by or maker()) if options.by_engine else None
         return GraphRunner(modules_to_capture(options, job.model), own_rows=job.model.own_rows, **common)
     step, unused = job.step, set()
     if step.overlapped is None:

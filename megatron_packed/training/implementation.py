@@ -1,10 +1,12 @@
-"""Whether this machine can build the layers that ``--transformer-impl`` asks for, before ranks wait for each other."""
+"""Whether this machine has what ``--transformer-impl`` and ``--cuda-graph-impl`` ask of TransformerEngine, before ranks
+wait for each other."""
 
 from __future__ import annotations
 
 import torch
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.layers.implementation import ENGINE_NAME, LOCAL_NAME, implementation
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.ops.zigzag_attention import api as zigzag_attention
@@ -15,12 +17,15 @@ ATTENTION_OPS = (varlen_attention.OP, zigzag_attention.OP)
 
 
 def check_implementation(config: RunConfig, device: torch.device) -> None:
-    """Linear layers, norms and, where it comes along, TransformerEngine's attention, by what a pack asks of it.
+    """Linear layers, norms and, where it comes along, TransformerEngine's attention, by what a pack asks of it; and its
+    capture of layers.
 
     Raises:
         ValueError: one of them cannot serve; says why, and what can.
     """
     implementation(config.training.transformer_impl, device, dtype_of(config))
+    if config.cuda_graph.by_engine and device.type == "cuda":
+        maker()
     if not config.training.engine_attends:
         return
     for op, inputs in op_inputs(config, device):

@@ -63,11 +63,14 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
     assert set(MODULE_LAYERS.values()) == set(LAYER_NAMES)
 
 
-def test_megatrons_older_switch_is_the_local_engine(right, tmp_path) -> None:
+def test_megatrons_older_switches(right, tmp_path, monkeypatch) -> None:
     argv = [part for pair in right.items() for part in pair]
     parsed = parse_with_sources([*argv, "--enable-cuda-graph"])
     assert parsed.config.cuda_graph.cuda_graph_impl == "local"
     assert parsed.warnings == ("--enable-cuda-graph is deprecated; write --cuda-graph-impl local.",)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    external = parse_with_sources([*argv, "--external-cuda-graph"])
+    assert external.config.cuda_graph.cuda_graph_impl == "transformer_engine"
     for value, impl in (("true", "local"), ("false", "none")):
         (tmp_path / "run.yaml").write_text(f"enable-cuda-graph: {value}\n")
         assert parse([*argv, "--config", "run.yaml"]).cuda_graph.cuda_graph_impl == impl

@@ -168,8 +168,6 @@ INVALID = [
     ("^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
      {"--overlap-param-gather": "in the graph that ends this one"}),
     ("--cuda-graph-modules full_iteration", {"--cuda-graph-modules": "--cuda-graph-impl full_iteration"}),
-    ("--cuda-graph-impl transformer_engine", {"--cuda-graph-impl": "give local"}),
-    ("--external-cuda-graph", {"--external-cuda-graph": "--cuda-graph-impl local"}),
     ("--enable-cuda-graph yes", {"--enable-cuda-graph": "write --enable-cuda-graph alone"}),
     ("--enable-cuda-graph --cuda-graph-impl none", {"--cuda-graph-impl": "keep one"}),
     ("--cuda-graph-impl local --hidden-dropout 0.1", {"--cuda-graph-impl": "dropout inside captured modules"}),
@@ -257,6 +255,27 @@ def test_transformer_engine_layers(right, monkeypatch, change: str, installed: b
         parse(argv)
     (problem,) = caught.value.problems
     assert problem.option == "--transformer-impl" and rule in problem.rule and cure in problem.cure, str(problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "installed", "rule", "cure"),
+    [
+        ("", False, "needs TransformerEngine, which is not installed", "or give local"),
+        ("--device cpu", True, "captures on GPUs only, and --device is cpu", "give local, which runs eagerly"),
+        ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
+        ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
+    ],
+)
+def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: bool, rule: str, cure: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    argv, _ = command_line(right, f"--cuda-graph-impl transformer_engine {change}")
+    if not rule:
+        assert parse(argv).cuda_graph.by_engine
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    (problem,) = caught.value.problems
+    assert problem.option == "--cuda-graph-impl" and rule in problem.rule and cure in problem.cure, str(problem)
 
 
 def test_the_right_command_line_is_right(right) -> None:

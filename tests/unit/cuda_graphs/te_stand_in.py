@@ -116,7 +116,7 @@ class _Capture:
         self.announce("forward_pre_hooks")
 
         def forward():
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 outputs, self.spec = tree_flatten(self.module(*self.args))
             self.live = [output for output in outputs if output.requires_grad]
             self.differ = [output.requires_grad for output in outputs]

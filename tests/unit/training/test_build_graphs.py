@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from megatron_packed.training.state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingEngine
+from te_stand_in import stand_in
 
 LADDER = Ladder.of([2, 5], SLOTS)
 GROUPS = ParallelGroups.single()
@@ -43,6 +45,12 @@ def config_of(**graphs):
         training=TrainingConfig(train_iters=5, device="cpu"),
         cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
     )
+
+
+def by_engine(config):
+    """Captured by TransformerEngine, though on a CPU, where the stand-in serves."""
+    object.__setattr__(config, "cuda_graph", replace(config.cuda_graph, cuda_graph_impl="transformer_engine"))
+    return config
 
 
 def job_of(config):
@@ -137,12 +145,14 @@ def test_a_capture_changes_nothing_of_the_job():
     assert state_hash(job) != before
 
 
-def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batches():
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batches(impl):
     """Between captures too, and with micro-batches beyond the largest capacity."""
-    config = config_of()
+    config = config_of(cuda_graph_impl=impl) if impl == "local" else by_engine(config_of())
     eager, graphed = job_of(config), job_of(config)
-    engine = RecordingEngine()
-    graphed.step.graphs = graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, engine)
+    engine, (made_by, _) = RecordingEngine(), stand_in()
+    graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, engine, made_by)
+    graphed.step.graphs = graphs
     capture_graphs(graphs, graphed.step, 3, GROUPS)
     steps = [[[48], [20, 9, 3], [1] * 9], [[]], [[5] * 5, [40]], [[1] * 48, [1] * 6], [[30, 2], [2, 30], [7], [9] * 5]]
     for number, packs in enumerate(steps):
@@ -155,6 +165,8 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     beyond = sum(len(lengths) > 5 for packs in steps for lengths in packs)
     assert graphs.counters.fallbacks == {"more than 5 documents": beyond}
     assert graphs.counters.replays == sum(map(len, steps)) - beyond
+    assert engine.lendings == (0 if impl == "local" else 2 * len(LADDER.cells))
+    assert not graphs.counters.module_fallbacks and graphs.slots.slots == (graphs.slot,)
 
 
 class Closing:
