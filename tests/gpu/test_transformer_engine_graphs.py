@@ -1,0 +1,213 @@
+"""Layers captured by TransformerEngine's make_graphed_callables: what replays give is what eager steps give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_graphs import (
+    FAULTS,
+    IN_FLIGHT,
+    SYNCHRONISING,
+    TROUBLES,
+    different,
+    fails_alone,
+    pack,
+    packings,
+    released,
+    scheduled,
+)
+from test_cuda_graphs import LADDER as LADDER_OF_LAYERS
+from test_cuda_graphs import Job as GraphJob
+from test_transformer_engine_impl import ENGINE, LOCAL, SLOTS, VOCAB, run_config
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
+from megatron_packed.cuda_graphs.transformer_engine import maker
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import run_distributed
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.training.build import build_job
+from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.graphs import released as closed
+
+STEPS = 10
+
+
+def layers_of(impl: str) -> dict[str, Any]:
+    return {"transformer_impl": impl, "deterministic": True}
+
+
+@pytest.fixture(scope="module", params=[LOCAL, ENGINE], ids=["local layers", "TransformerEngine's layers"])
+def job(request: pytest.FixtureRequest) -> Any:
+    made = GraphJob("M*-EM*", layers_of(request.param)).capture(made_by=maker())
+    yield made
+    made.runner.close()
+
+
+@pytest.mark.gpu
+def test_replay_equals_eager_bit_for_bit_over_twenty_packings(job: Any) -> None:
+    """Outputs and every gradient, with NaN in every static tensor before each; nothing is left in ``grad``."""
+    micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(20))]
+    assert {batch.layout.capacity for batch in micro_batches} == set(LADDER_OF_LAYERS.capacities)
+    for number, micro_batch in enumerate(micro_batches):
+        wanted = job.eager(micro_batch)
+        assert number or different(job.eager(micro_batch), wanted) == [], "eager itself differs run to run"
+        assert all(value.isfinite().all() for value in wanted.values())
+        job.poison_statics()
+        assert different(job.replay(micro_batch), wanted) == [], (number, micro_batch.packed.num_seqs)
+        assert all(parameter.grad is None for parameter in job.model.parameters())
+    counters = job.runner.counters
+    assert counters.captures == len(LADDER_OF_LAYERS.cells) * (1 + 2 * len(job.model.layers))
+
+
+@pytest.mark.gpu
+def test_replay_needs_nothing_of_what_lay_in_the_graphs_memory(job: Any) -> None:
+    for seed, lengths in enumerate(packings(4, seed=1)):
+        micro_batch = pack(lengths, seed)
+        wanted = job.eager(micro_batch)
+        job.poison_pool()
+        assert different(job.replay(micro_batch), wanted) == [], lengths[:8]
+
+
+@pytest.mark.gpu
+def test_it_gives_what_local_graphs_give(job: Any) -> None:
+    """And how much memory each takes."""
+    impl = job.model.backends.transformer_impl
+    local = GraphJob("M*-EM*", layers_of(impl)).capture()
+    for seed, lengths in enumerate(packings(3, seed=2)):
+        assert different(job.replay(pack(lengths, seed)), local.replay(pack(lengths, seed))) == [], lengths[:8]
+    print(f"graphs hold {job.runner.counters.memory_mib:,.0f} MiB, local ones {local.runner.counters.memory_mib:,.0f}")
+    local.runner.close()
+
+
+@pytest.mark.gpu
+def test_evaluation_replays_and_leaves_gradients_alone(job: Any) -> None:
+    micro_batch = pack([500, 24, 300])
+    job.eager(micro_batch)
+    before = job.buffers.grads.clone()
+    job.model.eval()
+    with torch.no_grad():
+        job.runner.slot.vacate()
+        wanted = job.model(micro_batch.to("cuda"))
+        found = job.model(job.runner.place(micro_batch))
+        assert all(torch.equal(mine, other) for mine, other in zip(found, wanted, strict=True))
+    job.model.train()
+    assert torch.equal(job.buffers.grads, before) and not job.runner.counters.module_fallbacks
+
+
+@pytest.mark.gpu
+def test_the_audit_passes_and_finds_a_fault(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = audit(job.runner, pack([400, 300, 200]), deterministic=True)
+    assert found is not None and found.modules == len(job.model.layers) and found.largest_difference == 0
+    FAULTS["stale seq_idx"](job, monkeypatch)
+    with pytest.raises(AuditMismatchError, match=r"layers\.\d"):
+        audit(job.runner, pack([170, 250, 50, 120]), deterministic=True)
+
+
+@pytest.mark.gpu
+def test_a_replayed_micro_batch_waits_for_nothing(job: Any) -> None:
+    batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(6, seed=2))]
+
+    def steps() -> None:
+        for micro_batch in batches:
+            job.buffers.zero_grad()
+            job.drive(job.runner.place(micro_batch))
+
+    steps()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function("replayed_steps"):
+            steps()
+        torch.cuda.synchronize()
+    events = profiler.events()
+    window = next(e for e in events if e.name == "replayed_steps").time_range
+    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    launches = sum(name.startswith("cudaGraphLaunch") for name in inside)
+    assert launches == len(batches) * (1 + 2 * len(job.model.layers))
+    assert sorted({name for name in inside if name in SYNCHRONISING or "Pageable" in name}) == []
+    assert not any(name.startswith("Memcpy DtoH") for name in inside)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", IN_FLIGHT[:2])
+def test_two_micro_batches_in_flight(text: str) -> None:
+    two = GraphJob("M*-", layers_of(ENGINE)).capture(made_by=maker(), num_slots=2)
+    wanted = scheduled(two, text, lambda micro_batch: micro_batch.to("cuda"))
+    two.poison_statics()
+    assert different(scheduled(two, text, two.runner.place), wanted) == []
+    assert two.runner.counters.replays == 2 and not two.runner.counters.module_fallbacks
+    two.runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_module_that_cannot_be_captured_fails_alone(trouble: Any) -> None:
+    fails_alone(trouble, made_by=maker())
+
+
+# ------------------------------------------------------------------------------------------------------------- steps
+
+
+def replayed_and_eager(groups: ParallelGroups, impl: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Ten training steps of two micro-batches with graphs, and without."""
+    ladder = Ladder.of([8, 32], SLOTS)
+    config = run_config(impl, parallel, deterministic=True)
+    captured = replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
+    eager, job = (build_job(one, groups, VOCAB) for one in (config, captured))
+    graphs = build_graphs(captured, job, ladder, groups, print)
+    assert graphs is not None
+    with closed(graphs):
+        capture_graphs(graphs, job.step, 2, groups, first=True)
+        job.step.graphs = graphs
+        losses, equal = [], []
+        lists = [[SLOTS], [60] * 32, [127, 128, 129, 1, 2, 3], [900, 24, 1100], [1], [3] * 20, [300] * 6]
+        for number in range(STEPS):
+            step = [pack(lists[(2 * number + at) % len(lists)], 2 * number + at, ladder, SLOTS) for at in range(2)]
+            found, wanted = (one.step(step, 1e-4).clone() for one in (job, eager))
+            losses.append((found[0].item(), wanted[0].item()))
+            equal.append(torch.equal(found, wanted))
+        audited = audit_graphs(graphs, job.step, step[0], deterministic=True, seed=1)
+        pairs = zip(job.model.parameters(), eager.model.parameters(), strict=True)
+        return {
+            "losses": losses,
+            "metrics": equal,
+            "weights": all(torch.equal(mine, other) for mine, other in pairs),
+            "replays": graphs.counters.replays,
+            "fallbacks": {**graphs.counters.fallbacks, **graphs.counters.module_fallbacks},
+            "audited": audited is not None,
+        }
+
+
+def judge(found: dict[str, Any]) -> None:
+    losses = found.pop("losses")
+    assert len(losses) == STEPS and all(mine == other for mine, other in losses), losses
+    wanted = {"metrics": [True] * STEPS, "weights": True, "replays": 2 * STEPS, "fallbacks": {}, "audited": True}
+    assert found == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", [LOCAL, ENGINE])
+def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
+    released()
+    judge(replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), impl, {}))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("impl", [LOCAL, ENGINE])
+def test_ten_replayed_steps_of_two_tensor_parallel_gpus(impl: str) -> None:
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    arguments = (impl, parallel)
+    for found in run_distributed(
+        replayed_and_eager, 2, *arguments, backend="nccl", layout={"tp_size": 2}, timeout=300
+    ):
+        judge(found)
