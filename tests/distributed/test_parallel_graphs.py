@@ -123,7 +123,10 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
 
 
 @pytest.mark.parametrize(
-    "way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2, distributed_optimizer=True)], ids=str
+    "way",
+    [Way(2, 2, True), Way(2, cp_size=2), Way(2, cp_size=2, comm_type="p2p"),
+     Way(2, ep_size=2, distributed_optimizer=True)],
+    ids=str,
 )
 def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
     found = pools.run(compare, way.world_size, way, {}, "full_iteration", layout=way.layout)

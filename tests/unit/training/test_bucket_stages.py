@@ -169,6 +169,21 @@ def test_micro_batches_before_the_last_begin_nothing() -> None:
     assert begun[:2] == [total, total] and 0 < begun[2] < total  # the queue is at its end until the last one begins
 
 
+def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a warm-up and in the capture behind it, which must not depend on what came between."""
+    job = job_of()
+    job.step(packs(2), 1e-2)
+    overlapped = job.step.overlapped
+    assert overlapped is not None
+    late = [bucket for stage, bucket in overlapped._queue if stage == 0]
+    assert 0 < len(late) < len(job.buffers.layout.buckets)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            seen = seen_at_start(job, patch)
+            overlapped.finish()
+        assert list(seen) == late
+
+
 def check_replays(device: str, engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """A step whose layers are replays: every bucket is complete when its sum begins."""
     config = config_of(device, graphs=True, **options)
