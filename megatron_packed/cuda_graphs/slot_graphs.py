@@ -129,6 +129,7 @@ class SlotGraphs:
 
     def _capture_callables(self, planned: Sequence[Planned], cell: Cell, made_by: Maker) -> None:
         """All forwards and backwards by TransformerEngine. See [Note: TransformerEngine's capture]."""
+        self.tables[cell].replay()  # its own warm-up reads them, and a capture has computed nothing
         static = self.slot.static(cell)
         sources = {one.source for one in planned}
         captured: dict[GraphedModule, CapturedCallable] = {}

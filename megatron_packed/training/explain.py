@@ -210,16 +210,18 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
                          "--cuda-graph-impl local" if device.type == "cuda" else "")
         return
-    eager, advice = graphs.eager_reason(device.type), "a machine with a GPU"
+    eager = graphs.eager_reason(device.type)
     if not eager and graphs.by_engine:
         try:
             maker()
         except ValueError as error:
-            eager, _, advice = str(error).rpartition("; ")
+            reason, _, advice = str(error).rpartition("; ")
+            yield Capability("CUDA graphs", OFF, reason, advice)
+            return
     what = "whole micro-batches, and the update" if graphs.captures_steps else "forward and backward of each module"
     how = ", by its make_graphed_callables" if graphs.by_engine else ""
     yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or f"{graphs.cuda_graph_impl}: {what}{how}",
-                     advice if eager else "")
+                     "a machine with a GPU" if eager else "")
     if not graphs.captures_steps:
         yield from _captured_modules(graphs, pattern, bool(eager))
     if graphs.capacities is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stand_in import RecordingEngine
 from te_stand_in import make_graphed_callables, stand_in
 from test_rough_use import FIRST, ONE, SECOND, Beside, Chain, Foreign, hidden_states
 from test_runner import Job, T, assert_equal, pack, random_packs, tiny_model
@@ -34,6 +35,16 @@ def test_replay_equals_eager_and_gradients_reach_main_grad_once():
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
         assert all(parameter.grad is None for parameter in graphed.model.parameters())
     assert graphed.runner.counters.hit_rate == 1.0 and not graphed.runner.counters.module_fallbacks
+
+
+def test_what_is_derived_from_metadata_is_there_before_modules_run(monkeypatch):
+    """On a GPU a capture computes nothing, and the warm-up that TransformerEngine does itself reads tables."""
+    seen = []
+    true = RecordingEngine.lent
+    monkeypatch.setattr(RecordingEngine, "lent", lambda self: seen.append(list(self.log)) or true(self))
+    job = Job(tiny_model("M*"), graphs=True, made_by=stand_in()[0]).capture()
+    tables = list(job.runner.graphs[job.runner.slot].tables.values())
+    assert [log[-1] for log in seen] == tables and len(tables) == 3
 
 
 def test_gradients_of_several_micro_batches_add_up():

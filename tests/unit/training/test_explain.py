@@ -148,10 +148,26 @@ def test_whole_steps_have_no_modules_to_choose_from():
     assert not {"attn", "mamba", "mlp", "moe"} & found.keys() and "capacities" in found
 
 
+def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    (row,) = _graph_rows_of_a_gpu("transformer_engine")
+    assert row.state == "off" and "TransformerEngine does not import" in row.reason and "or give local" in row.advice
+    monkeypatch.setattr(explain_module, "maker", lambda: None)
+    found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
+    assert found["CUDA graphs"].reason.endswith("of each module, by its make_graphed_callables")
+    assert found["mamba"].state == "on"
+
+
 def _graph_rows_of_a_gpu(impl="local"):
     from megatron_packed.training.explain import _graphs
 
-    return _graphs(parse([*FLAGS, "--cuda-graph-impl", impl], world_size=1), torch.device("cuda"))
+    config = parse([*FLAGS, "--cuda-graph-impl", "local"], world_size=1)
+    config = replace(
+        config,
+        training=replace(config.training, device="auto"),
+        cuda_graph=replace(config.cuda_graph, cuda_graph_impl=impl),
+    )
+    return _graphs(config, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
