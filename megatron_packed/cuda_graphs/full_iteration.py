@@ -9,6 +9,12 @@ k + 1 replays. What cannot be replayed is the same function, called.
 All graphs share one pool. A part returns nothing, so at the end of each capture the pool holds nothing that lives, and
 every graph has all of it for itself: they may be replayed in any order, and hold together what the largest one needs.
 
+[Note: nodes of parameters]
+Autograd adds to a parameter's ``grad`` on the stream that was current when its node for that was made, and the node
+lives as long as anything that was computed from the parameter with gradients. One that was made before, on the stream
+of eager steps, would take the capture there, which fails it. So nothing of a former forward pass may be alive when
+graphs are captured: neither a loss that was kept without ``detach()``, nor what only a cycle of references keeps.
+
 [Note: captures of several ranks]
 Parts may hold collectives. A rank cannot capture one alone, nor replay one that another rank calls as a function (NCCL
 asks for one way on all ranks). So ranks capture together, after a warm-up that they also run together, and what one
@@ -127,6 +133,7 @@ class FullIteration:
         begun = time.perf_counter()
         self.forget()
         part = next(iter(self.parts.values()))
+        gc.collect()  # See [Note: nodes of parameters].
         with self._rehearsing(), self.engine.side_stream():
             for cell in reversed(self.ladder.cells):
                 for _ in range(self._warmup_steps):
@@ -144,6 +151,7 @@ class FullIteration:
         begun = time.perf_counter()
         self.forget()
         self.refusals.clear()
+        gc.collect()  # See [Note: nodes of parameters].
         try:
             with self._rehearsing():
                 self._warm_up(make_dummy)
