@@ -142,7 +142,7 @@ class CudaEngine:
         before, random_state = torch.cuda.memory_reserved(self.device), torch.cuda.get_rng_state(self.device)
         # Who captures without naming a stream would warm up and capture on two; and without an error mode, the loader's
         # thread must not pin memory meanwhile.
-        original = torch.cuda.graph
+        original, current = torch.cuda.graph, torch.cuda.current_stream(self.device)
         ours = partial(original, stream=self.stream, capture_error_mode="thread_local")
         torch.cuda.graph = ours  # type: ignore[assignment, misc]
         try:
@@ -151,6 +151,7 @@ class CudaEngine:
             self._failed = True
             if self._stop_recording():
                 self._close_half_open(recorded=True)
+            torch.cuda.set_stream(current)  # torch's capture does not come back from its stream where its end fails
             torch.cuda.set_rng_state(random_state, self.device)
             raise
         finally:

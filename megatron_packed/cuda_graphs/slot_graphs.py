@@ -148,7 +148,7 @@ class SlotGraphs:
         try:
             capture_together(list(captured.values()), made_by, self.engine, lambda n: begun.append(planned[n].module))
         except Exception as error:
-            raise _capture_error(begun[-1] if begun else None, error) from error
+            raise _capture_error(begun[-1] if begun else None, _first_of(error)) from error
 
     def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> list[CapturedModule]:
         static = self.slot.static(cell)
@@ -209,6 +209,13 @@ def _capturing(module: GraphedModule | None) -> Iterator[None]:
         yield
     except Exception as error:
         raise _capture_error(module, error) from error
+
+
+def _first_of(error: Exception) -> Exception:
+    """What went wrong first: the end of a capture that an error has invalidated fails, too, and tells of no reason."""
+    while isinstance(error.__context__, Exception) and not error.__suppress_context__:
+        error = error.__context__
+    return error
 
 
 def _capture_error(module: GraphedModule | None, error: Exception) -> _CaptureError:

@@ -122,7 +122,7 @@ class _Capture:
             self.differ = [output.requires_grad for output in outputs]
             return [output.detach().clone(memory_format=torch.contiguous_format) for output in outputs]
 
-        self.forward_graph, self.outputs = self.engine.capture(forward)
+        self.forward_graph, self.outputs = self.capture(forward)
 
     def capture_backward(self, later):
         self.announce("backward_pre_hooks")
@@ -134,7 +134,13 @@ class _Capture:
                 found = self.run_backward(self.live, [grad for grad in self.grads if grad is not None])
             return [torch.zeros(0) if grad is None else grad for grad in found]
 
-        self.backward_graph, self.found = self.engine.capture(backward)
+        self.backward_graph, self.found = self.capture(backward)
+
+    def capture(self, function):
+        try:
+            return self.engine.capture(function)
+        except Exception:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904 - as torch does
 
     def give_back(self):
         for tensor in (*self.outputs, *(self.later.found if self.later else ())):
