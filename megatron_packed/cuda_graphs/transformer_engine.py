@@ -12,6 +12,8 @@ pool that it is given. What differs from `CapturedModule`:
   nothing more. See [Note: main_grad protocol]. What would be given to a parameter beside that is refused here.
 * What no graph needs any more it gives back to the pool, outputs too, and remembers it by address and shape alone. So
   outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
+* Gradients of parameters come by nodes that run on the stream on which they were made, so none may be alive from before:
+  a loss that was kept without ``detach()`` would fail the capture. See [Note: nodes of parameters].
 * It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of its own.
 """
 
@@ -35,6 +37,7 @@ OPTIONS: dict[str, object] = {
     "num_warmup_iters": 1,  # ours came before; in this one it finds out which parameters have hooks
     "_order": [1, -1],  # one chunk, forward and backward: given, modules keep their own forward
     "_reuse_graph_input_output_buffers": True,  # give back what no later graph reads
+    "post_warmup_hook": gc.collect,  # of parameters' nodes that only a cycle of references keeps
 }
 """How ``make_graphed_callables`` is called, beside ``pool`` and ``capture_time_hooks``. Products stay in the precision
 of their weights (``enabled`` is left at False)."""

@@ -53,6 +53,7 @@ def make_graphed_callables(
         outputs = [one.warm_up_forward() for one in captures]
         for one in reversed(captures):
             one.warm_up_backward(outputs.pop(), number)
+    post_warmup_hook()
     for one in captures:
         one.capture_forward()
     later = None
