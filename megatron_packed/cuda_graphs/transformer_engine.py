@@ -12,8 +12,8 @@ pool that it is given. What differs from `CapturedModule`:
   nothing more. See [Note: main_grad protocol]. What would be given to a parameter beside that is refused here.
 * What no graph needs any more it gives back to the pool, outputs too, and remembers it by address and shape alone. So
   outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
-* Gradients of parameters come by nodes that run on the stream on which they were made, so none may be alive from before:
-  a loss that was kept without ``detach()`` would fail the capture. See [Note: nodes of parameters].
+* Gradients of parameters come by nodes that run on the stream on which they were made. So none may be alive from
+  before: a loss that was kept without ``detach()`` fails the capture. See [Note: nodes of parameters].
 * It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of its own.
 """
 
