@@ -3,14 +3,16 @@
 [Note: hangs that no timeout sees]
 A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know that it is queued,
 and their timeout never ends. The host may not even notice: it queues replays until the driver takes no more, and then
-sits in the driver, where every other thread that asks CUDA anything has to wait, too. So the host gives signs of life:
-with each micro-batch that it queues, and, while it waits for a step, whenever the device has come to one of the events
-behind the micro-batches. A thread that knows nothing of CUDA looks when the last sign was; if that is too long ago, the
-device hangs.
+sits in the driver, where every other thread that asks CUDA anything has to wait, too. So a thread that knows nothing of
+CUDA looks for signs of life. A host that works (it compiles kernels, packs an epoch) is at another place of its program
+whenever one looks. One that waits for a step says so, and asks for the events behind its micro-batches: while they
+come, the device is alive. One that stands where it stood, or waits for events that do not come, for some minutes,
+belongs to a device that hangs.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -39,7 +41,7 @@ class Heartbeat:
     """Watches between ``with``'s begin and end. Reads: [Note: hangs that no timeout sees].
 
     Args:
-        patience: seconds without a sign of life.
+        patience: seconds without a sign of life; looked for `LOOKS` times while they last.
         on_hang: called once, in the thread of the watch; it is expected to end the process, and must not ask CUDA.
         mark: an event behind what is queued on the current stream.
     """
@@ -50,7 +52,10 @@ class Heartbeat:
         self._patience, self._on_hang, self._mark = patience, on_hang, _record if mark is None else mark
         self._pending: deque[Event] = deque()
         self._last = time.monotonic()
-        self._resting = False
+        self._resting = self._waiting = False
+        self._host = threading.main_thread().ident
+        self._place: list[tuple[object, int]] = []
+        """Where the host was when the thread last looked."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
@@ -64,19 +69,20 @@ class Heartbeat:
         self._thread.join()
 
     def beat(self) -> None:
-        """The host is alive, and the device will be when it has come this far."""
+        """The host queues a micro-batch; the device is alive when it has come this far."""
         self._pending.append(self._mark())
-        self._last = time.monotonic()
+        self._last, self._waiting = time.monotonic(), False
 
     def waits(self) -> None:
-        """The host waits for the device, and asks for it again and again: is that alive?"""
+        """The host does nothing but ask, again and again, how far the device has come."""
+        self._waiting = True
         while self._pending and self._pending[0].query():
             self._pending.popleft()
             self._last = time.monotonic()
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Inside, the host is busy with what takes its own time, and has a timeout of its own where it waits."""
+        """Inside, the host has a timeout of its own where it waits."""
         self._resting = True
         try:
             yield
@@ -86,9 +92,21 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._patience / LOOKS):
+            before, self._place = self._place, self._place_of_host()
+            if self._place != before and not self._waiting:
+                self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
                 self._on_hang(DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s"))
                 return
+
+    def _place_of_host(self) -> list[tuple[object, int]]:
+        """Its functions, the innermost first, and how far it is in each."""
+        places: list[tuple[object, int]] = []
+        frame = sys._current_frames().get(self._host or 0)
+        while frame is not None:
+            places.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return places
 
 
 def _record() -> Event:

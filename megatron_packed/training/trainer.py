@@ -118,7 +118,7 @@ class Trainer:
         self.step.validation_loss.zero_()
         for number in range(self.valid.plan.num_steps):
             targets += self.valid.plan.step(number).global_targets
-            for micro_batch in self.valid.loader.micro_batches(number):
+            for micro_batch in self._loaded(self.valid, number):
                 self.step.validate(micro_batch)
         loss_sum = all_reduce_sum(self.step.validation_loss, self.groups.dp_cp_group).item()
         loss = loss_sum / targets if targets else float("nan")
@@ -199,11 +199,16 @@ class Trainer:
 
     def _micro_batches(self, number: int) -> list[MicroBatch]:
         """Of this rank in a step; a rank with fewer than the others would wait for them in the wrong collective."""
-        micro_batches = self.train.loader.micro_batches(number)
+        micro_batches = self._loaded(self.train, number)
         expected = self.config.packs_per_step() // self.groups.dp_size
         if len(micro_batches) != expected:
             raise DataError(f"the loader gave {len(micro_batches)} packs, but in a step every rank has {expected}")
         return micro_batches
+
+    def _loaded(self, stream: Stream, number: int) -> list[MicroBatch]:
+        """An epoch may have to be packed for it, in the loader's thread."""
+        with self._resting():
+            return stream.loader.micro_batches(number)
 
     def _capture_again(self) -> None:
         assert self.step.graphs is not None

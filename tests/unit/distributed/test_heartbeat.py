@@ -69,6 +69,19 @@ def test_a_host_that_waits_for_a_busy_device() -> None:
     assert not hangs.errors
 
 
+def test_a_host_that_works() -> None:
+    """It compiles kernels, or packs an epoch, and gives no sign of its own."""
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
+        heartbeat.beat()
+        heartbeat.waits()
+        heartbeat.beat()
+        begun, values = time.monotonic(), []
+        while time.monotonic() < begun + 3 * PATIENCE:
+            values = sorted(range(1000), key=lambda number: -number)
+    assert values and not hangs.errors
+
+
 def test_a_host_that_queues_work_while_the_device_is_far_behind() -> None:
     hangs = Hangs()
     with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
