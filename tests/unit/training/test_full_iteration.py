@@ -1,6 +1,6 @@
 """Whole steps in graphs: k micro-batches are k + 1 replays, and every number is that of the eager steps.
 
-With the stand-in for capture, which runs a captured function again; on a GPU: `tests/gpu/test_full_iteration.py`.
+With the stand-in for capture, which runs a captured function again; on a GPU: `tests/gpu/test_full_iteration_gpu.py`.
 """
 
 import sys
