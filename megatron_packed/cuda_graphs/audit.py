@@ -166,19 +166,17 @@ def audit_whole(
         return None
     name, part = next(iter(graphs.parts.items()))
 
-    def found_by(run: Callable[[], object]) -> dict[str, Tensor]:
-        reset()
-        run()
-        return {key: tensor.detach().clone() for key, tensor in results.items()}
-
     def eagerly() -> dict[str, Tensor]:
-        return found_by(lambda: part(micro_batch.to(graphs.device)))
+        reset()
+        part(micro_batch.to(graphs.device))
+        return {key: tensor.detach().clone() for key, tensor in results.items()}
 
     wanted = eagerly()
     other = wanted if deterministic else eagerly()
     graphs.slot.buffer.fill_(0xFF)
-    found = found_by(lambda: graphs.replay(name, micro_batch, cell_of(micro_batch)))
-    differences = {key: _relative(found[key], wanted[key]) for key in results}
+    reset()
+    graphs.replay(name, micro_batch, cell_of(micro_batch))
+    differences = {key: _relative(found, wanted[key]) for key, found in results.items()}
     floor = 0.0 if deterministic else max(FLOOR_OF_WHOLE, ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
     allowed = {key: max(NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results}
     wrong = [key for key in results if not differences[key] <= allowed[key]]

@@ -198,12 +198,11 @@ class FullIteration:
     def _try_finish(self) -> str | None:
         """What failed on this or another rank; None if nothing did."""
         graph, failure = self._try(self._finish)
-        self._finish_graph = graph
         if self._agree(failure is None):
+            self._finish_graph = graph
             self.counters.captures += 1
             return None
         self._drop([graph])
-        self._finish_graph = None
         return failure or ELSEWHERE
 
     def _try_cell(self, cell: Cell) -> str | None:

@@ -24,6 +24,7 @@ import torch
 
 LOOKS = 20
 """How often the thread looks while its patience lasts."""
+_POLL_SECONDS = 1e-3
 
 
 class Event(Protocol):
@@ -52,7 +53,7 @@ class Heartbeat:
         self._patience, self._on_hang, self._mark = patience, on_hang, _record if mark is None else mark
         self._pending: deque[Event] = deque()
         self._last = time.monotonic()
-        self._resting = self._waiting = False
+        self._resting = self._asks = False
         self._host = threading.main_thread().ident
         self._place: list[tuple[object, int]] = []
         """Where the host was when the thread last looked."""
@@ -70,30 +71,44 @@ class Heartbeat:
 
     def beat(self) -> None:
         """The host queues a micro-batch; the device is alive when it has come this far."""
+        self._forget_what_has_come()  # a host that never has to wait would keep all of them
         self._pending.append(self._mark())
-        self._last, self._waiting = time.monotonic(), False
+        self._last = time.monotonic()
 
     def waits(self) -> None:
         """The host does nothing but ask, again and again, how far the device has come."""
-        self._waiting = True
-        while self._pending and self._pending[0].query():
-            self._pending.popleft()
+        self._asks = True
+        if self._forget_what_has_come():
             self._last = time.monotonic()
+
+    def wait(self) -> None:
+        """Until the device has come as far as the last `beat`: before a call that would wait for it in silence."""
+        while self._pending:
+            self.waits()
+            time.sleep(_POLL_SECONDS)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Inside, the host has a timeout of its own where it waits."""
-        self._resting = True
+        before, self._resting = self._resting, True
         try:
             yield
         finally:
             self._last = time.monotonic()
-            self._resting = False
+            self._resting = before
+
+    def _forget_what_has_come(self) -> bool:
+        """Whether there was anything."""
+        before = len(self._pending)
+        while self._pending and self._pending[0].query():
+            self._pending.popleft()
+        return len(self._pending) < before
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._patience / LOOKS):
             before, self._place = self._place, self._place_of_host()
-            if self._place != before and not self._waiting:
+            asked, self._asks = self._asks, False
+            if self._place != before and not asked:
                 self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
                 self._on_hang(DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s"))

@@ -96,6 +96,10 @@ class OverlappedReduce:
         self.begun_in_backward, self._active = self._next, False
         self._wait()
 
+    def abandon(self) -> None:
+        """Instead of ``join``, where the pass has failed: what it has begun is of no use."""
+        self._under_way, self._active = [], False
+
     def finish(self) -> None:
         """Sums of what has not begun, and of the slots behind the gradients; behind it all are there."""
         self._next = self.begun_in_backward  # a second time, too: a capture of it comes behind a warm-up

@@ -214,15 +214,21 @@ class TrainStep:
         """As `micro_batch`, for the last of a step with overlap: sums begin in its backward pass, and are there."""
         assert self.overlapped is not None
         self.overlapped.begin()
-        self.micro_batch(micro_batch)
+        try:
+            self.micro_batch(micro_batch)
+        except BaseException:  # a capture that fails; passes behind it are no last ones
+            self.overlapped.abandon()
+            raise
         self.overlapped.join()
 
     def validation_micro_batch(self, micro_batch: MicroBatch) -> None:
         """The loss of one micro-batch on the device is added to ``validation_loss``."""
         self.model.eval()
-        with torch.no_grad(), self.model.full_expert_buffers():
-            self.validation_loss.add_(self.model(micro_batch).loss_sum)
-        self.model.train()
+        try:
+            with torch.no_grad(), self.model.full_expert_buffers():
+                self.validation_loss.add_(self.model(micro_batch).loss_sum)
+        finally:  # behind a capture that fails, training goes on
+            self.model.train()
 
     def finish(self) -> None:
         """Behind the last micro-batch: sums over ranks, the update, and the metrics."""

@@ -120,6 +120,9 @@ class Trainer:
             targets += self.valid.plan.step(number).global_targets
             for micro_batch in self._loaded(self.valid, number):
                 self.step.validate(micro_batch)
+        if self.heartbeat is not None:  # a whole validation may be queued by now
+            self.step.beat()
+            self.heartbeat.wait()
         loss_sum = all_reduce_sum(self.step.validation_loss, self.groups.dp_cp_group).item()
         loss = loss_sum / targets if targets else float("nan")
         iteration = self.state.progress.validated_at = self.state.progress.iteration

@@ -70,12 +70,11 @@ def test_a_host_that_waits_for_a_busy_device() -> None:
 
 
 def test_a_host_that_works() -> None:
-    """It compiles kernels, or packs an epoch, and gives no sign of its own."""
+    """It packs an epoch, behind a wait for the step before, and gives no sign of its own."""
     hangs = Hangs()
     with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
         heartbeat.beat()
         heartbeat.waits()
-        heartbeat.beat()
         begun, values = time.monotonic(), []
         while time.monotonic() < begun + 3 * PATIENCE:
             values = sorted(range(1000), key=lambda number: -number)
@@ -100,6 +99,33 @@ def test_a_host_that_takes_its_time() -> None:
             time.sleep(2 * PATIENCE)
         assert not hangs.errors
         assert hangs.heard.wait(20 * PATIENCE)
+
+
+def test_rests_within_rests() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, Step) as heartbeat, heartbeat.resting():
+        with heartbeat.resting():
+            pass
+        time.sleep(2 * PATIENCE)
+    assert not hangs.errors
+
+
+def test_what_has_come_is_not_kept_where_the_host_never_waits() -> None:
+    with Heartbeat(PATIENCE, Hangs(), Step) as heartbeat:
+        for _ in range(100):
+            heartbeat.beat()
+        assert len(heartbeat._pending) == 1
+
+
+def test_a_long_queue_is_waited_for_with_signs_of_life() -> None:
+    hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(1, 9))
+    with Heartbeat(PATIENCE, hangs, lambda: Step(next(delay))) as heartbeat:
+        for _ in range(8):
+            heartbeat.beat()
+        begun = time.monotonic()
+        heartbeat.wait()
+        assert time.monotonic() - begun > 1.5 * PATIENCE
+    assert not hangs.errors
 
 
 def test_nothing_is_told_behind_the_end() -> None:

@@ -169,6 +169,25 @@ def test_micro_batches_before_the_last_begin_nothing() -> None:
     assert begun[:2] == [total, total] and 0 < begun[2] < total  # the queue is at its end until the last one begins
 
 
+def test_behind_a_last_micro_batch_that_failed_none_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a capture that finds no memory: what is captured next must not begin sums."""
+    job, expected = job_of(), job_of()
+    overlapped = job.step.overlapped
+    assert overlapped is not None
+
+    def no_memory(_: MicroBatch) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(job.step, "forward_backward", no_memory)
+        job.step.last_micro_batch(packs(1)[0])
+    seen = seen_at_start(job, monkeypatch)
+    job.step.micro_batch(packs(1)[0])
+    assert not seen
+    monkeypatch.undo()
+    assert torch.equal(job.step(packs(3), 1e-2), expected.step(packs(3), 1e-2))
+
+
 def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a warm-up and in the capture behind it, which must not depend on what came between."""
     job = job_of()

@@ -175,6 +175,23 @@ def test_a_cell_that_cannot_be_captured_runs_eagerly_and_says_why():
     assert "capture 1 has no memory" in reason and counters.fallbacks[reason] == 5
 
 
+def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monkeypatch):
+    """Else all later passes, captured or not, would train without auxiliary losses."""
+    graphed, expected = Job(RecordingEngine()), Job()
+    graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
+    loss = graphed.job.model.forward
+
+    def no_memory(micro_batch):
+        if isinstance(micro_batch, StaticMicroBatch) and not graphed.job.model.training:
+            raise torch.OutOfMemoryError("no memory for logits")
+        return loss(micro_batch)
+
+    monkeypatch.setattr(graphed.job.model, "forward", no_memory)
+    graphed.capture()
+    assert "no graphs for up to 5 documents: validation: OutOfMemoryError: no memory for logits" in graphed.said[0]
+    assert_same_steps(graphed, expected)
+
+
 @pytest.mark.parametrize("fail_at", [(0,), (1, 2)], ids=["the end", "every cell"])
 def test_without_its_end_or_any_cell_a_step_is_eager_as_a_whole(fail_at):
     graphed = captured(RecordingEngine(fail_at))
