@@ -69,13 +69,14 @@ def maker() -> Maker:
     try:
         import transformer_engine
         from transformer_engine.pytorch import graph
-    except (ImportError, OSError) as error:  # OSError: its libraries find no driver
+    except Exception as error:  # a broken optional package may raise anything at import
+        said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
-            "--cuda-graph-impl transformer_engine: TransformerEngine does not import "
-            f"({str(error).strip().splitlines()[0]}); pip install 'megatron-packed[gpu]', or give local."
+            f"--cuda-graph-impl transformer_engine: TransformerEngine does not import ({said}); pip install "
+            "'megatron-packed[gpu]', or give local."
         ) from error
-    known = inspect.signature(graph.make_graphed_callables).parameters
-    lacking = [name for name in (*OPTIONS, "pool", "capture_time_hooks") if name not in known]
+    known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
+    lacking = [name for name in (*OPTIONS, "pool", "capture_time_hooks", "set_capture_end") if name not in known]
     if lacking:
         raise ValueError(
             f"--cuda-graph-impl transformer_engine: make_graphed_callables of TransformerEngine "

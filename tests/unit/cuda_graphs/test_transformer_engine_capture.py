@@ -186,7 +186,15 @@ def test_without_transformer_engine_it_says_so(monkeypatch):
         transformer_engine.maker()
 
 
-@pytest.mark.parametrize("lacking", [(), ("_order",), ("pool", "capture_time_hooks")])
+def test_one_that_does_not_fit_torch_is_refused_too(monkeypatch, tmp_path):
+    (tmp_path / "transformer_engine.py").write_text("raise AttributeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    with pytest.raises(ValueError, match=r"TransformerEngine does not import \(AttributeError:\); pip install"):
+        transformer_engine.maker()
+
+
+@pytest.mark.parametrize("lacking", [(), ("_order",), ("pool", "capture_time_hooks"), ("set_capture_end",)])
 def test_a_transformer_engine_without_an_option_is_refused_by_its_version(monkeypatch, lacking):
     def capture(modules, sample_args, **options): ...
 
@@ -194,7 +202,9 @@ def test_a_transformer_engine_without_an_option_is_refused_by_its_version(monkey
     kept = [parameter for name, parameter in signature.parameters.items() if name not in lacking]
     capture.__signature__ = signature.replace(parameters=kept)
     graph = types.ModuleType("transformer_engine.pytorch.graph")
-    graph.make_graphed_callables, graph.set_capture_end = capture, print
+    graph.make_graphed_callables = capture
+    if "set_capture_end" not in lacking:
+        graph.set_capture_end = print
     package, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
     package.__version__, package.pytorch, pytorch.graph = "2.3.0", pytorch, graph
     for module in (package, pytorch, graph):

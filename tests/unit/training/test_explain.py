@@ -158,10 +158,18 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     assert found["mamba"].state == "on"
 
 
-def _graph_rows_of_a_gpu(impl="local"):
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
+    """No attention of whole packs is there to ask what room costs it."""
+    flags = ("--context-parallel-size", "2", "--cp-comm-type", comm, "--cuda-graph-max-packed-seqs", "16")
+    found = {row.name.strip() for row in _graph_rows_of_a_gpu(flags=flags)}
+    assert {"CUDA graphs", "attn", "capacities", "audit"} <= found
+
+
+def _graph_rows_of_a_gpu(impl="local", flags=()):
     from megatron_packed.training.explain import _graphs
 
-    config = parse([*FLAGS, "--cuda-graph-impl", "local"], world_size=1)
+    config = parse([*FLAGS, "--cuda-graph-impl", "local", *flags], world_size=2 if flags else 1)
     config = replace(
         config,
         training=replace(config.training, device="auto"),
