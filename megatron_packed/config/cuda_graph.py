@@ -100,7 +100,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
             for described in section_fields(type(self))[1:]:
                 value = getattr(self, described.name)
                 if sound(described.name) and value != described.default:
-                    yield Problem(described.flag, _shown(value), "is never used without --cuda-graph-impl local",
+                    yield Problem(described.flag, _shown(value), "is never used with --cuda-graph-impl none",
                                   "give --cuda-graph-impl local, or leave it out")
         if sound("cuda_graph_modules") and {"moe", "moe_router"} <= set(self.cuda_graph_modules):
             yield Problem("--cuda-graph-modules", _shown(self.cuda_graph_modules),

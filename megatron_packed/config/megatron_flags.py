@@ -187,7 +187,7 @@ REFUSED: tuple[Refused, ...] = (
         ("--nccl-communicator-config-path", "--use-sharp", "--local-rank", "--high-priority-stream-groups"),
     ),
     Refused(
-        "CUDA graphs are captured layer by layer, or of whole steps", "give --cuda-graph-impl local",
+        "CUDA graphs are captured layer by layer, or of whole steps", "give --cuda-graph-impl local or full_iteration",
         ("--cuda-graph-granularity", "--optimizer-cuda-graph"),
     ),
     Refused(
