@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 benchmarks/layouts.py [--models hybrid1b hybrid1b_moe] [--layouts NAME ...]
 
-All layouts start from the same weights and train on the same packs for 20 steps. Loss and gradient norm of each step
+All layouts start from the same weights and train for 20 steps on the same packs, new ones in each step: repeated ones
+would be learnt by heart, and rounding then decides which one first. Loss and gradient norm of each step
 are compared with those of one process. Timed are the steps after the first ones; the share of communication is the
 time in which kernels of NCCL run, over the time from a step's first kernel to its last, on rank 0. On GPUs the same job
 then captures CUDA graphs, and rows of eager and of replayed steps take turns.
@@ -19,8 +20,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 import harness
 from harness import Spread
@@ -51,6 +54,7 @@ ALIGNMENT = 8
 """Documents are cut to multiples of it, so that no layout needs padding."""
 STEPS, WARM, PROFILED = 20, 8, 2
 QUICK_STEPS, QUICK_WARM = 4, 2
+LEARNING_RATE = 3e-5
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
 """Highest relative difference of a step's loss and gradient norm from one process's."""
 LOCAL = "local"
@@ -92,44 +96,43 @@ def config_of(
         model=model,
         data=DataConfig(train_data_path=("none.jsonl",)),
         packing=PackingConfig(seq_length=c["T"], global_batch_size=packs),
-        optim=OptimizerConfig(lr=1e-4, clip_grad=1.0),
+        optim=OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0),
         parallel=ParallelConfig(**{name: value for name, value in options.items() if name in fields}),
         training=TrainingConfig(train_iters=steps, bf16=device.type == "cuda", device=device.type),
     )
 
 
-def packs_of(c: dict[str, Any], count: int, device: torch.device) -> list[MicroBatch]:
-    """The packs of every step, as a loader leaves them."""
+def steps_of(c: dict[str, Any], packs: int, steps: int, device: torch.device) -> list[list[MicroBatch]]:
+    """The packs of each step, as a loader leaves them; few tokens of the vocabulary are frequent, as in any text."""
     rows = []
-    for row in packings(c["T"], count):
+    for row in packings(c["T"], packs * steps):
         lengths = [max(length // ALIGNMENT, 1) * ALIGNMENT for length in row[:-1]]
         rows.append([*lengths, c["T"] - sum(lengths)])
-    targets = sum(length - 1 for row in rows for length in row)
-    scales = (1 / targets, 1 / count)
-    return [
-        pinned(
-            MicroBatch.build(
-                [(tokens, None) for tokens in random_documents(row, c["vocab"], number)],
-                c["T"],
-                CAPACITY,
-                scales,
-                c["T"],
-                ALIGNMENT,
-            ),
-            device,
-        )
-        for number, row in enumerate(rows)
-    ]
+    made = []
+    for step in range(steps):
+        of_step = rows[step * packs : (step + 1) * packs]
+        scales = (1 / sum(length - 1 for row in of_step for length in row), 1 / packs)
+        made.append([
+            pinned(MicroBatch.build([(frequent(tokens, c["vocab"]), None) for tokens in
+                                     random_documents(row, c["vocab"], step * packs + number)],
+                                    c["T"], CAPACITY, scales, c["T"], ALIGNMENT), device)
+            for number, row in enumerate(of_step)
+        ])  # fmt: skip
+    return made
 
 
-def train(config: RunConfig, groups: ParallelGroups, packs: Sequence[MicroBatch], vocab: int) -> dict[str, Any]:
+def frequent(tokens: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
+    """Evenly drawn tokens, made as rare as their number is high."""
+    return (vocab * (tokens / vocab) ** 4).astype(np.int64)
+
+
+def train(config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch]], vocab: int) -> dict[str, Any]:
     """Losses, norms and times of the steps on this rank's share of the packs."""
-    steps = config.training.train_iters
-    warm = WARM if steps == STEPS else QUICK_WARM
+    warm = WARM if len(steps) == STEPS else QUICK_WARM
     job = build_job(config, groups, vocab)
-    mine = packs[groups.dp_rank :: groups.dp_size]
     losses, norms, seconds = [], [], []
-    for number in range(steps):
+    for number, packs in enumerate(steps):
+        mine = packs[groups.dp_rank :: groups.dp_size]
         harness.synchronize()
         start = time.perf_counter()
         metrics = job.step(mine, config.optim.lr)
@@ -320,24 +323,24 @@ def main() -> None:
     results: dict[str, Any] = {}
     for model in arguments.models:
         c = quick(MODELS[model]) if arguments.quick else MODELS[model]
-        packs = packs_of(c, arguments.packs, everyone.device)
+        steps = steps_of(c, arguments.packs, QUICK_STEPS if arguments.quick else STEPS, everyone.device)
         layouts = {ONE: {}} | {name: LAYOUTS[world][name] for name in wanted if suits(LAYOUTS[world][name], c)}
         result: dict[str, Any] = {"tokens": c["T"], "processes": world, "layouts": {}}
-        result["plan_hash"] = hash_of([pack.packed.cu_seqlens_cpu.tolist() for pack in packs])
+        result["plan_hash"] = hash_of([pack.packed.cu_seqlens_cpu.tolist() for packs in steps for pack in packs])
         results[model] = result
         for name, options in layouts.items():
             if device.type == "cuda":
                 harness.free_memory()
                 torch.cuda.reset_peak_memory_stats()
-            config = config_of(c, arguments.packs, options, device, QUICK_STEPS if arguments.quick else STEPS)
+            config = config_of(c, arguments.packs, options, device, len(steps))
             found: dict[str, Any] | None = None
             try:
                 if name != ONE:
                     layout = Layout(world_size=world, **config.parallel.layout_sizes)
                     groups = ParallelGroups.create(config.parallel, device, layout=layout)
-                    found = train(config, groups, packs, c["vocab"])
+                    found = train(config, groups, steps, c["vocab"])
                 elif rank == 0:
-                    found = train(config, ParallelGroups.single(everyone.device), packs, c["vocab"])
+                    found = train(config, ParallelGroups.single(everyone.device), steps, c["vocab"])
             except ValueError as error:  # refused before the first collective, on all ranks alike
                 found = {"failed": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()

@@ -33,10 +33,12 @@ def test_two_processes_do_what_one_does(tmp_path):
 
 def test_packs_are_the_same_for_every_layout_and_need_no_padding():
     c = layouts.quick(layouts.MODELS["hybrid1b"])
-    packs = layouts.packs_of(c, 3, torch.device("cpu"))
-    for pack in packs:
-        assert pack.num_real_tokens == c["T"] and (pack.packed.cu_seqlens_cpu % layouts.ALIGNMENT == 0).all()
-    assert sum(pack.num_target_tokens for pack in packs) == pytest.approx(1 / packs[0].scales[0].item(), rel=1e-6)
+    steps = layouts.steps_of(c, 3, 2, torch.device("cpu"))
+    for packs in steps:
+        for pack in packs:
+            assert pack.num_real_tokens == c["T"] and (pack.packed.cu_seqlens_cpu % layouts.ALIGNMENT == 0).all()
+        assert sum(pack.num_target_tokens for pack in packs) == pytest.approx(1 / packs[0].scales[0].item(), rel=1e-6)
+    assert not torch.equal(steps[0][0].tokens, steps[1][0].tokens)
 
 
 def test_the_worst_step_counts():
