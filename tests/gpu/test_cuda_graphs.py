@@ -19,6 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import numpy as np
 import pytest
 import torch
+from host_waits import SYNCHRONISING
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -47,8 +48,6 @@ FACTOR = 3.0
 FLOOR = 1e-3
 """What a parameter's gradient may differ by anyway, relative to its norm: a few runs of a small sum may agree by
 chance. Wrong metadata changes gradients by 1e-1 and more."""
-SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",
-                 "cuStreamSynchronize", "cuEventSynchronize", "cudaMemcpy", "cuMemcpyDtoH_v2")  # fmt: skip
 
 
 def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):

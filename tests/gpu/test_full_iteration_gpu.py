@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_waits import waiting
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB, T
-from test_parallel_graphs_gpu import LADDER, LAYOUTS, PACKS, steps_of, waiting  # sets deterministic variables, too
+from test_parallel_graphs_gpu import LADDER, LAYOUTS, PACKS, steps_of  # sets deterministic variables, too
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from test_no_host_sync import SYNCHRONISING, VOCAB, T, host_batches, run
-from torch.profiler import ProfilerActivity, profile, record_function
+from host_waits import waiting
+from test_no_host_sync import VOCAB, T, host_batches
 
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.layout import Layout
@@ -22,7 +21,6 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
-from megatron_packed.training.late_metrics import LateMetrics
 
 MODEL = ModelConfig(
     hybrid_layer_pattern="M*-E", hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=64,
@@ -80,34 +78,7 @@ def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, A
         training=TrainingConfig(train_iters=STEPS, bf16=True, device="cuda"),
     )
     job = build_job(config, groups, VOCAB)
-    late: LateMetrics[Any] = LateMetrics(job.step.metrics.numel(), groups.device)
-    alignment = config.parallel.document_alignment
-    run(job.step, late, batches(groups, alignment))  # compiles and tunes, and makes the communicators
-    late.flush()
-    torch.cuda.synchronize()
-    steps = batches(groups, alignment)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        values = run(job.step, late, steps)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    late.flush()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
-        run(job.step, late, steps)
-    late.flush()
-    torch.cuda.synchronize()
-    events = profiler.events()
-    window = next(e for e in events if e.name == "steady_steps").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
-    return {
-        "finite": bool(np.isfinite(values).all()),
-        "events": len(inside),
-        "nccl": sum("nccl" in name.lower() for name in inside),
-        "waits": sorted({name for name in inside if name in SYNCHRONISING}),
-        "pageable": sorted({name for name in inside if "Memcpy" in name and "Pageable" in name}),
-        "to_host": sum(name.startswith("Memcpy DtoH") for name in inside),
-    }
+    return waiting(job.step, batches(groups, config.parallel.document_alignment))
 
 
 @pytest.mark.gpu

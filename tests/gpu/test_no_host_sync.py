@@ -1,12 +1,9 @@
-"""No host synchronisation in steady training steps, by both proofs.
-
-``set_sync_debug_mode("error")`` sees torch's own synchronising calls; the profile sees those of every library.
-"""
+"""No host synchronisation in steady training steps, by both proofs (`host_waits.py`)."""
 
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from host_waits import waiting
 
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -14,14 +11,11 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
 
 pytestmark = pytest.mark.gpu
 
 T, VOCAB = 2048, 512
-SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",
-                 "cuStreamSynchronize", "cuEventSynchronize", "cudaMemcpy", "cuMemcpyDtoH_v2")  # fmt: skip
 
 
 def host_batches(count: int) -> list[list[MicroBatch]]:
@@ -56,39 +50,12 @@ def job():
     return TrainStep(model, buffers, Optimizer(buffers), groups)
 
 
-def run(step: TrainStep, late: LateMetrics, steps: list[list[MicroBatch]]) -> list[list[float]]:
-    arrived = [late.push(number, step(batches, 1e-4)) for number, batches in enumerate(steps)]
-    return [one.values for one in arrived if one is not None]
-
-
 def test_ten_steady_steps_wait_for_nothing(job):
-    late = LateMetrics(job.metrics.numel(), torch.device("cuda"))
-    run(job, late, host_batches(10))  # compiles and tunes for every shape there is
-    late.flush()
-    steps = host_batches(10)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        values = run(job, late, steps)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(values) == 9 and np.isfinite(values).all()
-    late.flush()
-
-    steps = host_batches(10)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
-        run(job, late, steps)
-    late.flush()
-    events = profiler.events()
-    window = next(e for e in events if e.name == "steady_steps").time_range
-    inside = [e for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
-    assert len(inside) > 1000  # the profile did see the steps
-    waits = sorted({e.name for e in inside if e.name in SYNCHRONISING})
-    copies = sorted({e.name for e in inside if "Memcpy" in e.name and "Pageable" in e.name})
-    assert waits == [] and copies == [], (waits, copies)
-    to_host = [e for e in inside if e.name.startswith("Memcpy DtoH")]
-    assert len(to_host) <= 10  # the late metrics, one per step
+    found = waiting(job, host_batches(10))
+    assert len(found["values"]) == 18 and found["finite"]
+    assert found["events"] > 1000  # the profile did see the steps
+    assert found["waits"] == [] and found["pageable"] == [], found
+    assert found["to_host"] <= 10  # the late metrics, one per step
 
 
 def test_the_proofs_see_a_planted_wait(job):

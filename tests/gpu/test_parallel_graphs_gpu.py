@@ -17,9 +17,9 @@ os.environ |= {
 import numpy as np
 import pytest
 import torch
+from host_waits import waiting
 from test_layouts_no_host_sync import LAYOUTS, MODEL
-from test_no_host_sync import SYNCHRONISING, VOCAB, T, run
-from torch.profiler import ProfilerActivity, profile, record_function
+from test_no_host_sync import VOCAB, T
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
@@ -35,7 +35,6 @@ from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
-from megatron_packed.training.late_metrics import LateMetrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
@@ -115,35 +114,6 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
             "audited": audited,
             "graph_mib": graphs.counters.memory_mib,
         }
-
-
-def waiting(step: Any, steps: list[list[MicroBatch]]) -> dict[str, Any]:
-    """What the host waits for in some steady steps, by both proofs."""
-    late: LateMetrics[Any] = LateMetrics(step.metrics.numel(), step.device)
-    run(step, late, steps)
-    late.flush()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        values = run(step, late, steps)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    late.flush()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
-        run(step, late, steps)
-    late.flush()
-    torch.cuda.synchronize()
-    events = profiler.events()
-    window = next(e for e in events if e.name == "steady_steps").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
-    return {
-        "finite": bool(np.isfinite(values).all()),
-        "launches": sum(name == "cudaGraphLaunch" for name in inside),
-        "nccl": sum("nccl" in name.lower() for name in inside),
-        "waits": sorted({name for name in inside if name in SYNCHRONISING}),
-        "pageable": sorted({name for name in inside if "Memcpy" in name and "Pageable" in name}),
-    }
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import SYNCHRONISING
 from test_cuda_graphs import (
     FAULTS,
     IN_FLIGHT,
-    SYNCHRONISING,
     TROUBLES,
     different,
     fails_alone,

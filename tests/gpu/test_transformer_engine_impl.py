@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import waiting
 from test_cuda_graphs import Job as GraphJob
 from test_cuda_graphs import different, pack
 from test_layouts_no_host_sync import STEPS, batches
-from test_no_host_sync import SYNCHRONISING, VOCAB, run
+from test_no_host_sync import VOCAB
 from test_no_host_sync import T as SLOTS
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
@@ -36,7 +36,6 @@ from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.graphs import build_graphs, capture_graphs, released
-from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.state import held_state
 from megatron_packed.training.train_step import StepValues
 
@@ -173,40 +172,13 @@ def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
     return build_job(run_config(impl, parallel), groups, VOCAB)
 
 
-def steps_of(job: Job, groups: ParallelGroups) -> dict[str, Any]:
-    """What some steps give, and what the host waited for in as many behind them."""
-    late: LateMetrics[Any] = LateMetrics(job.step.metrics.numel(), groups.device)
-    steps = batches(groups, 1)
-    values = run(job.step, late, steps)
-    late.flush()
-    torch.cuda.synchronize()
-    steps = batches(groups, 1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        values += run(job.step, late, steps)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    late.flush()
-    steps = batches(groups, 1)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
-        run(job.step, late, steps)
-    late.flush()
-    events = profiler.events()
-    window = next(event for event in events if event.name == "steady_steps").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
-    assert len(inside) > 1000
-    waits = {name for name in inside if name in SYNCHRONISING or ("Memcpy" in name and "Pageable" in name)}
-    return {"values": values, "waits": sorted(waits), "to_host": sum(n.startswith("Memcpy DtoH") for n in inside)}
-
-
 def train_both(groups: ParallelGroups, parallel: dict[str, Any]) -> list[dict[str, Any]]:
-    return [steps_of(make_job(groups, impl, **parallel), groups) for impl in (LOCAL, ENGINE)]
+    return [waiting(make_job(groups, impl, **parallel).step, batches(groups, 1)) for impl in (LOCAL, ENGINE)]
 
 
 def judge_training(local: dict[str, Any], engine: dict[str, Any]) -> None:
     """Losses and gradient norms of the same steps, and no wait."""
-    assert engine["waits"] == [] and engine["to_host"] <= STEPS
+    assert engine["waits"] == engine["pageable"] == [] and engine["to_host"] <= STEPS and engine["events"] > 1000
     columns = [StepValues._fields.index(name) for name in ("loss", "grad_norm")]
     for number, (mine, other) in enumerate(zip(engine["values"], local["values"], strict=True)):
         for column, bound in zip(columns, (1e-2, 3e-2), strict=True):
@@ -232,9 +204,8 @@ def test_steps_of_two_tensor_parallel_gpus() -> None:
 def test_a_checkpoint_does_not_know_whose_layers_made_it(tmp_path: Path, saved: str, loaded: str) -> None:
     groups = ParallelGroups.single(torch.device("cuda", 0))
     one, two = make_job(groups, saved), make_job(groups, loaded)
-    late: LateMetrics[Any] = LateMetrics(one.step.metrics.numel(), groups.device)
-    run(one.step, late, batches(groups, 1))
-    late.flush()
+    for packs in batches(groups, 1):
+        one.step(packs, 1e-4)
     states = [{held.shard.name: held.shard for held in held_state(job.model, job.optimizer)} for job in (one, two)]
     assert list(states[0]) == list(states[1])
     save_checkpoint(tmp_path, 1, list(states[0].values()), {})

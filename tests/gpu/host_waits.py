@@ -1,0 +1,65 @@
+"""What the host waits for in steady steps, by both proofs.
+
+``set_sync_debug_mode("error")`` sees torch's own synchronising calls; the profile sees those of every library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.late_metrics import LateMetrics
+from megatron_packed.training.train_step import TrainStep
+
+SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",
+                 "cuStreamSynchronize", "cuEventSynchronize", "cudaMemcpy", "cuMemcpyDtoH_v2")  # fmt: skip
+
+
+def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4) -> dict[str, Any]:
+    """Three times the same steps: to compile and tune, under the first proof, and under the second.
+
+    Returns:
+        ``values``, the metrics of all but the last step of the first two times; what was seen in the third.
+
+    Raises:
+        RuntimeError: a call that synchronises.
+    """
+    late: LateMetrics[int] = LateMetrics(step.metrics.numel(), step.device)
+
+    def run() -> list[list[float]]:
+        arrived = [late.push(number, step(batches, lr)) for number, batches in enumerate(steps)]
+        return [one.values for one in arrived if one is not None]
+
+    def end() -> None:
+        late.flush()
+        torch.cuda.synchronize()
+
+    values = run()
+    end()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values += run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    end()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
+        run()
+    end()
+    events = profiler.events()
+    window = next(event for event in events if event.name == "steady_steps").time_range
+    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    return {
+        "values": values,
+        "finite": bool(np.isfinite(values).all()),
+        "events": len(inside),
+        "launches": sum(name == "cudaGraphLaunch" for name in inside),
+        "nccl": sum("nccl" in name.lower() for name in inside),
+        "waits": sorted({name for name in inside if name in SYNCHRONISING}),
+        "pageable": sorted({name for name in inside if "Memcpy" in name and "Pageable" in name}),
+        "to_host": sum(name.startswith("Memcpy DtoH") for name in inside),
+    }
