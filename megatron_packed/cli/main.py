@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron_packed import __version__
-from megatron_packed.cli import generate, packing, report
+from megatron_packed.cli import generate, packing, plan, report
 from megatron_packed.cli.errors import UsageError
 
-COMMANDS = (packing, report, generate)
+COMMANDS = (packing, plan, report, generate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -68,6 +68,8 @@ def parse_or_exit(
     explain: Callable[[RunConfig], str] | None = None,
     *,
     launched: bool = True,
+    world_size: int | None = None,
+    here: bool = True,
 ) -> RunConfig:
     """As ``parse``, for programs: answers --help, --version, --print-config and --explain, and ends the process on
     problems.
@@ -79,6 +81,9 @@ def parse_or_exit(
         explain: what answers --explain; it may import what parsing does not.
         launched: whether this process is one of the run's. A program that looks at a run from outside takes its flags
             as those of the fewest processes that make its layout.
+        world_size: number of processes, where it is known.
+        here: whether the run is one of this machine. Of another's neither paths nor packages nor the environment are
+            looked at.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -91,7 +96,7 @@ def parse_or_exit(
 
         _finish(f"megatron_packed {__version__}\n" if speaks else "")
     try:
-        parsed = _resolve(given, None, os.environ, launched)
+        parsed = _resolve(given, world_size, os.environ, launched, here)
     except ConfigError as error:
         report = _report(error.problems, speaks, os.environ)
         _write(sys.stderr, report)
@@ -113,15 +118,17 @@ def parse_or_exit(
     return parsed.config
 
 
-def _resolve(given: Given, world_size: int | None, environ: Mapping[str, str], launched: bool = True) -> Parsed:
+def _resolve(
+    given: Given, world_size: int | None, environ: Mapping[str, str], launched: bool = True, here: bool = True
+) -> Parsed:
     problems = list(given.problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
     run = unchecked_run(sections)
-    if not launched:
-        world_size = fewest_processes(run.parallel)
-    elif world_size is None:
+    if world_size is None and launched:
         world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
+    elif world_size is None:
+        world_size = fewest_processes(run.parallel)
     _derive_global_batch_size(run, max(world_size, 1), unsound)
     for name, section in sections.items():
         wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
@@ -133,8 +140,9 @@ def _resolve(given: Given, world_size: int | None, environ: Mapping[str, str], l
 
     problems += _always_problems(given, run.model)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
-    problems += [*path_problems(run, sound), *package_problems(run, sound)]
-    problems += environment_problems(run.training)
+    if here:
+        problems += [*path_problems(run, sound), *package_problems(run, sound)]
+        problems += environment_problems(run.training)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}

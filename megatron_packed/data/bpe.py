@@ -30,6 +30,7 @@ def train_bpe(
     *,
     training_bytes: int = TRAINING_BYTES,
     log: Callable[[str], None] = lambda line: None,
+    build_missing: bool = True,
 ) -> HuggingFaceTokenizer:
     """A byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash of data and options.
 
@@ -40,6 +41,7 @@ def train_bpe(
     Args:
         paths: see `sources.expand_paths`; any schema. Unusable lines are passed over (the data set counts them).
         vocab_size: numbers to use, at most; fewer if the data has fewer pairs.
+        build_missing: False: a tokenizer that is not trained yet is an error.
     Raises:
         DataError: no usable text, or ``vocab_size`` leaves no room for the bytes.
     """
@@ -52,6 +54,9 @@ def train_bpe(
     identity = [_FORMAT, [file_identity(file) for file in files], vocab_size, training_bytes]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     directory = Path(cache_root) / f"tokenizer-{key}"
+
+    if not build_missing and not _is_valid(directory):
+        raise DataError(f"the tokenizer of {', '.join(map(str, files))} is not trained yet, in {cache_root}.")
 
     def build(temporary: Path) -> None:
         _train(_texts(files, training_bytes), vocab_size).save(str(temporary / "tokenizer.json"))

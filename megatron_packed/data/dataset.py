@@ -167,6 +167,7 @@ def open_dataset(
     max_line_bytes: int = MAX_LINE_BYTES,
     num_threads: int | None = None,
     show: bool = True,
+    build_missing: bool = True,
 ) -> TokenizedDataset:
     """Open the tokenised form of ``paths``, making it first if no process has made it yet.
 
@@ -181,6 +182,7 @@ def open_dataset(
             ``<cache_root>/<key>.quarantine.jsonl``.
         num_threads: threads that tokenise; None for one per processor.
         show: print progress and warnings.
+        build_missing: False: what is not tokenised yet is an error.
     Raises:
         DataError: no usable data; see also `build.build_arrays`.
     """
@@ -190,6 +192,9 @@ def open_dataset(
     encoder = SampleEncoder(tokenizer=tokenizer, chat=chat)
     identity = [FORMAT, identities, tokenizer.fingerprint, chat.fingerprint, sft, max_line_bytes]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    if not build_missing and not _is_valid(root / key):
+        chat.close()
+        raise DataError(f"{', '.join(map(str, files))}: not tokenised yet, in {root}.")
     quarantine = root / f"{key}{QUARANTINE_SUFFIX}"
     log: Callable[[str], None] = _say if show else _be_quiet
     options = BuildOptions(

@@ -77,21 +77,15 @@ class FlatBuffers:
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.ownership = ownership or Ownership()
-        experts = self.ownership.experts
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        described = (
-            Described(name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p))
-            for name, p in trainable.items()
-        )
-        self.layout = FlatLayout.plan(described, self.ownership.size, experts.size if experts else 1, bucket_elements)
+        self.layout = flat_layout_of(module, self.ownership, bucket_elements)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
         )
         self.device = _only_device(self.parameters)
         extras, counters = dict(extras or {}), dict(counters or {})
-        sizes = {f"extras/{name}": size for name, size in extras.items()}
-        sizes |= {f"counters/{name}": LIMBS * size for name, size in counters.items()}
-        tail = round_up(sum(sizes.values()), ALIGN_ELEMENTS)
+        sizes = _tail_sizes(extras, counters)
+        tail = tail_elements(extras, counters)
         wide = any(part.dtype == torch.float64 for part in self.layout.parts)
         self.storage = _aligned_zeros(self.layout.numel + tail, torch.float64 if wide else torch.float32, self.device)
         """Gradients, extras and counters: what one all-reduce moves."""
@@ -231,6 +225,31 @@ class FlatBuffers:
                     f"parameter {name} left its flat buffer (module.to(), .data = or load with assign=True after "
                     "FlatBuffers was built); copy values in place instead: parameter.data.copy_(...)."
                 )
+
+
+def flat_layout_of(module: nn.Module, ownership: Ownership, bucket_elements: int = BUCKET_ELEMENTS) -> FlatLayout:
+    """Where the trainable parameters of ``module`` lie; it may be on the meta device.
+
+    Raises:
+        ValueError: no trainable parameter, or an unsupported dtype.
+    """
+    experts = ownership.experts
+    described = (
+        Described(name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p))
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    )
+    return FlatLayout.plan(described, ownership.size, experts.size if experts else 1, bucket_elements)
+
+
+def tail_elements(extras: Mapping[str, int], counters: Mapping[str, int]) -> int:
+    """Elements behind the gradients: extras and counters, rounded up."""
+    return round_up(sum(_tail_sizes(extras, counters).values()), ALIGN_ELEMENTS)
+
+
+def _tail_sizes(extras: Mapping[str, int], counters: Mapping[str, int]) -> dict[str, int]:
+    sizes = {f"extras/{name}": size for name, size in extras.items()}
+    return sizes | {f"counters/{name}": LIMBS * size for name, size in counters.items()}
 
 
 def _has_decay(parameter: nn.Parameter) -> bool:

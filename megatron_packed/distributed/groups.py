@@ -41,6 +41,18 @@ class BackendConfig(Protocol):
     def distributed_timeout_minutes(self) -> float: ...
 
 
+@dataclass(frozen=True)
+class Unjoined:
+    """Stands for a group of a layout that is only looked at: it has ranks, and no collective."""
+
+    ranks: tuple[int, ...]
+
+
+def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
+    """Of a group, in its order."""
+    return list(group.ranks) if isinstance(group, Unjoined) else dist.get_process_group_ranks(group)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
     """Groups, sizes and ranks; the names are those of ``STYLE.md`` (axes of one element have group ``None``)."""
@@ -110,6 +122,16 @@ class ParallelGroups:
     def single(cls, device: torch.device | str = "cpu") -> ParallelGroups:
         """One process, no process group."""
         return cls(device=torch.device(device))
+
+    @classmethod
+    def unjoined(cls, layout: Layout, device: torch.device | str = "meta", rank: int = 0) -> ParallelGroups:
+        """Sizes and ranks of one rank of a layout, for a model that is looked at and never run; nothing is started."""
+        fields: dict[str, Any] = {}
+        for axis in GROUP_AXES:
+            ranks = layout.ranks(axis, rank)
+            fields[f"{axis}_group"] = Unjoined(ranks) if len(ranks) > 1 else None
+            fields[f"{axis}_size"], fields[f"{axis}_rank"] = len(ranks), ranks.index(rank)
+        return cls(device=torch.device(device), world_size=layout.world_size, rank=rank, **fields)
 
     @classmethod
     def create(

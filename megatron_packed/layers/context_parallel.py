@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import ParallelGroups, global_ranks
 from megatron_packed.distributed.sharding import Segment, Shard
 from megatron_packed.packed.cp_partition import Partition, RankOrder
 from megatron_packed.packed.params import PackedSeqParams
@@ -73,7 +72,7 @@ class ContextParallel:
     @property
     def global_ranks(self) -> list[int]:
         """Of the group, in its order."""
-        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+        return [] if self.group is None else global_ranks(self.group)
 
     def tables(self, packed: PackedSeqParams, order: RankOrder | None) -> dict[str, object]:
         """What all layers need of a pack, computed once for it: the order of rows, and this rank's own entries."""

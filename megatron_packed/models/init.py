@@ -110,7 +110,12 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Fill every parameter of ``model``, in place, one at a time, with this rank's part of the whole tensor."""
+    """Fill every parameter of ``model``, in place, one at a time, with this rank's part of the whole tensor.
+
+    On the meta device, where there are no values, nothing is drawn.
+    """
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return
     for name, sharded in sharded_parameters(model, tp_rank, tp_size).items():
         value = initial_value(name, sharded.stored_shape, config, seed)
         sharded.parameter.copy_(sharded.shard.take(sharded.shard.pad(value)))

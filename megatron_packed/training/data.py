@@ -63,8 +63,14 @@ class RunData:
                 stream.loader.close()
 
 
-def build_tokenizer(options: DataConfig, say: Callable[[str], None] = lambda line: None) -> Tokenizer:
-    """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data."""
+def build_tokenizer(
+    options: DataConfig, say: Callable[[str], None] = lambda line: None, *, build_missing: bool = True
+) -> Tokenizer:
+    """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data.
+
+    Raises:
+        DataError: it cannot be used, or is not trained yet and ``build_missing`` is False.
+    """
     if options.tokenizer_type == BYTES:
         return ByteTokenizer()
     if options.tokenizer_type == HUGGING_FACE:
@@ -75,6 +81,7 @@ def build_tokenizer(options: DataConfig, say: Callable[[str], None] = lambda lin
         options.tokenizer_vocab_size,
         cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
         log=say,
+        build_missing=build_missing,
     )
 
 
@@ -121,12 +128,18 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
 
 
 def tokenized(
-    options: DataConfig, paths: Sequence[str], tokenizer: Tokenizer, chat: ChatFormat, *, show: bool = True
+    options: DataConfig,
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    *,
+    show: bool = True,
+    build_missing: bool = True,
 ) -> TokenizedDataset:
     """The documents of ``paths`` out of the cache, tokenised first where they are not in it.
 
     Raises:
-        DataError: the data cannot be used.
+        DataError: the data cannot be used, or is not tokenised yet and ``build_missing`` is False.
     """
     return open_dataset(
         paths,
@@ -136,6 +149,7 @@ def tokenized(
         cache_root=options.data_cache_path,
         max_bad_fraction=options.max_bad_fraction,
         show=show,
+        build_missing=build_missing,
     )
 
 

@@ -1,0 +1,244 @@
+"""Says how much GPU memory a run will need on each rank, what to change where it is too much, and what a step costs.
+
+Takes the flags of pretrain_hybrid.py, also by --config and @files, and needs neither a GPU nor other processes. The
+layout is checked for --world-size processes. Flags of data, optimizer and loop may be left out; paths and packages of
+the machine that will train are not looked at. docs/memory.md says what is counted, and what is assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.gather import gather
+from megatron_packed.config.parallel import fewest_processes
+from megatron_packed.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.models.memory_estimate import Estimate
+    from megatron_packed.training.plan import Change, Lengths, StepWork
+
+NAME = "plan"
+HELP = "estimate the memory of every rank and the work of a step"
+GIB = 2**30
+NO_DATA = ("--data-path", "(none)")
+"""Where lengths decide alone. The file is never opened."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--lengths F] [--json]"
+    parser.add_argument("--world-size", type=int, metavar="N",
+                        help="processes of the run (default: the fewest that make its layout)")  # fmt: skip
+    parser.add_argument("--gpu-memory-gib", type=float, default=141.0, metavar="G", help="of each GPU (default 141)")
+    parser.add_argument("--lengths", metavar="F", help="tokens of each document, one number a line; by default those "
+                        "of the data if it is tokenised, else documents of --seq-length tokens")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    if arguments.world_size is not None and arguments.world_size < 1:
+        raise UsageError(f"--world-size {arguments.world_size}: must be at least 1.")
+    if not arguments.gpu_memory_gib > 0:
+        raise UsageError(f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0.")
+    config = parse_or_exit(_complete(run_flags), launched=False, world_size=arguments.world_size, here=False)
+    world_size = arguments.world_size or fewest_processes(config.parallel)
+    from megatron_packed.training.plan import changes, estimates, step_work
+
+    vocab_size, lengths, source = _data(config, arguments.lengths)
+    try:
+        work = step_work(config, vocab_size, lengths)
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}", EXIT_DATA) from None
+    documents = _room(config, work)
+    ranks = estimates(config, world_size, vocab_size, documents)
+    limit = int(arguments.gpu_memory_gib * GIB)
+    cures = changes(config, world_size, vocab_size, documents, limit=limit)
+    if arguments.json:
+        print(json.dumps(_as_json(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)))
+    else:
+        print("\n".join(_lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)))
+    return 0
+
+
+def _complete(run_flags: Sequence[str]) -> list[str]:
+    """The flags, with those that a run requires and a plan does not use."""
+    given = gather(run_flags).values
+    has_data = {"data.data_path", "data.train_data_path"} & set(given)
+    return with_unused_flags([*([] if has_data else NO_DATA), *run_flags])
+
+
+def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
+    """Entries of the vocabulary, lengths of documents, and where they come from."""
+    import numpy as np
+
+    from megatron_packed.data.bpe import MIN_VOCAB_SIZE
+    from megatron_packed.data.chat import chat_format
+    from megatron_packed.data.errors import DataError
+    from megatron_packed.training.data import build_tokenizer, tokenized
+
+    options, lengths, reason = config.data, None, "no data was named"
+    vocab_size = config.model.vocab_size
+    try:
+        tokenizer = build_tokenizer(options, build_missing=False)
+        vocab_size = vocab_size or tokenizer.vocab_size
+        if options.train_paths != NO_DATA[1:]:
+            chat = chat_format("default", tokenizer, options.chat_template)
+            lengths = tokenized(options, options.train_paths, tokenizer, chat, show=False, build_missing=False).lengths
+    except (DataError, OSError) as error:
+        reason = str(error).rstrip(".")
+    if vocab_size is None:
+        if options.tokenizer_type == "TrainedBPETokenizer":
+            vocab_size = max(options.tokenizer_vocab_size, MIN_VOCAB_SIZE)
+        else:
+            raise UsageError(f"--vocab-size is required: the tokenizer cannot tell it here ({reason}).", EXIT_DATA)
+    if file is not None:
+        return vocab_size, _lengths_of(file), f"the lengths in {file}"
+    if lengths is not None:
+        return vocab_size, lengths, f"the tokenised documents of {' '.join(options.train_paths)}"
+    whole = np.array([config.packing.seq_length], dtype=np.int64)
+    return vocab_size, whole, f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}"
+
+
+def _lengths_of(file: str) -> Lengths:
+    import numpy as np
+
+    try:
+        with open(file, encoding="utf-8") as lines:
+            lengths = np.array([int(line) for line in lines if line.strip()], dtype=np.int64)
+    except OSError as error:
+        raise UsageError(f"--lengths {file}: {error.strerror}; name a file with a number on each line.") from None
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"--lengths {file}: {error}; every line must be a number of tokens.", EXIT_DATA) from None
+    if not lengths.size or int(lengths.min()) < 1:
+        raise UsageError(f"--lengths {file}: every line must be a number of tokens, at least 1, and one there must be.",
+                         EXIT_DATA)  # fmt: skip
+    return lengths
+
+
+def _room(config: RunConfig, work: StepWork) -> int:
+    """Documents that there is room for in a pack: the largest capacity of graphs, or what packs will hold."""
+    capacities = config.cuda_graph.capacities if config.cuda_graph.enabled else None
+    if capacities is not None:
+        return capacities[-1]
+    cap = config.packing.max_documents_per_pack
+    # The balanced packer keeps packs near the mean; half as many again is what the fullest need.
+    return min(ceil(1.5 * work.documents_per_pack), cap or config.packing.tokens_per_pack)
+
+
+def _rows(one: Estimate) -> dict[str, int]:
+    static = one.static
+    return {
+        "parameters": static.parameters,
+        "gradients": static.gradients,
+        "optimizer state": static.optimizer,
+        "tables and micro-batch": static.tables,
+        "cuBLAS workspaces": static.workspaces,
+        **{kind.value: amount for kind, amount in one.peak.amounts.items()},
+        "peak in torch's allocator": one.allocated,
+        "  of it the CUDA graphs' pool": one.graph_pool,
+        "CUDA context, NCCL (assumed)": one.outside,
+        "total": one.total,
+    }
+
+
+def _lines(
+    config: RunConfig, world_size: int, vocab_size: int, documents: int, source: str, ranks: dict[str, Estimate],
+    work: StepWork, limit: int, cures: Sequence[Change],
+) -> list[str]:  # fmt: skip
+    from megatron_packed.models.memory_estimate import COMMUNICATOR, MIB
+    from megatron_packed.models.size import count_parameters
+
+    layout, packing = config.layout(world_size), config.packing
+    parameters = count_parameters(config.model, vocab_size)
+    lines = [
+        f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
+        f"{world_size:,} ranks: TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
+        f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
+        f"Packs of {packing.tokens_per_pack:,} slots with room for {documents:,} documents; "
+        f"{config.micro_batches_per_step(layout.dp_size)} micro-batches of each rank in a step.",
+        "",
+        *_table(ranks),
+        "",
+    ]
+    lines += [f"{kind}: at the peak, {one.peak.where}." for kind, one in ranks.items()]
+    first = next(iter(ranks.values()))
+    lines.append(
+        f"Assumed, not known: CUDA's context, and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL "
+        "communicators. Not counted: what the allocator loses to fragmentation."
+    )
+    if not config.training.bf16:
+        lines.append("Without --bf16 other attention kernels run, which may hold more than is counted.")
+    lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
+    lines.append(
+        f"{work.documents:,} documents: mean {work.mean:,.0f} tokens, P50 {work.p50:,.0f}, P90 {work.p90:,.0f}, P99 "
+        f"{work.p99:,.0f}, longest {work.longest:,}; {work.documents_per_pack:,.1f} in a full pack."
+    )
+    shares = ", ".join(f"{name} {100 * amount / work.total:.1f} %" for name, amount in work.flops.items())
+    lines.append(
+        f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), {work.total / world_size:.4g} on each "
+        f"rank; 6 N T would say {work.six_n_t:.4g}."
+    )
+    return lines
+
+
+def _table(ranks: dict[str, Estimate]) -> list[str]:
+    columns = {kind: _rows(one) for kind, one in ranks.items()}
+    names = list(next(iter(columns.values())))
+    width, widths = max(map(len, names)), {kind: max(len(kind), 10) for kind in columns}
+    lines = [" ".join(["GiB".ljust(width), *(kind.rjust(widths[kind]) for kind in columns)])]
+    for name in names:
+        if any(rows[name] for rows in columns.values()):
+            cells = (f"{rows[name] / GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items())
+            lines.append(" ".join([name.ljust(width), *cells]))
+    return lines
+
+
+def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) -> list[str]:
+    kind, total = next((kind, one.total) for kind, one in ranks.items())
+    of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / GIB
+    if total <= limit:
+        lines = [f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB, {(limit - total) / GIB:.1f} GiB are free."]
+    else:
+        lines = [f"Does not fit{of}: {total / GIB:.1f} GiB, and a GPU has {gib:g}."]
+    for number, cure in enumerate(cures):
+        fits = ", which fits" if cure.total <= limit else ""
+        lines.append(
+            f"  {'then' if number else 'helps most:'} {cure.flag} saves {cure.saves / GIB:.1f} GiB: "
+            f"{cure.total / GIB:.1f} GiB{fits}"
+        )
+    if total > limit and (not cures or cures[-1].total > limit):
+        lines.append("  No option of this run makes it fit on so many ranks; start more of them, or make it smaller.")
+    if len(ranks) > 1 and (worst := max(one.total for one in ranks.values())) > limit >= total:
+        lines.append(
+            f"If all tokens went to the experts of one rank, it would need {worst / GIB:.1f} GiB; "
+            "--moe-expert-capacity-factor bounds that."
+        )
+    return lines
+
+
+def _as_json(
+    config: RunConfig, world_size: int, vocab_size: int, documents: int, source: str, ranks: dict[str, Estimate],
+    work: StepWork, limit: int, cures: Sequence[Change],
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "world_size": world_size,
+        "layout": asdict(config.layout(world_size)),
+        "vocab_size": vocab_size,
+        "documents": documents,
+        "ranks": {
+            kind: {"bytes": {name.strip(): value for name, value in _rows(one).items()}, "peak": one.peak.where}
+            for kind, one in ranks.items()
+        },
+        "gpu_bytes": limit,
+        "fits": {kind: one.total <= limit for kind, one in ranks.items()},
+        "changes": [asdict(cure) for cure in cures],
+        "lengths": source,
+        "step": {**asdict(work), "total_flops": work.total, "flops_per_rank": work.total / world_size},
+    }

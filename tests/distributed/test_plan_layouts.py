@@ -1,0 +1,42 @@
+"""The memory that a plan promises without processes, against jobs that processes really build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_packed.config.flags import parse
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.training.build import build_job
+from megatron_packed.training.plan import estimates
+
+VOCAB = 61
+FLAGS = """--hybrid-layer-pattern M*-E --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --mamba-head-dim 8
+    --mamba-num-groups 2 --mamba-state-dim 8 --num-experts 4 --disable-bias-linear --bf16 --device cpu --seq-length 64
+    --global-batch-size 4 --lr 1e-3 --train-iters 1"""
+LAYOUTS = [{"tp_size": 2, "cp_size": 2}, {"tp_size": 2, "ep_size": 2, "expert_tp_size": 1}]
+NAMES = {"tp_size": "tensor_model_parallel_size", "cp_size": "context_parallel_size",
+         "ep_size": "expert_model_parallel_size", "expert_tp_size": "expert_tensor_parallel_size"}  # fmt: skip
+
+
+def built(groups: ParallelGroups, config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients, and optimizer state of this rank."""
+    job = build_job(config, groups, VOCAB)
+    parameters = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in job.buffers.params.values()}
+    optimizer = job.optimizer
+    masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in parameters]
+    state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
+    return sum(parameters.values()), job.buffers.storage.untyped_storage().nbytes(), state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_holds_what_the_plan_says(pools: WorkerPools, layout: dict[str, int]) -> None:
+    base = parse([*FLAGS.split(), "--data-path", __file__], 1)
+    sizes = {"expert_tensor_parallel_size": layout["tp_size"]} | {NAMES[name]: size for name, size in layout.items()}
+    config = replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True, **sizes))
+    [one] = estimates(config, 4, VOCAB, 4).values()
+    expected = (one.static.parameters, one.static.gradients, one.static.optimizer)
+    assert pools.run(built, 4, config, layout=layout) == [expected] * 4

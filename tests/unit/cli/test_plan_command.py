@@ -1,0 +1,147 @@
+"""``megatron-packed plan``: what it says, what it refuses, and how long it takes."""
+
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_packed.cli.main import main
+from megatron_packed.config.flags import parse
+from megatron_packed.models.flops import FlopCounter
+
+SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer
+    --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64
+    --context-parallel-size 32 --tensor-model-parallel-size 8 --expert-model-parallel-size 64
+    --hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME
+    --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128 --position-embedding-type none
+    --mamba-num-heads 256 --num-experts 512 --moe-router-topk 22 --moe-ffn-hidden-size 2688
+    --moe-shared-expert-intermediate-size 5376 --moe-token-dispatcher-type alltoall --squared-relu
+    --disable-bias-linear --normalization RMSNorm --vocab-size 131072 --untie-embeddings-and-output-weights
+    --seq-length 131072""")
+"""The layout of Megatron-LM's pull request 3869, TP 8, CP 32, EP 64, capacity 64, around a model of today's size."""
+SMALL = shlex.split("""--bf16 --hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4
+    --disable-bias-linear --normalization RMSNorm --seq-length 2048""")
+
+
+def plan(capsys, *argv):
+    assert main(["plan", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *argv):
+    try:
+        code = main(["plan", *map(str, argv)])
+    except SystemExit as ended:
+        code = ended.code
+    assert code in (2, 3)
+    return capsys.readouterr().err
+
+
+def test_4096_ranks_in_ten_seconds():
+    """A process of its own, imports included: processor time, as the machine may be busy with other tests."""
+    command = [sys.executable, "-m", "megatron_packed.cli.main", "plan", *SEED, "--world-size", "4096", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    found = json.loads(done.stdout)
+    assert found["layout"] == {"world_size": 4096, "tp_size": 8, "cp_size": 32, "ep_size": 64, "expert_tp_size": 8}
+    assert found["documents"] == 64 and set(found["ranks"]) == {"balanced experts", "all tokens here"}
+    rows = found["ranks"]["balanced experts"]["bytes"]
+    # bf16 beside fp32 gradients; masters and moments of the eighth or 512th that a rank owns.
+    assert rows["parameters"] * 1.8 < rows["gradients"] < 2 * rows["parameters"] < 20 * rows["optimizer state"]
+    assert all(rows[name] > 0 for name in ("SSM states", "expert buffers", "communication buffers", "activations"))
+    assert 0 < rows["of it the CUDA graphs' pool"] < rows["peak in torch's allocator"] < rows["total"]
+
+
+def test_rows_add_up_to_the_peak(capsys):
+    rows = plan(capsys, *SMALL)["ranks"]["every rank"]["bytes"]
+    values = list(rows.values())
+    peak = list(rows).index("peak in torch's allocator")
+    assert sum(values[:peak]) == values[peak] and values[peak] + rows["CUDA context, NCCL (assumed)"] == rows["total"]
+    assert not dist.is_initialized()
+
+
+def test_table_for_people(capsys):
+    assert main(["plan", *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "8 ranks: TP 2 x CP 1 x DP 4" in text
+    assert "every rank: at the peak, " in text
+    assert "256 MiB for each of 2 NCCL communicators" in text
+    assert "\nFits: " in text and "documents of --seq-length (2048) tokens each: no data was named" in text
+    rows = {line.split("  ")[0] for line in text.splitlines()}
+    assert rows >= {"parameters", "gradients", "optimizer state", "total"}
+
+
+def test_what_to_change_is_found_by_estimating_again(capsys):
+    flags = [*SMALL, "--world-size", 8, "--global-batch-size", 8]
+    before = plan(capsys, *flags)["ranks"]["every rank"]["bytes"]["total"]
+    limit = before / 2**30 - 0.01
+    change, *rest = plan(capsys, *flags, "--gpu-memory-gib", limit)["changes"]
+    assert not rest and change["flag"] == "--use-distributed-optimizer"
+    again = plan(capsys, *flags, *change["flag"].split())["ranks"]["every rank"]["bytes"]["total"]
+    assert again == change["total"] == before - change["saves"] < limit * 2**30
+    assert main(["plan", *map(str, flags), "--gpu-memory-gib", "0.7"]) == 0
+    text = capsys.readouterr().out
+    assert "Does not fit: " in text and "helps most: --use-distributed-optimizer saves" in text
+    assert main(["plan", *SMALL, "--gpu-memory-gib", "0.1"]) == 0
+    assert "No option of this run makes it fit on so many ranks" in capsys.readouterr().out
+
+
+def test_flops_follow_the_lengths(capsys, tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("100\n300\n\n5000\n")
+    work = plan(capsys, *SMALL, "--lengths", file, "--world-size", 2)["step"]
+    counter = FlopCounter(parse([*SMALL, "--data-path", str(file), "--lr", "0", "--train-iters", "1"]).model, 260)
+    kept = np.array([100, 300, 2048])  # the longest is cut at the end
+    assert work["tokens"] == 2 * 2048 and work["longest"] == 2048 and work["p50"] == 300
+    assert work["total_flops"] == pytest.approx(counter.training(kept).total * 4096 / kept.sum())
+    assert work["flops_per_rank"] == work["total_flops"] / 2
+
+
+def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
+    data, cache = tmp_path / "data.jsonl", tmp_path / "cache"
+    data.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (99, 49, 29)))
+    flags = [*SMALL, "--data-path", data, "--data-cache-path", cache]
+    found = plan(capsys, *flags)
+    assert "not tokenised yet" in found["lengths"] and found["step"]["mean"] == 2048 and not cache.exists()
+    assert main(["packing", *map(str, flags)]) == 0
+    capsys.readouterr()
+    found = plan(capsys, *flags)
+    assert found["lengths"] == f"the tokenised documents of {data}" and found["step"]["mean"] == 60  # 100, 50, 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--world-size", 0], "--world-size 0: must be at least 1."),
+        (["--world-size", 6, "--tensor-model-parallel-size", 4], "does not divide the 6 processes"),
+        (["--world-size", 8, "--global-batch-size", 12], "must be a multiple of 8"),
+        (["--gpu-memory-gib", 0], "must be above 0"),
+        (["--lengths", "nowhere.txt"], "--lengths nowhere.txt: No such file or directory"),
+        (["--num-attention-heads", 3], "--num-attention-heads"),
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "--vocab-size is required"),
+        (["--offload-everything"], "--offload-everything"),
+    ],
+)  # fmt: skip
+def test_refusals(capsys, flags, said):
+    assert said in refusal(capsys, *SMALL, *flags)
+
+
+@pytest.mark.parametrize("text", ["12\nx\n", "", "0\n", "99999999999999999999\n"])
+def test_lengths_that_are_none(capsys, tmp_path, text):
+    file = tmp_path / "lengths.txt"
+    file.write_text(text)
+    assert "every line must be a number of tokens" in refusal(capsys, *SMALL, "--lengths", file)
+
+
+def test_paths_and_packages_of_the_training_machine_do_not_matter(capsys):
+    flags = [*SMALL, "--save", "/nowhere/at/all", "--transformer-impl", "transformer_engine", "--vocab-size", 1000]
+    assert plan(capsys, *flags)["vocab_size"] == 1000

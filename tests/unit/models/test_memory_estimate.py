@@ -1,0 +1,144 @@
+"""The estimate against models that are really built, on the CPU, and against itself."""
+
+import pytest
+import torch
+from hybrid_cases import VOCAB, tiny_config
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.layout import Layout
+from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
+from megatron_packed.distributed.flat_layout import Ownership
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.activations import Kind, Work, ends, footprints
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.memory_estimate import communicators_of, estimate, optimizer_bytes, parameter_bytes
+from megatron_packed.optim.optimizer import Optimizer
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYOUTS = {
+    "one": {},
+    "dp": {"world_size": 4},
+    "tp": {"world_size": 4, "tp_size": 4},
+    "tp, whole experts": {"world_size": 10, "tp_size": 2, "ep_size": 5, "expert_tp_size": 1},
+    "cp": {"world_size": 4, "cp_size": 2},
+    "ep": {"world_size": 10, "ep_size": 5},
+    "all": {"world_size": 40, "tp_size": 2, "cp_size": 2, "ep_size": 5},
+}
+EXTRAS, COUNTERS = {"loss": 1, "signs": 9}, {"expert_counts": 10}
+
+
+def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
+    groups = ParallelGroups.unjoined(Layout(**layout), device)
+    model = HybridModel(
+        tiny_config(pattern, **changes), vocab_size=VOCAB, max_positions=256, groups=groups, device=device, dtype=dtype
+    )
+    return model, groups
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
+    """Of storages that exist: parameters, gradients, masters and moments; the model of the plan has none."""
+    model, groups = built(layout, "cpu", dtype=dtype)
+    ownership = (Ownership.over if zero else Ownership.undivided)(groups)
+    buffers = FlatBuffers(model, extras=EXTRAS, counters=COUNTERS, ownership=ownership, bucket_elements=3000)
+    optimizer = Optimizer(buffers)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers.params.values()}
+    masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in held]
+    state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
+
+    imagined, _ = built(layout, "meta", dtype=dtype)
+    assert all(parameter.is_meta for parameter in imagined.parameters())
+    found = flat_layout_of(imagined, ownership, 3000)
+    assert found == buffers.layout
+    assert parameter_bytes(found) == sum(held.values())
+    assert optimizer_bytes(found) == state
+    one = estimate(
+        imagined, found, Work(tokens=512, documents=4, element=dtype.itemsize), tail=tail_elements(EXTRAS, COUNTERS)
+    )
+    assert one.static.gradients == buffers.storage.untyped_storage().nbytes()
+    assert (one.static.parameters, one.static.optimizer) == (parameter_bytes(found), state)
+
+
+def of(layout=LAYOUTS["one"], *, tokens=4096, documents=1, keeping=None, graphs=None, even=True, **changes):
+    model, groups = built(layout, "meta", **changes)
+    work = Work(tokens=tokens, documents=documents, element=2, even=even)
+    return estimate(model, flat_layout_of(model, Ownership.undivided(groups)), work, keeping=keeping, graphs=graphs)
+
+
+def test_more_of_anything_needs_more():
+    plain = of()
+    assert of(tokens=8192).peak.bytes > 1.9 * plain.peak.bytes
+    assert of(pattern="M*-EM*-E").peak.bytes > 1.6 * plain.peak.bytes
+    assert of(documents=512, pattern="*").peak.bytes > of(pattern="*").peak.bytes
+    assert of(LAYOUTS["cp"]).peak.bytes < 0.7 * plain.peak.bytes
+    assert of(LAYOUTS["tp"]).static.parameters < 0.6 * plain.static.parameters
+    assert of(hidden_dropout=0.1).peak.bytes > plain.peak.bytes
+
+
+def test_experts_that_follow_the_routing():
+    """Balanced, each of 5 ranks gets as many rows as it sends; at worst what all 5 have for its one expert."""
+    options = {"layout": LAYOUTS["ep"], "pattern": "E", "moe_token_dispatcher_type": "alltoall"}
+    balanced, worst = (of(**options, even=even).peak.amounts[Kind.EXPERTS] for even in (True, False))
+    assert 1.5 * balanced < worst < 5 * balanced
+    bounded = {**options, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    assert of(**bounded, even=False).peak.bytes == of(**bounded).peak.bytes
+
+
+class Inputs:
+    """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in place of the rest."""
+
+    def __init__(self, buffers):
+        self.buffers = buffers
+
+    def keeps(self, layer, symbol, term):
+        return term == "norm.input"
+
+    def instead(self, layers):
+        return self.buffers
+
+
+def test_what_does_not_stay_exists_in_its_own_layer_alone():
+    model, _ = built({}, "meta", pattern="----")
+    work = Work(tokens=4096, documents=16, element=2)
+    layers = footprints(model, work)
+    hidden, saved = layers[0].saved["norm.input"].bytes, layers[0].saved_bytes
+    most = max(
+        sum(moment.extra.values()) - sum(layers[0].saved[name].bytes for name in moment.absent)
+        for moment in layers[0].moments
+    )
+    assert hidden == 4096 * 32 * 2
+    assert of(pattern="----", keeping=Inputs(0)).peak.bytes == 3 * hidden + saved + most
+    assert of(pattern="----", keeping=Inputs(1000)).peak.bytes == 3 * hidden + saved + most + 1000
+    around = ends(model, work)
+    loss = around.saved_bytes + max(sum(moment.extra.values()) for moment in around.moments if not moment.absent)
+    assert of(pattern="----").peak.bytes == max(4 * saved + most, 4 * saved + loss)
+
+
+def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
+    eager = of(pattern="M-M-")
+    local = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="local"))
+    half = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_modules=("mamba",)))
+    whole = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="full_iteration"))
+    engine = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
+    assert (eager.graph_pool, whole.graph_pool) == (0, eager.peak.bytes)
+    assert eager.peak.bytes < local.peak.bytes < engine.peak.bytes
+    assert 0 < half.graph_pool < local.graph_pool < local.peak.bytes
+
+
+def test_the_loss_holds_one_chunk_of_logits():
+    model, _ = built({}, "meta")
+    around = ends(model, Work(tokens=8192, documents=16, element=2))
+    logits = next(moment for moment in around.moments if moment.name == "loss").extra[Kind.LOSS]
+    assert logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192  # half a pack at most, and per-token values
+
+
+def test_communicators():
+    """Groups of the same ranks are one, but gradients have their own."""
+    assert communicators_of(ParallelGroups.unjoined(Layout())) == 0
+    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4))) == 1  # dp, dp_cp and expert_dp
+    # tp = expert_tp = tp_cp = expert_tp_ep; dp = dp_cp = expert_dp
+    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2))) == 2
+    # tp, ep, expert_tp_ep; dp, and no expert_dp
+    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2, ep_size=2))) == 4

@@ -1,0 +1,126 @@
+"""What a layer saves for its backward pass, with the kernels of a GPU, against `models.activations`.
+
+Our Triton kernels run in the interpreter. Libraries that need a GPU have stand-ins that save what the libraries do
+(their ``save_for_backward``), so that views and copies of it are the layers' own.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.models.activations import Work, footprints
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.grouped_mlp import grouped_mm
+from megatron_packed.packed.micro_batch import MicroBatch
+
+TOKENS, CHUNK = 64, 16
+TRITON = dict.fromkeys(("rms_norm", "gated_rms_norm", "activation", "rope", "permute"), "triton")
+CASES = {
+    "MLP": ("-", {}),
+    "SwiGLU": ("-", {"squared_relu": False, "swiglu": True}),
+    "attention": ("*", {}),
+    "one group": ("*", {"num_query_groups": 1}),
+    "as many groups as heads": ("*", {"num_query_groups": 4}),
+    "rope": ("*", {"position_embedding_type": "rope"}),
+    "Mamba": ("M", {}),
+    "experts": ("E", {}),
+    "experts, losses and a shared one": (
+        "E", {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "moe_shared_expert_intermediate_size": 24},
+    ),
+}  # fmt: skip
+
+
+class Saves(torch.autograd.Function):
+    """Returns a new tensor of the first argument's shape, and saves it with the others if asked, as a library does."""
+
+    @staticmethod
+    def forward(ctx, shape, with_output, extra, *tensors):
+        out = tensors[0].new_zeros(shape)
+        more = [tensors[0].new_zeros(size, dtype=torch.float32) for size in extra]
+        ctx.save_for_backward(*tensors, *more, *([out] if with_output else []))
+        return out
+
+
+def flash_attention(q, k, v, cu_seqlens, max_seqlen, **options):
+    return Saves.apply(q.shape, True, [q.shape[:2]], q, k, v)
+
+
+def convolution(x, weight, bias, seq_idx, **options):
+    return Saves.apply(x.shape, False, [], x)
+
+
+def scan(x, dt, A_log, B, C, D, dt_bias, seq_idx, cu_seqlens, **options):
+    steps = (x.shape[1], TOKENS // CHUNK, CHUNK)
+    return Saves.apply(x.shape, False, [steps, steps], x, dt, B, C)
+
+
+def product(x, weight, offs):
+    """The grouped product of rows in order."""
+    ends = offs.tolist()
+    parts = [x[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends], ends))]
+    return F.pad(torch.cat(parts), (0, 0, 0, x.shape[0] - ends[-1]))
+
+
+def experts(x, w1, w2, offsets, *, activation, backend):
+    return grouped_mm.run(x, w1, w2, offsets, activation=activation)
+
+
+@contextmanager
+def libraries():
+    layers = "megatron_packed.layers"
+    with (
+        mock.patch(f"{layers}.attention.varlen_attention", flash_attention),
+        mock.patch(f"{layers}.mamba_mixer.causal_conv1d", convolution),
+        mock.patch(f"{layers}.mamba_mixer.ssd", scan),
+        mock.patch(f"{layers}.moe.experts.grouped_mlp", experts),
+        mock.patch.object(grouped_mm, "_product", product),
+    ):
+        yield
+
+
+def saved_bytes(function, without):
+    """Of all storages that autograd keeps, but those ``without``."""
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function()
+    return sum(size for address, (size, _) in kept.items() if address not in without), result
+
+
+@pytest.mark.parametrize(("pattern", "changes"), CASES.values(), ids=CASES.keys())
+def test_saved_bytes(pattern, changes):
+    values = {
+        "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
+        "mamba_num_groups": 2, "mamba_chunk_size": CHUNK, "num_experts": 5 if pattern == "E" else None,
+        "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.0, "add_bias_linear": False, "normalization": "RMSNorm",
+        "squared_relu": True, "position_embedding_type": "none",
+    } | changes  # fmt: skip
+    model = HybridModel(
+        ModelConfig(**values), vocab_size=64, max_positions=TOKENS, dtype=torch.bfloat16, backends=TRITON
+    ).train()
+    buffers = FlatBuffers(model)
+    pack = MicroBatch.build([([1] * (TOKENS // 2), None)] * 2, TOKENS)
+    packed = model.prepare(pack.packed)
+    hidden = torch.randn(TOKENS, 32, dtype=torch.bfloat16, requires_grad=True)
+    shared = [*buffers.params.values(), pack.buffer, *(t for t in packed.tables.values() if torch.is_tensor(t))]
+    shared += [model.rotary.cos_PR, model.rotary.sin_PR] if model.rotary is not None else []
+    with libraries():
+        found, _result = saved_bytes(
+            lambda: model.layers[0](hidden, packed), {t.untyped_storage().data_ptr() for t in shared}
+        )
+    [layer] = footprints(model, Work(tokens=TOKENS, documents=2, element=2))
+    if pattern == "E":  # masks and counts of single bytes and tokens are not terms of their own
+        assert layer.saved_bytes == pytest.approx(found, rel=0.03)
+    else:
+        assert layer.saved_bytes == found
