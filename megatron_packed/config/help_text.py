@@ -18,6 +18,7 @@ _TITLES = {
     "optim": "Optimizer and learning rate",
     "training": "Training",
     "cuda_graph": "CUDA graphs",
+    "memory": "Memory",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
 }

@@ -322,9 +322,13 @@ REFUSED: tuple[Refused, ...] = (
         ("--exit-on-missing-checkpoint",),
     ),
     Refused(
-        "recomputing activations is not built yet", "leave it out, or use a smaller --seq-length or --micro-batch-size",
-        ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules",
-         "--recompute-activations", "--distribute-saved-activations", "--moe-layer-recompute"),
+        "what is kept for recomputation is not divided among ranks by itself",
+        "give --sequence-parallel, which divides it",
+        ("--distribute-saved-activations",),
+    ),
+    Refused(
+        "it is a module among others", "give --recompute-granularity selective --recompute-modules moe",
+        ("--moe-layer-recompute",),
     ),
     Refused(
         "offloading activations is not built yet", "leave it out, or use a smaller --seq-length or --micro-batch-size",

@@ -12,6 +12,7 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.layout import Layout
 from megatron_packed.config.logging import LoggingConfig
+from megatron_packed.config.memory import MemoryConfig, recompute_rules
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type[Section]] = {
     "optim": OptimizerConfig,
     "training": TrainingConfig,
     "cuda_graph": CudaGraphConfig,
+    "memory": MemoryConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
@@ -50,6 +52,7 @@ class RunConfig:
     training: TrainingConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -157,6 +160,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     yield from graph_rules(run.cuda_graph, model, packing, sound)
     yield from whole_step_rules(run.cuda_graph, run.parallel, sound)
     yield from parallel_rules(run.parallel, model, packing, run.cuda_graph, sound)
+    yield from recompute_rules(run.memory, model, run.cuda_graph, sound)
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:

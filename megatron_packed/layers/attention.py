@@ -21,6 +21,7 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.ops.zigzag_attention.api import Peers, zigzag_attention
@@ -116,6 +117,7 @@ class Attention(nn.Module):
     Args:
         config: sizes and biases.
         rotary: shared tables, or None for no position embedding.
+        recompute_core: the backward pass computes what lies between the projections again.
     """
 
     def __init__(
@@ -126,12 +128,13 @@ class Attention(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        recompute_core: bool = False,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         attended_heads(config, tp, cp)  # refuses heads that do not divide
-        self.cp = cp
+        self.cp, self.recompute_core = cp, recompute_core
         self.peers = Peers(
             rank=cp.rank,
             size=cp.size,
@@ -159,6 +162,10 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
         qkv_TO = self.qkv(x_TD)
+        return self.proj(checkpoint(self._core, qkv_TO, packed) if self.recompute_core else self._core(qkv_TO, packed))
+
+    def _core(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
+        """``(T, O)`` of queries, keys and values -> ``(T, N H)``."""
         tokens = qkv_TO.shape[0]
         # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward is one copy
         q, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
@@ -166,7 +173,7 @@ class Attention(nn.Module):
         if self.rotary is not None:
             q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, self._positions(packed))
         attend = self._attend_by_heads if self.cp.exchanges_heads else self._attend_by_rows
-        return self.proj(attend(q_TNH, k_TKH, v_TKH, packed).reshape(tokens, -1))
+        return attend(q_TNH, k_TKH, v_TKH, packed).reshape(tokens, -1)
 
     def _positions(self, packed: PackedSeqParams) -> Tensor:
         prepared_T = packed.tables.get("rope_position_ids")

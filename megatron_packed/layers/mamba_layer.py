@@ -11,6 +11,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mamba_mixer import MambaMixer
+from megatron_packed.layers.recompute import NOTHING, Recompute, draws_random_numbers, mixed
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_layer import layer_norm_of
 from megatron_packed.packed.params import PackedSeqParams
@@ -26,15 +27,18 @@ class MambaLayer(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        recompute: Recompute = NOTHING,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.recompute = config.hidden_dropout, recompute
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
         self.mixer = MambaMixer(config, backends=backends, tp=tp, cp=cp, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        update_TD = self.mixer(normed_TD, packed)
+        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws_random_numbers(self))
+
+    def _run(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        update_TD, residual_TD = mixed(self.recompute, self.norm, self.mixer, hidden_TD, packed)
         return residual_TD + F.dropout(update_TD, self.dropout, self.training)

@@ -19,6 +19,7 @@ from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.norm import Norm
+from megatron_packed.layers.recompute import NOTHING, Recompute, draws_random_numbers, mixed
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -48,6 +49,7 @@ class TransformerLayer(nn.Module):
     Args:
         symbol: ``*`` or ``-``.
         rotary: shared position tables for attention, or None.
+        recompute: what of it the backward pass computes again.
     """
 
     def __init__(
@@ -59,16 +61,17 @@ class TransformerLayer(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        recompute: Recompute = NOTHING,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.recompute = config.hidden_dropout, recompute
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
         self.mixer: nn.Module
         if symbol == "*":
             options = {"backends": backends, "tp": tp, "cp": cp, "device": device, "dtype": dtype}
-            self.mixer = Attention(config, rotary=rotary, **options)
+            self.mixer = Attention(config, rotary=rotary, recompute_core=recompute.core_attention, **options)
         else:
             assert symbol == "-", symbol
             self.mixer = MLP(
@@ -83,8 +86,10 @@ class TransformerLayer(nn.Module):
             )
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        update_TD = self.mixer(normed_TD, packed)
+        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws_random_numbers(self))
+
+    def _run(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        update_TD, residual_TD = mixed(self.recompute, self.norm, self.mixer, hidden_TD, packed)
         return residual_TD + F.dropout(update_TD, self.dropout, self.training)
 
 
@@ -99,16 +104,22 @@ class MoETransformerLayer(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         ep: ExpertParallel | None = None,
+        recompute: Recompute = NOTHING,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.recompute = config.hidden_dropout, recompute
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
-        self.mixer = MoE(config, backends=backends, tp=tp, cp=cp, ep=ep, device=device, dtype=dtype)
+        again = recompute.expert_activation
+        self.mixer = MoE(
+            config, backends=backends, tp=tp, cp=cp, ep=ep, recompute_activation=again, device=device, dtype=dtype
+        )
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        output: MoEOutput = self.mixer(normed_TD, packed)
+        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws_random_numbers(self))
+
+    def _run(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
+        output, residual_TD = mixed(self.recompute, self.norm, self.mixer, hidden_TD, packed)
         update_TD = F.dropout(output.hidden_TD, self.dropout, self.training)
         return output._replace(hidden_TD=residual_TD + update_TD)

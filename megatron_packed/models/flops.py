@@ -14,8 +14,11 @@ what a kernel repeats or computes only to mask it. Per token, forward, with h th
   into and out of the chunk states, ``2 I S`` per chunk to carry a state on, ``2 I`` per token for the skip.
 * output ``2 h V`` with V the padded vocabulary.
 
-The backward pass has two products for each of the forward's: twice its operations. ``six_n_t`` is the usual estimate
-``6 N T`` for comparison: N active parameters that are multiplied with, T tokens; it knows no attention and no scan.
+The backward pass has two products for each of the forward's: twice its operations. What it computes again
+(``--recompute-granularity``) does not count: these are the model's operations, as Megatron counts them.
+
+``six_n_t`` is the usual estimate ``6 N T`` for comparison: N active parameters that are multiplied with, T tokens; it
+knows no attention and no scan.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.memory import MemoryConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.differentiable import gather_last
@@ -30,12 +31,14 @@ from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.mamba_layer import MambaLayer
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
-from megatron_packed.layers.moe.layer import MoEOutput, count_valid
+from megatron_packed.layers.moe.layer import MoEOutput, MoEReport, count_valid
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.parameters import new_parameter
+from megatron_packed.layers.recompute import Recompute, draws_random_numbers
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
+from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.models.init import initialize
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 from megatron_packed.ops.varlen_attention.api import prepare_tables
@@ -103,6 +106,7 @@ class HybridModel(nn.Module):
         dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias, router).
         seed: of the initial values.
         backends: which implementation of each op, by op name; the fastest that fits where not named.
+        memory: what the backward pass computes again; by default nothing.
     Raises:
         ValueError: a layout that is not built.
     """
@@ -120,8 +124,10 @@ class HybridModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int = 1234,
         backends: Backends | Mapping[str, str] | None = None,
+        memory: MemoryConfig | None = None,
     ) -> None:
         super().__init__()
+        self.memory = memory or MemoryConfig()
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
         self.ep = ExpertParallel.of(groups, self.tp)
@@ -131,7 +137,9 @@ class HybridModel(nn.Module):
         options = {"stored_rows": config.padded_vocab_size(vocab_size), "tp": self.tp, "device": device, "dtype": dtype}
         self.embedding = Embedding(num_rows, config.hidden_size, **options)
         self.rotary = self._build_rotary(device)
-        self.layers = nn.ModuleList(self._build_layer(symbol, device) for symbol in config.layer_types)
+        self.layers = nn.ModuleList(
+            self._build_layer(number, symbol, device) for number, symbol in enumerate(config.layer_types)
+        )
         self.final_norm = layer_norm_of(config, self.backends, device, dtype, self.tp)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
@@ -156,8 +164,9 @@ class HybridModel(nn.Module):
             backend=self.backends.rope,
         )
 
-    def _build_layer(self, symbol: str, device: torch.device | str) -> nn.Module:
+    def _build_layer(self, number: int, symbol: str, device: torch.device | str) -> nn.Module:
         options = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "device": device, "dtype": self.dtype}
+        options["recompute"] = Recompute.of(self.memory, symbol, number)
         if symbol == MAMBA:
             return MambaLayer(self.config, **options)
         if symbol == MOE:
@@ -266,8 +275,8 @@ class HybridModel(nn.Module):
         rows = own_T.shape[0] // self.tp.size
         return own_T.narrow(0, self.tp.rank * rows, rows)
 
-    def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEOutput]]:
-        """``(T, D)`` after the final norm, and what every E layer reported (their ``hidden_TD`` included).
+    def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEReport]]:
+        """``(T, D)`` after the final norm, and what every E layer reported.
 
         With sequence parallelism the rows of this rank, ``(T / size, D)``.
 
@@ -275,15 +284,34 @@ class HybridModel(nn.Module):
             tokens_T: ``(T,)``; with context parallelism those of this rank, ``(T / size,)``, and so everything else.
         """
         hidden_TD = self.embedding(tokens_T)
+        if self.memory.layers_per_group == 1:
+            hidden_TD, reports = self._run_layers(hidden_TD, packed, range(len(self.layers)))
+        else:
+            hidden_TD, reports = self._recompute_groups(hidden_TD, packed)
+        return self.final_norm(hidden_TD), reports
+
+    def _recompute_groups(self, hidden_TD: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEReport]]:
+        """All layers, of which every group of so many keeps its input alone."""
+        reports: list[MoEReport] = []
+        size, draws = self.memory.layers_per_group, any(map(draws_random_numbers, self.layers))
+        for first in range(0, len(self.layers), size):
+            numbers = range(first, min(first + size, len(self.layers)))
+            hidden_TD, found = checkpoint(self._run_layers, hidden_TD, packed, numbers, rewind=draws)
+            reports += found
+        return hidden_TD, reports
+
+    def _run_layers(
+        self, hidden_TD: Tensor, packed: PackedSeqParams, numbers: range
+    ) -> tuple[Tensor, list[MoEReport]]:
         reports = []
-        for layer in self.layers:
-            result = layer(hidden_TD, packed)
+        for number in numbers:
+            result = self.layers[number](hidden_TD, packed)
             if isinstance(result, MoEOutput):
-                reports.append(result)
+                reports.append(result.report)
                 hidden_TD = result.hidden_TD
             else:
                 hidden_TD = result
-        return self.final_norm(hidden_TD), reports
+        return hidden_TD, reports
 
     def forward(self, micro_batch: MicroBatch) -> HybridOutput:
         """Losses of one pack.

@@ -55,6 +55,7 @@ def build_model(
         dtype=dtype or dtype_of(config),
         seed=config.training.seed,
         backends=backends_of(config),
+        memory=config.memory,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.memory import RECOMPUTED_IN
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.surroundings import environment_number
@@ -77,6 +78,7 @@ def capabilities(config: RunConfig, device: torch.device, world_size: int = 1) -
     for op, inputs in op_inputs(config, device):
         yield kernel(op, inputs, str(getattr(_backends(config), op.name)), device)
     yield from _graphs(config, device)
+    yield _recomputation(config)
     yield from _parallelism(config, world_size)
     yield from _keeping(config)
 
@@ -262,6 +264,23 @@ def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int)
         yield Capability("  attention", PARTIAL,
                          f"{chosen} takes time for every document that there is room for, {capacity} of them",
                          "flash-attn 4, or --attention-backend flex")
+
+
+def _recomputation(config: RunConfig) -> Capability:
+    """What the backward pass computes again."""
+    name, memory, layers = "recomputation", config.memory, config.model.num_layers
+    if memory.recomputes_layers:
+        size, count = memory.layers_per_group, sum(map(memory.recomputes_layer, range(layers)))
+        kept = "the input of each" if size == 1 else f"in groups of {size} that keep their input alone"
+        return Capability(name, ON, f"{count} of {layers} layers, {kept}; MFU counts the model's operations alone")
+    if not memory.modules:
+        return Capability(name, OFF, "every activation that the backward pass needs is kept",
+                          "--recompute-granularity saves memory")
+    found = []
+    for module in memory.modules:
+        count = config.model.hybrid_layer_pattern.count(RECOMPUTED_IN[module]) if module in RECOMPUTED_IN else layers
+        found.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
+    return Capability(name, ON, f"{', '.join(found)}; MFU counts the model's operations alone")
 
 
 def _parallelism(config: RunConfig, world_size: int) -> Iterator[Capability]:

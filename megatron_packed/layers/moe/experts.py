@@ -13,7 +13,8 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.parameters import new_parameter
-from megatron_packed.ops.grouped_mlp.api import grouped_mlp
+from megatron_packed.memory.recompute import without_output
+from megatron_packed.ops.grouped_mlp.api import grouped_mlp, then
 
 
 class GroupedExperts(nn.Module):
@@ -24,6 +25,7 @@ class GroupedExperts(nn.Module):
 
     Args:
         num_experts: those of all ranks.
+        recompute_activation: the backward pass computes the activation's output again.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class GroupedExperts(nn.Module):
         kind: str,
         backends: Backends,
         ep: ExpertParallel,
+        recompute_activation: bool = False,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.kind, self.backend = kind, backends.grouped_mlp
+        self.through = without_output if recompute_activation else then
         segments = inner_segments(inner_size, kind)
         rows = ep.shard(num_experts, *segments, dim=1)
         columns = ep.shard(num_experts, segments[0], dim=2)
@@ -51,4 +55,6 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
         """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""
-        return grouped_mlp(x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, backend=self.backend)
+        return grouped_mlp(
+            x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, through=self.through, backend=self.backend
+        )

@@ -30,11 +30,9 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
 
-class MoEOutput(NamedTuple):
+class MoEReport(NamedTuple):
     """See [Note: auxiliary losses are outputs]."""
 
-    hidden_TD: Tensor
-    """``(T, D)``; on the tail the shared expert's output, or zeros."""
     aux_loss: Tensor
     """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside training. The terms of
     context-parallel ranks, each from its rows, add up to it."""
@@ -43,6 +41,21 @@ class MoEOutput(NamedTuple):
     overflow: Tensor
     """0-d float32: 1 if rows found no room in a static buffer, so that the result is wrong. Alike on all ranks that
     share the experts. See [Note: static expert buffer]."""
+
+
+class MoEOutput(NamedTuple):
+    """What an E layer returns: the hidden state, and its `MoEReport`."""
+
+    hidden_TD: Tensor
+    """``(T, D)``; on the tail the shared expert's output, or zeros."""
+    aux_loss: Tensor
+    tokens_per_expert_E: Tensor
+    overflow: Tensor
+
+    @property
+    def report(self) -> MoEReport:
+        """All but the hidden state, which would else live as long as what is reported."""
+        return MoEReport(self.aux_loss, self.tokens_per_expert_E, self.overflow)
 
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
@@ -62,6 +75,7 @@ class MoE(nn.Module):
     Args:
         config: sizes and routing options; experts have no biases.
         ep: the ranks that share the experts.
+        recompute_activation: see `GroupedExperts`.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class MoE(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         ep: ExpertParallel | None = None,
+        recompute_activation: bool = False,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
@@ -80,7 +95,12 @@ class MoE(nn.Module):
         options = {"kind": config.activation, "backends": backends, "device": device, "dtype": dtype}
         self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
         self.experts = GroupedExperts(
-            self.router.num_experts, config.hidden_size, config.moe_ffn_hidden_size, ep=self.ep, **options
+            self.router.num_experts,
+            config.hidden_size,
+            config.moe_ffn_hidden_size,
+            ep=self.ep,
+            recompute_activation=recompute_activation,
+            **options,
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)
         self.shared_expert: MLP | None = None

@@ -5,6 +5,7 @@ Letters: R rows, D channels, E experts, F hidden channels (W1 has 2F rows for 's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,16 @@ from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.dispatch import Backend, Op
+
+Step = Callable[[Tensor], Tensor]
+Through = Callable[[Step, Step, Tensor], Tensor]
+"""How two steps follow each other: it decides what of the first one's output is kept for the backward pass."""
+
+
+def then(first: Step, second: Step, x: Tensor) -> Tensor:
+    """``second(first(x))``."""
+    return second(first(x))
+
 
 OP = Op(
     "grouped_mlp",
@@ -44,6 +55,7 @@ def grouped_mlp(
     offsets_E: Tensor,
     *,
     activation: Kind,
+    through: Through = then,
     backend: str = "auto",
 ) -> Tensor:
     """Every row through its expert.
@@ -54,6 +66,7 @@ def grouped_mlp(
         w2_EDF: ``(E, D, F)``.
         offsets_E: ``(E,)`` int32 on the device: row number after the last row of each expert.
         activation: a kind of ``ops.activation``: 'gelu', 'squared_relu' or 'swiglu'.
+        through: calls the activation, and on its output the second product; the same result as ``then``.
     Returns:
         ``(R, D)``; rows from ``offsets_E[-1]`` on are zero, in the output and in the gradient of x.
     Raises:
@@ -78,5 +91,5 @@ def grouped_mlp(
         weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
     )
-    y_RD: Tensor = OP.run(inputs, backend)(x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation)
+    y_RD: Tensor = OP.run(inputs, backend)(x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, through=through)
     return y_RD

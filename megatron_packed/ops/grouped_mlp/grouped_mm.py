@@ -21,7 +21,7 @@ from megatron_packed.ops.activation.api import activation as activate
 from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import Inputs
+    from megatron_packed.ops.grouped_mlp.api import Inputs, Through
 
 _ALIGNMENT = 8
 """Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of."""
@@ -52,12 +52,17 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return reasons
 
 
-def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind) -> Tensor:
+def run(
+    x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind, through: Through
+) -> Tensor:
     """See ``api.grouped_mlp``."""
+    main_grad = getattr(w2_EDF, "main_grad", None)
     hidden_RF = _GroupedLinear.apply(x_RD, w1_EFD, getattr(w1_EFD, "main_grad", None), offsets_E, False, True)
-    hidden_RF = activate(hidden_RF, activation)
-    y_RD: Tensor = _GroupedLinear.apply(hidden_RF, w2_EDF, getattr(w2_EDF, "main_grad", None), offsets_E, True, False)
-    return y_RD
+    return through(
+        lambda x_RF: activate(x_RF, activation),
+        lambda x_RF: _GroupedLinear.apply(x_RF, w2_EDF, main_grad, offsets_E, True, False),
+        hidden_RF,
+    )
 
 
 class _GroupedLinear(torch.autograd.Function):

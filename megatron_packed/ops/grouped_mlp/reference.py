@@ -5,6 +5,7 @@ The shapes of the products never change, whatever the routing, so a row's result
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.activation.api import activation as activate
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import Inputs
+    from megatron_packed.ops.grouped_mlp.api import Inputs, Through
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
@@ -23,7 +24,9 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return []
 
 
-def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind) -> Tensor:
+def run(
+    x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind, through: Through
+) -> Tensor:
     """See ``api.grouped_mlp``."""
     row_R1 = torch.arange(x_RD.shape[0], device=x_RD.device)[:, None]
     start = torch.zeros_like(offsets_E[0])
@@ -31,6 +34,10 @@ def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, acti
     for expert in range(w1_EFD.shape[0]):
         mine_R1 = (row_R1 >= start) & (row_R1 < offsets_E[expert])
         start = offsets_E[expert]
-        hidden_RF = activate(linear(x_RD, w1_EFD[expert]), activation, backend="reference")
-        y_RD = torch.where(mine_R1, linear(hidden_RF, w2_EDF[expert]), y_RD)
+        expert_RD = through(
+            lambda x_RF: activate(x_RF, activation, backend="reference"),
+            partial(linear, weight=w2_EDF[expert]),
+            linear(x_RD, w1_EFD[expert]),
+        )
+        y_RD = torch.where(mine_R1, expert_RD, y_RD)
     return y_RD

@@ -166,6 +166,23 @@ def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
     assert {"CUDA graphs", "attn", "capacities", "audit"} <= found
 
 
+@pytest.mark.parametrize(
+    ("flags", "state", "reason"),
+    [
+        ((), "off", "every activation"),
+        (("full", "--recompute-method", "uniform", "--recompute-num-layers", "3"), "on",
+         "4 of 4 layers, in groups of 3 that keep their input alone"),
+        (("full", "--recompute-method", "block", "--recompute-num-layers", "2"), "on",
+         "2 of 4 layers, the input of each"),
+        (("selective",), "on", "core_attn of 1 layer; MFU counts"),
+        (("selective", "--recompute-modules", "layernorm", "mamba"), "on", "layernorm of 4 layers, mamba of 1 layer;"),
+    ],
+)  # fmt: skip
+def test_recomputation(flags, state, reason):
+    row = rows(*(("--recompute-granularity", *flags) if flags else ()))["recomputation"]
+    assert row.state == state and row.reason.startswith(reason)
+
+
 def _graph_rows_of_a_gpu(impl="local", flags=()):
     from megatron_packed.training.explain import _graphs
 

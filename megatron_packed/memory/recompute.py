@@ -1,0 +1,318 @@
+"""Tensors that the backward pass computes again instead of keeping.
+
+[Note: how a function is recomputed]
+`checkpoint` runs a function as it is, gradients and all, but of the tensors that autograd would save in it keeps none:
+a `_Place` is saved for each. The first place that the backward pass looks into runs the function once more, from its
+inputs, and fills all of them; autograd goes on with the graph of the first run. So nothing else differs from a pass
+without recomputation: gradients reach ``.grad``, ``main_grad`` and hooks in the same order and exactly once, whether a
+layer adds them itself or autograd does, within ``torch.autograd.grad`` too, and outputs may be of any structure. The
+second run ends as soon as the last place is filled: what comes behind it (the last sum over ranks, dropout) is not
+repeated. It runs on the stream and in the thread of the backward pass, asks the device nothing, and so can be captured
+in a CUDA graph together with it.
+
+torch.utils.checkpoint does the same and more; a checkpoint of it has no say in where its inputs are kept, and looks for
+random states and autocast in every call.
+
+[Note: collectives that run again]
+Ranks that share a collective run the same functions with the same shapes, so each saves as many tensors in them as the
+others. Places are looked into in the order of the backward pass, which is one for all ranks. So they repeat the same
+collectives in the same order, and leave the same ones out.
+
+[Note: where inputs are kept]
+``keep`` decides what becomes of the tensors that a recomputation starts from: a function from them to a `Kept`, which
+is asked once, in the backward pass, and in reverse order of the forward pass. By default autograd saves them, on the
+device; as saved tensors they pass through whatever hooks are in force around the call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+T = TypeVar("T")
+
+
+class RecomputeError(RuntimeError):
+    """A function computed something else when it ran again."""
+
+
+class Kept(Protocol):
+    """Tensors that were put away in the forward pass."""
+
+    def take(self) -> Sequence[Tensor]:
+        """All of them with the values that they had; asked once."""
+
+
+Keep = Callable[[Sequence[Tensor]], Kept]
+"""Puts tensors away. They are detached; their memory must not be written to."""
+
+
+class SavedByAutograd:
+    """Kept as autograd keeps what a function saves: on the device, through the hooks in force, and guarded against
+    being written to."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        anchor = torch.empty(0, requires_grad=True)
+        self._saved: Any = _Save.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+
+    def take(self) -> Sequence[Tensor]:
+        tensors, self._saved = self._saved.saved_tensors, None
+        return cast(Sequence[Tensor], tensors)
+
+
+class _Save(torch.autograd.Function):
+    """A node that saves tensors and is part of no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise AssertionError("nothing depends on what it returns")
+
+
+def checkpoint(function: Callable[..., T], *args: Any, rewind: bool = False, keep: Keep = SavedByAutograd) -> T:
+    """``function(*args)``, of which the backward pass needs nothing but ``args``.
+
+    Reads: [Note: how a function is recomputed].
+
+    Args:
+        function: its result depends on ``args``, parameters, buffers and, with ``rewind``, the default random
+            generators; none of it changes before the backward pass is done.
+        args: tensors, which ``keep`` puts away, and anything else, which is held as it is.
+        rewind: ``function`` draws random numbers, of the host's generator or of the one of the first tensor's device.
+            When it runs again it draws the same, and nobody else notices. Not inside a CUDA graph.
+        keep: see [Note: where inputs are kept].
+    Returns:
+        what ``function`` returns; without gradients asked for it is an ordinary call.
+    Raises:
+        RecomputeError: in the backward pass, where ``function`` saves other tensors than before.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    call = _Call(function, args, rewind, keep)
+    with saved_tensors_hooks(call.place, _look_into):
+        return function(*args)
+
+
+class _Call:
+    """One call of a checkpointed function. Its places hold it; it holds them weakly, as they belong to autograd."""
+
+    def __init__(self, function: Callable[..., object], args: tuple[Any, ...], rewind: bool, keep: Keep) -> None:
+        self._function: Callable[..., object] | None = function
+        self._tensors = {n: arg.requires_grad for n, arg in enumerate(args) if isinstance(arg, Tensor)}
+        """Positions of the tensors among the arguments -> whether they ask for gradients."""
+        self._others = [None if n in self._tensors else arg for n, arg in enumerate(args)]
+        self._kept: Kept | None = keep([args[n].detach() for n in self._tensors])
+        device = next((args[n].device for n in self._tensors), torch.device("cpu"))
+        self._random = RandomStates.of(device) if rewind else None
+        self._places: list[weakref.ref[_Place]] = []
+
+    def place(self, tensor: Tensor) -> _Place:
+        """In the first run: what is saved in the stead of ``tensor``."""
+        made = _Place(self, tensor)
+        self._places.append(weakref.ref(made))
+        return made
+
+    def fill(self) -> None:
+        """Run the function again, and leave in every place that is still wanted what is saved there."""
+        function, args = self._function, self._take_args()
+        assert function is not None, "all places were filled before"
+        filling = _Filling(self._places)
+        states = nullcontext() if self._random is None else self._random.rewound()
+        with states, torch.enable_grad(), saved_tensors_hooks(filling.put, _never_asked), suppress(_Full):
+            function(*args)
+        if filling.number != len(self._places):
+            raise RecomputeError(
+                f"a checkpointed function saves {len(self._places)} tensors in its first run and {filling.number} when "
+                "it runs again; what it reads besides its arguments (a mode, a flag) must be as it was."
+            )
+
+    def _take_args(self) -> list[Any]:
+        args = list(self._others)
+        if self._kept is not None:
+            for n, tensor in zip(self._tensors, self._kept.take(), strict=True):
+                args[n] = tensor.detach().requires_grad_(self._tensors[n])
+        self._function, self._others, self._kept = None, [], None  # nothing of it is needed a second time
+        return args
+
+
+class _Place:
+    """What autograd saves in the stead of a tensor. Whoever lets go of it lets go of the tensor."""
+
+    __slots__ = ("__weakref__", "call", "looks", "tensor")
+
+    def __init__(self, call: _Call, tensor: Tensor) -> None:
+        self.call, self.looks = call, (tensor.shape, tensor.dtype)
+        self.tensor: Tensor | None = None
+
+
+def _look_into(place: _Place) -> Tensor:
+    if place.tensor is None:
+        place.call.fill()
+    assert place.tensor is not None
+    return place.tensor
+
+
+class _Full(BaseException):
+    """Every place is filled. No error, and nobody's ``except Exception`` must see it."""
+
+
+class _Filling:
+    """In the second run: brings what is saved to its place."""
+
+    def __init__(self, places: Sequence[weakref.ref[_Place]]) -> None:
+        self._places, self.number = places, 0
+
+    def put(self, tensor: Tensor) -> None:
+        place = self._places[self.number]()
+        if place is not None:
+            if place.looks != (tensor.shape, tensor.dtype):
+                raise RecomputeError(
+                    f"tensor {self.number} that a checkpointed function saves is {_looks(*place.looks)} in its first "
+                    f"run and {_looks(tensor.shape, tensor.dtype)} when it runs again."
+                )
+            place.tensor = tensor.detach()
+        self.number += 1
+        if self.number == len(self._places):
+            raise _Full
+
+
+def _looks(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {dtype}"
+
+
+def _never_asked(nothing: None) -> Tensor:
+    raise AssertionError("there is no backward pass through a second run")
+
+
+class RandomStates(NamedTuple):
+    """States of the generators that functions on a device draw from. Reading and setting them is host work alone."""
+
+    device: torch.device
+    host: Tensor
+    own: Tensor | None
+    """Of a CUDA device."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomStates:
+        """As they are now; in a graph capture there is nothing to read."""
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), own)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.host)
+        if self.own is not None:
+            torch.cuda.set_rng_state(self.own, self.device)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Inside, the generators are as they were; afterwards as before."""
+        now = RandomStates.of(self.device)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+@contextmanager
+def regenerated(
+    output: Tensor, function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = SavedByAutograd
+) -> Iterator[None]:
+    """Inside, whatever saves ``output`` or a part of it saves a way to compute it again, by ``function(*inputs)``.
+
+    For a cheap function whose output is large and whose inputs are kept anyway (a norm, an activation): call what
+    reads the output in here, then drop it. Everything else is saved as it would be outside, by hooks too.
+
+    Args:
+        output: ``function(*inputs)``, in memory of its own.
+        keep: see [Note: where inputs are kept].
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    source = _Source(output, function, keep([tensor.detach() for tensor in inputs]), _hooks_in_force())
+    with saved_tensors_hooks(source.save, _regenerate):
+        yield
+
+
+def without_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], T], x: Tensor) -> T:
+    """``second(first(x))``, which keeps nothing of what ``first`` returns. Reads: `regenerated`."""
+    y = first(x)
+    with regenerated(y, first, x):
+        return second(y)
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def _hooks_in_force() -> Hooks | None:
+    """The innermost hooks for saved tensors, which those of an inner scope would replace."""
+    return cast("Hooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+class _Source:
+    """Where an output comes from, and what has been saved of it."""
+
+    def __init__(self, output: Tensor, function: Callable[..., Tensor], kept: Kept, around: Hooks | None) -> None:
+        self._storage, self._looks = output.untyped_storage().data_ptr(), (output.shape, output.stride(), output.dtype)
+        self._offset = output.storage_offset()
+        self._function, self._kept, self._around = function, kept, around
+        self._parts: list[weakref.ref[_Part]] = []
+
+    def save(self, tensor: Tensor) -> Tensor | _Part | _SavedAround:
+        ours = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._storage
+        if not ours or tensor.dtype != self._looks[2]:
+            return tensor if self._around is None else _SavedAround(self._around[1], self._around[0](tensor))
+        part = _Part(self, tensor.shape, tensor.stride(), tensor.storage_offset() - self._offset)
+        self._parts.append(weakref.ref(part))
+        return part
+
+    def fill(self) -> None:
+        """Compute the output again, for all parts that are still wanted."""
+        inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in self._kept.take()]
+        with torch.enable_grad():  # the way that it was computed
+            output = self._function(*inputs).detach()
+        if (output.shape, output.stride(), output.dtype) != self._looks:
+            raise RecomputeError("a function returns another shape, dtype or layout when it runs again.")
+        for reference in self._parts:
+            part = reference()
+            if part is not None:
+                part.output = output
+
+
+class _Part:
+    """What is saved in the stead of an output or a view of it."""
+
+    __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
+
+    def __init__(self, source: _Source, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+        self.source, self.shape, self.stride, self.offset = source, shape, stride, offset
+        self.output: Tensor | None = None
+
+
+class _SavedAround(NamedTuple):
+    """What the hooks around have made of a tensor."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+
+def _regenerate(saved: Tensor | _Part | _SavedAround) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    if isinstance(saved, _SavedAround):
+        return saved.unpack(saved.packed)
+    if saved.output is None:
+        saved.source.fill()
+    assert saved.output is not None
+    return saved.output.as_strided(saved.shape, saved.stride, saved.output.storage_offset() + saved.offset)

@@ -1,0 +1,72 @@
+"""Recomputation in parallel layouts: collectives run again in the backward pass, and every bit is that without it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from recorder import Recorder
+from test_covering_layouts import VOCAB, Way, config_of, micro_batches
+from whole_state import everything, same_bits
+
+from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import seed_all
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.training.build import build_job
+
+PARTS = ("core_attn", "mamba", "mlp", "moe", "layernorm", "moe_act")
+MODES = {
+    "groups": MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
+    "two layers": MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+    "parts": MemoryConfig(recompute_granularity="selective", recompute_modules=PARTS),
+}
+WAYS = [
+    Way(4, 2, "shared", 1, "none", 2, "allgather", "whole", "shared", "beside", 1),
+    Way(4, 2, "whole", 2, "a2a", 2, "alltoall", "shared", "copied", "beside", 1),
+    Way(4, 1, "none", 4, "p2p", 2, "alltoall", "none", "copied", "after", 1),
+]
+
+
+def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], int]:
+    """Metrics, state (first moments are gradients) and random state, and how many collectives it has."""
+    seed_all(5, groups.dp_rank, cp_rank=groups.cp_rank, tp_rank=groups.tp_rank)
+    job = build_job(config, groups, VOCAB)
+    with Recorder() as recorder:
+        metrics = job.step(micro_batches(config, groups, 0), 0.1)
+    return [metrics, everything(job), torch.get_rng_state()], len(recorder.collectives())
+
+
+def compare(groups: ParallelGroups, way: Way, dropout: float) -> dict[str, tuple[bool, int]]:
+    """Mode -> whether all is the same, and how many collectives there were more."""
+    config = config_of(way)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dropout=dropout))
+    expected, fewest = one_step(config, groups)
+    answers = {}
+    for name, memory in MODES.items():
+        found, collectives = one_step(dataclasses.replace(config, memory=memory), groups)
+        answers[name] = (alike(found, expected), collectives - fewest)
+    return answers
+
+
+def alike(found: list[object], expected: list[object]) -> bool:
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, torch.Tensor):
+            if not torch.equal(one, other):
+                return False
+        elif not all(a[:1] == b[:1] and same_bits(a[3], b[3]) for a, b in zip(one, other, strict=True)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
+    layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}
+    layout["expert_tp_size"] = way.tp if way.matrices == "shared" else 1
+    ranks = pools.run(compare, way.processes, way, 0.1, layout=layout)
+    for mode in MODES:
+        answers = [rank[mode] for rank in ranks]
+        assert all(same for same, _ in answers), mode
+        assert len(set(answers)) == 1 and answers[0][1] > 0, f"{mode}: collectives more than without: {answers}"

@@ -1,0 +1,158 @@
+"""Every way to recompute gives the gradients of none, bit for bit, and keeps what sizes of tensors say."""
+
+from functools import partial
+
+import hybrid_cases as cases
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_packed.config.memory import RECOMPUTED_IN, MemoryConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.models.hybrid_model import HybridModel
+
+PATTERN = "M*-EM*E"
+DOCUMENTS = cases.make_documents(cases.AWKWARD)
+TAIL = 3
+T = sum(map(len, (tokens for tokens, _ in DOCUMENTS))) + TAIL
+D, BYTES = 32, 4
+HIDDEN = T * D * BYTES
+
+
+def full(method, number):
+    return MemoryConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+
+
+def selective(*modules):
+    return MemoryConfig(recompute_granularity="selective", recompute_modules=modules)
+
+
+MODES = [full("uniform", n) for n in (1, 3, len(PATTERN))] + [full("block", n) for n in (1, 4)]
+MODES += [selective(module) for module in (*RECOMPUTED_IN, "layernorm")]
+MODES += [selective("layernorm", *RECOMPUTED_IN), selective("core_attn", "layernorm", "moe_act")]
+
+
+def mode_id(memory):
+    return " ".join(map(str, (memory.recompute_method or "", memory.recompute_num_layers or "", *memory.modules)))
+
+
+def model_of(memory=None, *, dtype=torch.float32, **changes):
+    changes = {
+        "moe_aux_loss_coeff": 1e-2, "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 24,
+        "position_embedding_type": "rope", **changes,
+    }  # fmt: skip
+    config = cases.tiny_config(PATTERN, **changes)
+    return HybridModel(config, vocab_size=cases.VOCAB, max_positions=256, dtype=dtype, seed=7, memory=memory).train()
+
+
+def train(memory, **changes):
+    """Two micro-batches into the flat buffer, an evaluation between: all gradients, all outputs, the random state."""
+    model = model_of(memory, **changes)
+    buffers, outputs = FlatBuffers(model), []
+    torch.manual_seed(3)
+    for number in range(2):
+        pack = cases.make_pack(DOCUMENTS[number:], tail=TAIL, aux_scale=0.5)
+        outputs.append(model(pack))
+        with torch.no_grad():
+            model.eval()(pack)
+            model.train()
+        outputs[-1].loss.backward()
+    return [buffers.grads, torch.get_rng_state(), *(tensor.detach() for output in outputs for tensor in output)]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
+def expected(request):
+    changes = {}
+    if request.param != "float32":
+        changes = {"dtype": torch.bfloat16, "hidden_dropout": 0.2, "untie_embeddings_and_output_weights": False}
+    return changes, train(None, **changes)
+
+
+@pytest.mark.parametrize("memory", MODES, ids=mode_id)
+def test_gradients_and_outputs_are_those_of_none(memory, expected):
+    changes, wanted = expected
+    for found, tensor in zip(train(memory, **changes), wanted, strict=True):
+        assert torch.equal(found, tensor)
+    assert wanted[0].abs().sum() > 0
+
+
+def bytes_saved(model, run):
+    """In distinct memory that is no parameter's and no table's, by what ``run`` saves."""
+    apart = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    found, held = {}, []
+
+    def note(tensor):
+        held.append(tensor)  # no address is used twice
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in apart and tensor.is_floating_point():
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(found.values())
+
+
+def kept_by(memory=None, **changes):
+    model = model_of(memory, **changes)
+    pack = cases.make_pack(DOCUMENTS, tail=TAIL)
+    return bytes_saved(model, lambda: model(pack))
+
+
+def test_groups_keep_their_input_alone():
+    """And the model whatever it keeps without any layer, the last hidden state included."""
+    outside = kept_by(full("uniform", len(PATTERN))) - HIDDEN
+    for size in range(1, len(PATTERN)):
+        groups = -(-len(PATTERN) // size)
+        assert kept_by(full("uniform", size)) == outside + groups * HIDDEN
+    assert kept_by(full("block", len(PATTERN))) == outside + len(PATTERN) * HIDDEN
+    by_blocks = [kept_by(full("block", n)) for n in range(1, len(PATTERN) + 1)]
+    assert sorted(by_blocks, reverse=True) == by_blocks and len(set(by_blocks)) == len(by_blocks)
+    assert by_blocks[0] < kept_by() and 10 * by_blocks[-1] < kept_by()
+
+
+def test_a_mixer_keeps_its_input_alone_and_attention_what_is_around_its_core():
+    memory = selective("core_attn", "mamba", "mlp", "moe")
+    for dtype in (torch.float32, torch.bfloat16):
+        model, pack = model_of(memory, dtype=dtype), cases.make_pack(DOCUMENTS, tail=TAIL)
+        packed, config = model.prepare(pack.packed), model.config
+        heads = config.num_attention_heads * config.head_dim
+        qkv = heads + 2 * config.num_query_groups * config.head_dim
+        for symbol, layer in zip(PATTERN, model.layers):
+            x = torch.randn(T, D, dtype=dtype, requires_grad=True)
+            kept = bytes_saved(model, partial(layer.recompute.run_mixer, layer.mixer, x, packed))
+            # Input, queries keys and values, and what the last projection reads; or the input.
+            assert kept == T * (D + qkv + heads if symbol == "*" else D) * dtype.itemsize, symbol
+
+
+def test_outputs_of_norms_and_of_the_activation_are_not_kept():
+    """With GELU, which keeps its input anyway: the activation's output of every expert is saved by this alone."""
+    changes = {"squared_relu": False}
+    all_of_it = kept_by(**changes)
+    assert kept_by(selective("layernorm"), **changes) == all_of_it - len(PATTERN) * HIDDEN
+    model = model_of(**changes)
+    rows, experts = model.expert_buffer(T).rows, model.config.num_experts
+    outputs = PATTERN.count("E") * experts * rows * model.config.moe_ffn_hidden_size * BYTES
+    assert kept_by(selective("moe_act"), **changes) == all_of_it - outputs
+
+
+def test_what_reports_hold_is_not_the_hidden_state():
+    """It would live until the losses are added up."""
+    model, pack = model_of(full("uniform", 2)), cases.make_pack(DOCUMENTS, tail=TAIL)
+    _, reports = model.hidden_states(pack.tokens, model.prepare(pack.packed))
+    assert len(reports) == PATTERN.count("E")
+    assert max(tensor.numel() for report in reports for tensor in report) <= model.config.num_experts
+
+
+def test_a_layer_is_recomputed_once_and_only_where_it_was_asked_for():
+    calls = []
+    for memory, expected in ((full("block", 2), [0, 1, 2, 3, 4, 5, 6, 1, 0]),
+                             (full("uniform", 3), [0, 1, 2, 3, 4, 5, 6, 6, 3, 4, 5, 0, 1, 2])):  # fmt: skip
+        model = model_of(memory)
+        calls.clear()
+        for number, layer in enumerate(model.layers):
+            norm, number = layer.norm.with_residual, number
+            layer.norm.with_residual = lambda x, norm=norm, number=number: calls.append(number) or norm(x)
+        model(cases.make_pack(DOCUMENTS)).loss.backward()
+        assert calls == expected

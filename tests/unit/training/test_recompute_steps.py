@@ -1,0 +1,105 @@
+"""Steps with recomputation are those without, bit for bit: eager, with captured layers, with whole steps in graphs."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_bucket_stages import config_of as config_with_overlap
+from test_bucket_stages import packs, seen_at_start
+from test_build_graphs import GROUPS, LADDER, config_of, micro_batch, state_hash
+from test_full_iteration import RecordingEngine
+
+from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.build import build_job
+from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
+
+VOCAB = 211
+STEPS = [[[48], [20, 9, 3]], [[5] * 5], [[], [1] * 9, [30, 2]]]
+LAYERS = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+GROUPS_OF_3 = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3)
+PARTS = MemoryConfig(
+    recompute_granularity="selective",
+    recompute_modules=("core_attn", "mamba", "mlp", "moe", "layernorm"),
+)
+SMALL_PARTS = MemoryConfig(
+    recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "moe_act")
+)
+
+
+class Run:
+    """A job, captured where ``engine`` is given."""
+
+    def __init__(self, config, memory, engine=None):
+        self.config = dataclasses.replace(config, memory=memory)
+        self.job, self.engine = build_job(self.config, GROUPS, VOCAB), engine
+        self.graphs = None
+        if engine is not None:
+            self.graphs = build_graphs(self.config, self.job, LADDER, GROUPS, lambda line: None, engine)
+            self.job.step.graphs = self.graphs
+            capture_graphs(self.graphs, self.job.step, 3, GROUPS, first=True)
+
+    def step(self, number):
+        if self.engine is not None:
+            self.engine.scramble()
+        batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(STEPS[number])]
+        return self.job.step(batches, 1e-2 / (1 + number)).clone()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    run = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
+    return [(run.step(number), state_hash(run.job)) for number in range(len(STEPS))]
+
+
+@pytest.mark.parametrize(
+    ("impl", "memory"),
+    [
+        pytest.param("none", GROUPS_OF_3, id="eager, groups"),
+        pytest.param("local", LAYERS, id="captured layers, layers"),
+        pytest.param("local", PARTS, id="captured layers, parts"),
+        pytest.param("local", SMALL_PARTS, id="captured layers, small parts"),
+        pytest.param("full_iteration", GROUPS_OF_3, id="whole steps, groups"),
+        pytest.param("full_iteration", PARTS, id="whole steps, parts"),
+    ],
+)
+def test_every_step_has_the_same_bits(impl, memory, expected):
+    """Losses, counts of experts, norms, weights, moments, expert biases, the random state."""
+    run = Run(config_of(cuda_graph_impl=impl), memory, RecordingEngine() if impl != "none" else None)
+    for number, (metrics, digest) in enumerate(expected):
+        assert torch.equal(run.step(number), metrics) and state_hash(run.job) == digest, number
+    if impl == "none":
+        return
+    counters = run.graphs.counters
+    assert counters.fallbacks == {"more than 5 documents": 1} and counters.replays == 5
+    assert not counters.module_fallbacks
+    run.job.buffers.zero_grad()
+    assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
+
+
+def test_a_nan_is_named_as_without():
+    found = []
+    for memory in (MemoryConfig(), GROUPS_OF_3):
+        run = Run(config_of(cuda_graph_impl="none"), memory)
+        batches = [micro_batch([20, 9, 3], seed) for seed in range(3)]
+        batches[1].scales[0] = float("nan")
+        found.append(run.job.step(batches, 1e-2).clone())
+    assert found[0][3] == 1 and torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
+
+
+@pytest.mark.parametrize("memory", [LAYERS, GROUPS_OF_3, PARTS], ids=["layers", "groups", "parts"])
+def test_a_bucket_is_complete_when_its_sum_begins(memory, monkeypatch):
+    """Sums that overlap with the backward pass begin as early as without, though layers run a second time in it."""
+    config = config_with_overlap()
+    begun = []
+    for one in (MemoryConfig(), memory):
+        job = build_job(dataclasses.replace(config, memory=one), ParallelGroups.single(), VOCAB)
+        with monkeypatch.context() as patch:
+            seen = seen_at_start(job, patch)
+            job.step(packs(2), 1e-2)
+        assert len(seen) == len(job.buffers.layout.buckets)
+        for bucket, gradients in seen.items():
+            assert gradients.any() and torch.equal(gradients, job.buffers.bucket_grads(bucket)), bucket
+        begun.append((job.step.overlapped.begun_in_backward, list(seen), job.buffers.grads.clone()))
+    assert begun[0][:2] == begun[1][:2] and torch.equal(begun[0][2], begun[1][2])
+    assert begun[0][0] > len(begun[0][1]) / 2
