@@ -265,7 +265,7 @@ class _Source:
 
     def __init__(self, output: Tensor, function: Callable[..., Tensor], kept: Kept, around: Hooks | None) -> None:
         self._storage, self._looks = output.untyped_storage().data_ptr(), (output.shape, output.stride(), output.dtype)
-        self._offset = output.storage_offset()
+        self._offset = int(output.storage_offset())
         self._function, self._kept, self._around = function, kept, around
         self._parts: list[weakref.ref[_Part]] = []
 
@@ -273,7 +273,7 @@ class _Source:
         ours = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._storage
         if not ours or tensor.dtype != self._looks[2]:
             return tensor if self._around is None else _SavedAround(self._around[1], self._around[0](tensor))
-        part = _Part(self, tensor.shape, tensor.stride(), tensor.storage_offset() - self._offset)
+        part = _Part(self, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offset)
         self._parts.append(weakref.ref(part))
         return part
 
