@@ -63,6 +63,28 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
     assert set(MODULE_LAYERS.values()) == set(LAYER_NAMES)
 
 
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("--cuda-graph-impl full_iteration", False),
+        ("--cuda-graph-impl full_iteration --overlap-grad-reduce", True),
+        (f"{LOCAL} --overlap-grad-reduce", False),
+        ("--overlap-grad-reduce --expert-model-parallel-size 2", False),
+        (f"{LOCAL} --expert-model-parallel-size 2", True),
+        (f"{LOCAL} --expert-model-parallel-size 2 --cuda-graph-modules mamba moe_router", False),
+        (f"{LOCAL} --expert-model-parallel-size 2 --cuda-graph-modules mamba moe", True),
+        ("--cuda-graph-impl full_iteration --expert-model-parallel-size 2", True),
+        (f"{LOCAL} --tensor-model-parallel-size 2", False),
+    ],
+)
+def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(right, text: str, shares: bool) -> None:
+    """Then their micro-batches i must have the same cell. Ranks that share a pack have it anyway."""
+    right["--hybrid-layer-pattern"] = "ME"
+    argv = [part for pair in right.items() for part in pair]
+    experts = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type allgather --global-batch-size 4"
+    assert parse([*argv, *experts.split(), *text.split()], world_size=2).shares_captures == shares
+
+
 def test_megatrons_older_switches(right, tmp_path, monkeypatch) -> None:
     argv = [part for pair in right.items() for part in pair]
     parsed = parse_with_sources([*argv, "--enable-cuda-graph"])

@@ -273,6 +273,24 @@ def test_an_audit_finds_nothing_and_changes_nothing():
     assert audit_graphs(graphed.graphs, graphed.step, micro_batch([1] * 9), deterministic=True, seed=1) is None
 
 
+def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
+    """Even if the slot still holds the same from before."""
+    graphed = captured()
+    slot, batch = graphed.graphs.slot, micro_batch([20, 9, 3])
+    fill = slot.fill
+
+    def without_scales(given, cell):
+        kept = graphed.graphs._static(cell).scales.clone()
+        placed = fill(given, cell)
+        placed.scales.copy_(kept)
+        return placed
+
+    graphed.step([batch], 1e-2)
+    slot.fill = without_scales
+    with pytest.raises(AuditMismatchError, match="the replay of a micro-batch is not what it computes"):
+        audit_graphs(graphed.graphs, graphed.step, batch, deterministic=True, seed=1)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_an_audit_names_the_worst_parameter(deterministic):
     graphed = captured()
