@@ -197,24 +197,23 @@ class FullIteration:
 
     def _try_finish(self) -> str | None:
         """What failed on this or another rank; None if nothing did."""
-        graph, failure = self._try(self._finish)
+        self._finish_graph, failure = self._try(self._finish)
         if self._agree(failure is None):
-            self._finish_graph = graph
             self.counters.captures += 1
             return None
+        graph, self._finish_graph = self._finish_graph, None
         self._drop([graph])
         return failure or ELSEWHERE
 
     def _try_cell(self, cell: Cell) -> str | None:
-        graphs: dict[str, Graph] = {}
+        graphs = self._graphs[cell] = {}
         for name, part in self.parts.items():
             graph, reason = self._try(partial(self._run_static, part, cell))
+            if graph is not None:
+                graphs[name] = graph
             if not self._agree(reason is None):
-                self._drop([graph, *graphs.values()])
+                self._drop(self._graphs.pop(cell).values())
                 return f"{name}: {reason or ELSEWHERE}"
-            assert graph is not None
-            graphs[name] = graph
-        self._graphs[cell] = graphs
         self.counters.captures += len(graphs)
         return None
 

@@ -156,11 +156,15 @@ def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
     eager = build_job(config_of(way), groups, VOCAB)
     job, graphs, _ = graphed(way, groups, model, impl)
     micro_batches = step_of(way, groups, 0, LENGTHS)
+    for one in (job, eager):
+        one.step.validation_micro_batch(micro_batches[0])
     with released(graphs):
         held = StepValues.from_list(job.step(micro_batches, 1e-2).tolist()).held
         again = StepValues.from_list(job.step.redo(micro_batches, 1e-2).tolist())
         wanted = StepValues.from_list(eager.step(micro_batches, 1e-2).tolist())
-        return {"held": held, "again": again == wanted, "fallbacks": dict(graphs.counters.fallbacks)}
+        validated = job.step.validation_loss.equal(eager.step.validation_loss)
+        fallbacks = dict(graphs.counters.fallbacks)
+        return {"held": held, "again": again == wanted, "validated": validated, "fallbacks": fallbacks}
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
@@ -168,7 +172,7 @@ def test_a_step_without_room_for_experts_is_done_again_without_graphs(impl: str,
     way = Way(2, ep_size=2)
     reason = "it needs room for all rows of experts, and its graphs have less"
     for result in pools.run(overflowing, 2, way, impl, layout=way.layout):
-        assert result == {"held": True, "again": True, "fallbacks": {reason: 2}}
+        assert result == {"held": True, "again": True, "validated": True, "fallbacks": {reason: 2}}
 
 
 def refusals(groups: ParallelGroups) -> list[Refusal]:

@@ -216,6 +216,22 @@ def test_what_one_rank_cannot_capture_none_keeps():
         assert sum(not graph.gone for graph in job.engine.graphs) == (0 if failing == 0 else 2)
 
 
+@pytest.mark.parametrize("answers", [0, 1, 2], ids=["the end", "one cell", "two cells"])
+def test_what_is_captured_when_the_other_ranks_are_lost_is_given_up(answers):
+    job, asked = Job(RecordingEngine()), []
+
+    def agree(holds):
+        asked.append(holds)
+        if len(asked) > answers:
+            raise RuntimeError("connection reset by peer")
+        return holds
+
+    job.graphs._agree = agree
+    with pytest.raises(RuntimeError, match="connection reset"):
+        job.capture()
+    assert len(job.engine.graphs) == answers + 1 and all(graph.gone for graph in job.engine.graphs)
+
+
 def test_strict():
     with pytest.raises(GraphFallbackError, match=r"no graphs for up to 2 documents: .* forbids"):
         captured(RecordingEngine(fail_at=(2,)), cuda_graph_strict=True)

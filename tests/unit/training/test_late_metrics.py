@@ -39,6 +39,26 @@ def test_a_step_lasts_from_the_end_of_the_one_before_and_pauses_count_for_none(m
     assert [*seconds, late.flush().seconds] == [3.0, 1.0, 2.0, 4.0]
 
 
+def test_while_the_host_waits_for_the_device_it_says_so():
+    class Event:
+        polls = 3
+
+        def query(self) -> bool:
+            self.polls -= 1
+            return self.polls < 0
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 7.0
+
+    told = []
+    late = LateMetrics(1, torch.device("cpu"), waits=lambda: told.append(late))
+    late._mark = Event
+    late.restart()
+    late.push(0, torch.zeros(1))
+    assert not told
+    assert late.flush().seconds == 7e-3 and len(told) == 3
+
+
 def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch):
     codes, clock = [], [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
