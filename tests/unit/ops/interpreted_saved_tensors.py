@@ -66,8 +66,8 @@ def product(x, weight, offs):
     return F.pad(torch.cat(parts), (0, 0, 0, x.shape[0] - ends[-1]))
 
 
-def experts(x, w1, w2, offsets, *, activation, backend):
-    return grouped_mm.run(x, w1, w2, offsets, activation=activation)
+def experts(x, w1, w2, offsets, *, activation, through, backend):
+    return grouped_mm.run(x, w1, w2, offsets, activation=activation, through=through)
 
 
 @contextmanager
