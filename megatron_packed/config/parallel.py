@@ -70,8 +70,8 @@ class ParallelConfig(Section, title="parallel"):
         None, "Library for collectives; by default nccl on GPUs and gloo on CPUs.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = option(
-        10, "A collective, and on GPUs a step, that takes longer ends the run.", unit="minutes", minimum=1,
-        maximum=100000,
+        10, "A collective that takes longer ends the run, and so does a GPU that makes no progress for so long.",
+        unit="minutes", minimum=1, maximum=100000,
     )
 
     @property

@@ -245,7 +245,10 @@ def _captured_modules(graphs: CudaGraphConfig, pattern: str, eager: bool) -> Ite
         if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
             continue
         count = pattern.count(symbol)
-        if not graphs.modules or module in graphs.modules:
+        if module == "moe" and "moe_router" in graphs.modules:
+            reason = f"{count} run eagerly behind their routers"
+            yield Capability("  moe", OFF, reason, "moe in the place of moe_router")
+        elif not graphs.modules or module in graphs.modules:
             yield Capability(f"  {module}", PARTIAL if eager else ON, f"{count} captured" if not eager else "eager")
         else:
             yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules", f"add {module}")

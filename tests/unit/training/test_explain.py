@@ -148,6 +148,13 @@ def test_whole_steps_have_no_modules_to_choose_from():
     assert not {"attn", "mamba", "mlp", "moe"} & found.keys() and "capacities" in found
 
 
+def test_routers_alone_leave_experts_eager():
+    """Whole expert layers cannot be asked for beside their routers."""
+    found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
+    assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
+    assert found["moe"].state == "off" and found["moe"].advice == "moe in the place of moe_router"
+
+
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     (row,) = _graph_rows_of_a_gpu("transformer_engine")
@@ -183,14 +190,14 @@ def test_recomputation(flags, state, reason):
     assert row.state == state and row.reason.startswith(reason)
 
 
-def _graph_rows_of_a_gpu(impl="local", flags=()):
+def _graph_rows_of_a_gpu(impl="local", flags=(), modules=()):
     from megatron_packed.training.explain import _graphs
 
     config = parse([*FLAGS, "--cuda-graph-impl", "local", *flags], world_size=2 if flags else 1)
     config = replace(
         config,
         training=replace(config.training, device="auto"),
-        cuda_graph=replace(config.cuda_graph, cuda_graph_impl=impl),
+        cuda_graph=replace(config.cuda_graph, cuda_graph_impl=impl, cuda_graph_modules=modules),
     )
     return _graphs(config, torch.device("cuda"))
 
