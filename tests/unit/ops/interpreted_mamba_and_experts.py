@@ -1,14 +1,17 @@
 """Kernels of the Mamba and expert ops in Triton's interpreter; collected by test_triton_interpreter.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from op_packs import PACKS, boundaries, leaks, relative_error
 from torch.nn.functional import pad, softplus
 
+from megatron_packed.memory.recompute import without_output
 from megatron_packed.ops.columns import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
-from megatron_packed.ops.grouped_mlp.api import grouped_mlp
+from megatron_packed.ops.grouped_mlp.api import grouped_mlp, then
 from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
 from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
@@ -178,7 +181,9 @@ def test_grouped_products_with_cleared_edges(kind, accumulate):
         assert not accumulate or all(leaf.grad is None for leaf in leaves[1:])
         return [y, leaves[0].grad, *(leaf.main_grad - 1 if accumulate else leaf.grad for leaf in leaves[1:])]
 
-    got, want = run(grouped_mm.run, accumulate), run(grouped_mlp, False)
+    got, want = run(partial(grouped_mm.run, through=then), accumulate), run(grouped_mlp, False)
+    again = run(partial(grouped_mm.run, through=without_output), accumulate)
+    assert all(map(torch.equal, got, again))
     for value, expected in zip(got, want):
         assert relative_error(value, expected) < 1e-6
     assert not got[0][33:].any() and not got[1][33:].any()
