@@ -6,6 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
+class GraphFallbackError(RuntimeError):
+    """Something ran, or would run, eagerly where that was forbidden."""
+
+
 @dataclass
 class GraphCounters:
     """Counts since the start, on this rank; all known on the host."""
@@ -27,6 +31,21 @@ class GraphCounters:
         """Share of the micro-batches that were replayed; 0 before the first."""
         total = self.replays + self.fallbacks.total()
         return self.replays / total if total else 0.0
+
+    def fall_back(self, reason: str, *, strict: bool, too_many: bool) -> None:
+        """Count a micro-batch that runs eagerly.
+
+        Args:
+            strict: it must not.
+            too_many: it, or that of another rank, has more documents than the largest capacity.
+        Raises:
+            GraphFallbackError: ``strict``.
+        """
+        if strict:
+            cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
+            why = reason + cure * too_many
+            raise GraphFallbackError(f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {why}.")
+        self.fallbacks[reason] += 1
 
     def sentences(self) -> list[str]:
         """For the console and the report."""

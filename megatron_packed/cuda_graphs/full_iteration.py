@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 
-from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
-from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
@@ -55,10 +54,7 @@ class StaticMicroBatch(MicroBatch):
 
     def __getattribute__(self, name: str) -> object:
         if name in _OF_ONE_PACK:
-            raise HostFactError(
-                f"{name} is another value in every pack, and a CUDA graph would replay the one it was captured with; "
-                "use the tensors of the micro-batch instead."
-            )
+            raise HostFactError(name, "the micro-batch")
         return object.__getattribute__(self, name)
 
 
@@ -279,14 +275,8 @@ class FullIteration:
             self.counters.replays += 1
             self.replay(name, micro_batch, cell)
             return
-        if self.strict:
-            cure = ""
-            if self._bypassed is None and cell.capacity > self.ladder.largest:
-                cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
-            raise GraphFallbackError(
-                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}{cure}."
-            )
-        self.counters.fallbacks[reason] += 1
+        too_many = self._bypassed is None and cell.capacity > self.ladder.largest
+        self.counters.fall_back(reason, strict=self.strict, too_many=too_many)
         self.parts[name](micro_batch.to(self.device, non_blocking=True))
 
     def replay(self, name: str, micro_batch: MicroBatch, cell: Cell) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_packed.cuda_graphs.capture import Captured
-from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.packed.capacity import Cell
@@ -23,10 +23,6 @@ from megatron_packed.packed.params import PackedSeqParams
 UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
 IN_EVALUATION_MODE = "it is in evaluation mode and asked for gradients, and its graphs are those of training"
 WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
-
-
-class GraphFallbackError(RuntimeError):
-    """Something ran, or would run, eagerly where that was forbidden."""
 
 
 class Observation(NamedTuple):

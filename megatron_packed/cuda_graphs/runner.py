@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.cuda_graphs.capture import kept
-from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
-from megatron_packed.cuda_graphs.graphed_module import GraphedModule, GraphFallbackError
+from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.cuda_graphs.transformer_engine import Maker
@@ -161,14 +161,8 @@ class GraphRunner:
             self._check(micro_batch.packed)
             self.counters.replays += 1
             return self.fill(micro_batch, cell)
-        if self.strict:
-            cure = ""
-            if self._bypassed is None and cell.capacity > self.ladder.largest:
-                cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
-            raise GraphFallbackError(
-                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {reason}{cure}."
-            )
-        self.counters.fallbacks[reason] += 1
+        too_many = self._bypassed is None and cell.capacity > self.ladder.largest
+        self.counters.fall_back(reason, strict=self.strict, too_many=too_many)
         self.slots.leave()
         return micro_batch.to(self.device, non_blocking=True)
 

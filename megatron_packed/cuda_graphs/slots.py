@@ -31,7 +31,18 @@ class InFlightError(RuntimeError):
 
 
 class HostFactError(RuntimeError):
-    """A module asked for a number that differs from pack to pack, while it was being captured."""
+    """What is being captured asked for a number that differs from pack to pack.
+
+    Args:
+        name: of the number.
+        instead: what to use.
+    """
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(
+            f"{name} is another value in every pack, and a CUDA graph would replay the one it was captured with; use "
+            f"the tensors of {instead} instead."
+        )
 
 
 _IN_THE_SLOT = frozenset({"cu_seqlens", "seq_idx", "position_ids", "valid", "tables"})
@@ -80,10 +91,7 @@ class StaticPackedSeqParams(PackedSeqParams):
 
     def __getattribute__(self, name: str) -> object:
         if name in _OF_ONE_PACK:
-            raise HostFactError(
-                f"{name} is another value in every pack, and a CUDA graph would replay the one it was captured with; "
-                "use the tensors of PackedSeqParams instead."
-            )
+            raise HostFactError(name, "PackedSeqParams")
         return object.__getattribute__(self, name)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.cuda_graphs.runner import GraphFallbackError
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.chat import ChatFormat, chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, TokenizedDataset, open_dataset

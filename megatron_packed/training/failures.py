@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
-from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.heartbeat import DeviceHangError

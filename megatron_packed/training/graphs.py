@@ -13,9 +13,10 @@ from torch import nn
 from megatron_packed.config.cuda_graph import FULL_ITERATION, MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.audit import audit, audit_whole
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
-from megatron_packed.cuda_graphs.runner import GraphFallbackError, GraphRunner, Refusal
+from megatron_packed.cuda_graphs.runner import GraphRunner, Refusal
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.capture import same_memory
-from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 from megatron_packed.distributed.flat_buffers import FlatBuffers

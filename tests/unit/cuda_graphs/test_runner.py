@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.cuda_graphs.capture import CapturedModule, same_memory
-from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import HostFactError, StaleMetadataError, StaticPackedSeqParams
 from megatron_packed.distributed.flat_buffers import FlatBuffers

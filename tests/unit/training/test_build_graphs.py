@@ -18,7 +18,7 @@ from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
-from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch

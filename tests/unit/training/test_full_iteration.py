@@ -11,8 +11,8 @@ import torch
 from test_build_graphs import GROUPS, LADDER, config_of, job_of, micro_batch, state_hash
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.full_iteration import FullIteration, StaticMicroBatch
-from megatron_packed.cuda_graphs.graphed_module import GraphFallbackError
 from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.train_step import StepValues
