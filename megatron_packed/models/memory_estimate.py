@@ -21,6 +21,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.models.activations import Amounts, Footprint, Kind, Work, ends, footprints
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.recomputed import Recomputed
 
 GIB, MIB = 2**30, 2**20
 CONTEXT = 600 * MIB
@@ -39,11 +40,15 @@ class Keeping(Protocol):
 
     [Note: keeping]
     What does not stay (it is computed again, or comes back from the host) exists again while its layer's own backward
-    pass runs, and nowhere else. Whoever gives it up says here what takes its place.
+    pass runs, and those of the layers behind it that come back together with it, and nowhere else. Whoever gives it up
+    says here what takes its place.
     """
 
     def keeps(self, layer: int, symbol: str, term: str) -> bool:
         """Whether a term of `activations.Footprint.saved` stays."""
+
+    def together(self, layer: int) -> int:
+        """The first of the layers up to this one that come back with it; itself where each comes by itself."""
 
     def instead(self, layers: Sequence[Footprint]) -> int:
         """Bytes that are held all the time in place of what does not stay, such as buffers for its way back."""
@@ -54,6 +59,9 @@ class KeepsAll:
 
     def keeps(self, layer: int, symbol: str, term: str) -> bool:
         return True
+
+    def together(self, layer: int) -> int:
+        return layer
 
     def instead(self, layers: Sequence[Footprint]) -> int:
         return 0
@@ -135,9 +143,9 @@ def estimate(
         graphs: what is captured; None: nothing.
         with_optimizer: whether there are masters and moments.
         communicators: of this rank.
-        keeping: which activations stay on the device; by default all.
+        keeping: which activations stay on the device; by default what the model does not recompute.
     """
-    keeping = keeping or KeepsAll()
+    keeping = keeping or Recomputed(model, work)
     layers, around = footprints(model, work), ends(model, work)
     captured = _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
     peak, pool = _peak(layers, around, keeping, captured, graphs)
@@ -231,13 +239,18 @@ def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
     """The worst of all moments, each with what the parts before it have saved. See [Note: moments]."""
     worst: tuple[int, str, Amounts] = (0, "", {})
     before: Counter[Kind] = Counter()
+    back: Counter[Kind] = Counter()
+    """Of the layers before, what is there again since it comes back with this one."""
     for number, part in parts:
         kept: Counter[Kind] = Counter()
+        given_up: Counter[Kind] = Counter()
         for name, term in part.saved.items():
-            if keeping.keeps(number, part.symbol, name):
-                kept[term.kind] += term.bytes
+            stays = keeping.keeps(number, part.symbol, name)
+            (kept if stays else given_up)[term.kind] += term.bytes
+        if not part.symbol or keeping.together(number) == number:
+            back = Counter()
         for moment in part.moments:
-            amounts = before + Counter(moment.extra)
+            amounts = before + back + Counter(moment.extra)
             for name, term in part.saved.items():
                 if name not in moment.absent:
                     amounts[term.kind] += term.bytes
@@ -245,4 +258,5 @@ def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
             if total > worst[0]:
                 worst = (total, f"{moment.name} in {part.name}" if part.symbol else moment.name, dict(amounts))
         before += kept
+        back += given_up
     return Peak(where=worst[1], amounts=worst[2])

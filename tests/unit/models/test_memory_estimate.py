@@ -6,6 +6,7 @@ from hybrid_cases import VOCAB, tiny_config
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.layout import Layout
+from megatron_packed.config.memory import MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
 from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
@@ -89,11 +90,14 @@ def test_experts_that_follow_the_routing():
 class Inputs:
     """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in place of the rest."""
 
-    def __init__(self, buffers):
-        self.buffers = buffers
+    def __init__(self, buffers, group=1):
+        self.buffers, self.group = buffers, group
 
     def keeps(self, layer, symbol, term):
         return term == "norm.input"
+
+    def together(self, layer):
+        return layer - layer % self.group
 
     def instead(self, layers):
         return self.buffers
@@ -111,9 +115,32 @@ def test_what_does_not_stay_exists_in_its_own_layer_alone():
     assert hidden == 4096 * 32 * 2
     assert of(pattern="----", keeping=Inputs(0)).peak.bytes == 3 * hidden + saved + most
     assert of(pattern="----", keeping=Inputs(1000)).peak.bytes == 3 * hidden + saved + most + 1000
+    # Of two that come back together, the first is there while the second one's backward pass runs.
+    in_pairs = of(pattern="----", keeping=Inputs(0, group=2)).peak.bytes
+    assert in_pairs == 2 * hidden + 2 * saved + most
     around = ends(model, work)
     loss = around.saved_bytes + max(sum(moment.extra.values()) for moment in around.moments if not moment.absent)
     assert of(pattern="----").peak.bytes == max(4 * saved + most, 4 * saved + loss)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
+    """Gradients of the last layer, with its group in place and the inputs of all."""
+    memory = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=size)
+    work = Work(tokens=4096, documents=16, element=2)
+    plain, _ = built({}, "meta", pattern="----")
+    model = HybridModel(
+        plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory
+    )
+    [layer, *_] = footprints(model, work)
+    most = max(
+        sum(moment.extra.values()) - sum(layer.saved[name].bytes for name in moment.absent) for moment in layer.moments
+    )
+    hidden = layer.saved["norm.input"].bytes
+    layout = flat_layout_of(model, Ownership())
+    found = estimate(model, layout, work).peak.bytes
+    assert found == (4 // size - 1) * hidden + size * layer.saved_bytes + most
+    assert found < estimate(plain, layout, work).peak.bytes
 
 
 def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():

@@ -5,16 +5,19 @@ Our Triton kernels run in the interpreter. Libraries that need a GPU have stand-
 """
 
 from contextlib import contextmanager
+from itertools import product as product_of
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_packed.config.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.activations import Work, footprints
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.recomputed import Recomputed
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -97,8 +100,20 @@ def saved_bytes(function, without):
     return sum(size for address, (size, _) in kept.items() if address not in without), result
 
 
-@pytest.mark.parametrize(("pattern", "changes"), CASES.values(), ids=CASES.keys())
-def test_saved_bytes(pattern, changes):
+MODULES = ("core_attn", "layernorm", "moe_act", "mamba", "mlp", "moe", "layernorm mamba mlp moe core_attn")
+RECOMPUTED = [
+    (case, modules)
+    for case, modules in product_of(("MLP", "rope", "Mamba", "experts, losses and a shared one"), MODULES)
+    if any(RECOMPUTED_IN.get(module, CASES[case][0]) == CASES[case][0] for module in modules.split())
+]
+
+
+@pytest.mark.parametrize(("case", "modules"), [*((case, "") for case in CASES), *RECOMPUTED])
+def test_saved_bytes(case, modules):
+    pattern, changes = CASES[case]
+    memory = MemoryConfig()
+    if modules:
+        memory = MemoryConfig(recompute_granularity="selective", recompute_modules=tuple(modules.split()))
     values = {
         "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
         "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
@@ -107,7 +122,8 @@ def test_saved_bytes(pattern, changes):
         "squared_relu": True, "position_embedding_type": "none",
     } | changes  # fmt: skip
     model = HybridModel(
-        ModelConfig(**values), vocab_size=64, max_positions=TOKENS, dtype=torch.bfloat16, backends=TRITON
+        ModelConfig(**values), vocab_size=64, max_positions=TOKENS, dtype=torch.bfloat16, backends=TRITON,
+        memory=memory,
     ).train()
     buffers = FlatBuffers(model)
     pack = MicroBatch.build([([1] * (TOKENS // 2), None)] * 2, TOKENS)
@@ -119,8 +135,12 @@ def test_saved_bytes(pattern, changes):
         found, _result = saved_bytes(
             lambda: model.layers[0](hidden, packed), {t.untyped_storage().data_ptr() for t in shared}
         )
-    [layer] = footprints(model, Work(tokens=TOKENS, documents=2, element=2))
+    work = Work(tokens=TOKENS, documents=2, element=2)
+    [layer], keeping = footprints(model, work), Recomputed(model, work)
+    expected = sum(term.bytes for name, term in layer.saved.items() if keeping.keeps(0, pattern, name))
+    expected += keeping.instead([layer])
     if pattern == "E":  # masks and counts of single bytes and tokens are not terms of their own
-        assert layer.saved_bytes == pytest.approx(found, rel=0.03)
+        assert expected == pytest.approx(found, rel=0.03)
     else:
-        assert layer.saved_bytes == found
+        assert expected == found
+    assert bool(modules) == (expected < layer.saved_bytes)
