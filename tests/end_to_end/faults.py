@@ -20,6 +20,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
 from megatron_packed.distributed import failure_watch, groups
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.heartbeat import Heartbeat
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -270,6 +271,24 @@ def damaged_block(micro_batch: int, rank: int) -> None:
 
     if int(os.environ["RANK"]) == rank:
         on_call(Loader, "_prepare", micro_batch, damage)
+
+
+class _Done:
+    """An event of a device that is never behind."""
+
+    def query(self) -> bool:
+        return True
+
+
+def watched(patience: float, site: tuple[Any, str], call: int, seconds: float) -> None:
+    """As on a GPU that others wait for: a thread ends the run when nothing moves. And the ``call``-th call of a method
+    begins after so many seconds."""
+
+    def heartbeat_of(_: Any, report: Callable[[Exception], int]) -> Heartbeat:
+        return Heartbeat(patience, lambda error: os._exit(report(error)), _Done)
+
+    pretrain.heartbeat_of = heartbeat_of
+    on_call(*site, call, lambda _: time.sleep(seconds))
 
 
 def while_waiting(fault: Callable[[], None], rank: int) -> None:

@@ -23,12 +23,15 @@ from faults import (
     sleep_at,
     stop_at,
     stop_beside_gpus,
+    watched,
     while_waiting,
     without_agent,
 )
 from runs import Data, Finished, in_folder, run, start, steps, tiny_options, torchrun
 
+from megatron_packed.data.loader import Loader
 from megatron_packed.distributed.failure_watch import PATIENCE_SECONDS
+from megatron_packed.training.train_step import TrainStep
 
 UNFORESEEN, DATA, LEAK, OUT_OF_MEMORY = 1, 3, 21, 22
 SOON = 30.0
@@ -159,6 +162,21 @@ def test_a_gpu_that_waits_for_a_stopped_process(options: dict[str, Any], tmp_pat
     # In the loop that waits for a step it can ask the GPU, in the driver it cannot.
     where = r"training/late_metrics.*, its GPU in nccl:\w+ over tp|\w+/.*: \w+, in step"
     assert re.search(rf"{SILENT}; rank 0 was in ({where})", written["reason"]), written
+
+
+@pytest.mark.parametrize(
+    ("site", "code"),
+    [((Loader, "micro_batches"), 0), ((TrainStep, "forward_backward"), UNFORESEEN)],
+    ids=["loads data", "is in a step"],
+)
+def test_a_run_that_stands_still_where_a_gpu_would(
+    site: tuple[Any, str], code: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Packing an epoch and reading it takes the time that it takes."""
+    fault = partial(watched, 1.0, site, 1, 2.0)
+    finished = run({**options, "train_iters": 2}, tmp_path, 1, fault)
+    assert finished.exit_code == code, finished.console
+    assert ("another process was lost in step 1: the GPU has made no progress" in finished.console) == (code != 0)
 
 
 def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
