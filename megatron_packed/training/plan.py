@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.memory import MemoryConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.segments import Segments
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
@@ -109,7 +111,8 @@ def changes(config: RunConfig, world_size: int, vocab_size: int, documents: int,
     found: list[Change] = []
     while now > limit and len(found) < _ROUNDS:
         best: tuple[int, str, RunConfig] | None = None
-        for choices in (_other_layouts(config, world_size), _smaller_packs(config)):
+        alike = chain(_other_layouts(config, world_size), _recomputations(config))
+        for choices in (alike, _smaller_packs(config)):
             for flag, other in choices:
                 total = usual(estimates(other, world_size, vocab_size, documents)).total
                 if total < 0.99 * now and (best is None or total < best[0]):
@@ -152,6 +155,21 @@ def _valid(config: RunConfig, world_size: int, flag: str, **values: Any) -> Iter
         return
     if other.packing.global_batch_size % (other.packing.micro_batch_size * other.data_parallel_size(world_size)) == 0:
         yield flag, other
+
+
+def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Of the core of attention, and of whole layers, where nothing is computed again yet."""
+    if config.memory.recompute_granularity is not None:
+        return
+    for values in (
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ):
+        flag = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+        try:
+            yield flag, replace(config, memory=MemoryConfig(**values))
+        except ConfigError:
+            continue
 
 
 def _smaller_packs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

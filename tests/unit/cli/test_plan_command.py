@@ -95,6 +95,19 @@ def test_what_to_change_is_found_by_estimating_again(capsys):
     assert "No option of this run makes it fit on so many ranks" in capsys.readouterr().out
 
 
+def test_recomputation_is_counted(capsys):
+    layers = [word if word != "M-*-" else "*-*-" for word in SMALL]
+    flags, bytes_of = [*layers, "--micro-batch-size", 32, "--position-embedding-type", "rope"], []
+    for memory in ([], ["selective"], ["full", "--recompute-method", "uniform", "--recompute-num-layers", 1]):
+        asked = ["--recompute-granularity", *memory] if memory else []
+        found = plan(capsys, *flags, *asked)
+        bytes_of.append(found["ranks"]["every rank"]["bytes"]["activations"])
+    assert bytes_of[0] > bytes_of[1] > bytes_of[2]
+    limit = found["ranks"]["every rank"]["bytes"]["total"] / 2**30
+    [change] = plan(capsys, *flags, "--gpu-memory-gib", limit)["changes"]
+    assert change["flag"] == " ".join(["--recompute-granularity", *map(str, memory)])
+
+
 def test_flops_follow_the_lengths(capsys, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("100\n300\n\n5000\n")
