@@ -286,17 +286,20 @@ def test_transformer_engine_layers(right, monkeypatch, change: str, installed: b
         ("--device cpu", True, "captures on GPUs only, and --device is cpu", "give local, which runs eagerly"),
         ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
         ("--recompute-activations", True, "recomputation inside graphs", "give --cuda-graph-impl local"),
+        ("^2 --tensor-model-parallel-size 2", True, "no collectives, and --tensor-model-parallel-size (2)", "local or"),
+        ("^2 --context-parallel-size 2", True, "no collectives, and --context-parallel-size (2)", "full_iteration"),
+        (f"^2 {MOE} --expert-model-parallel-size 2", True, "no collectives, and --expert-model", "full_iteration"),
         ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
     ],
 )
 def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: bool, rule: str, cure: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
-    argv, _ = command_line(right, f"--cuda-graph-impl transformer_engine {change}")
+    argv, world_size = command_line(right, f"{change} --cuda-graph-impl transformer_engine")
     if not rule:
-        assert parse(argv).cuda_graph.by_engine
+        assert parse(argv, world_size).cuda_graph.by_engine
         return
     with pytest.raises(ConfigError) as caught:
-        parse(argv)
+        parse(argv, world_size)
     (problem,) = caught.value.problems
     assert problem.option == "--cuda-graph-impl" and rule in problem.rule and cure in problem.cure, str(problem)
 
