@@ -22,6 +22,8 @@ from megatron_packed.training.exit_codes import ExitCode
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
+_GLOO_IS_CUT_OFF = ("gloo/transport", "Application timeout caused pair closure")
+"""The source file of most errors, and what a collective is told whose connection another one gave up."""
 _NO_MEMORY = ("out of memory", "can't allocate memory")
 
 
@@ -77,7 +79,7 @@ def is_lost_connection(error: Exception) -> bool:
     """Whether another process is gone or hangs. Gloo's errors have no class of their own, but name its source file."""
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
-    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO_IS_CUT_OFF)
 
 
 def speak(error: Exception, status_folder: str | None, failure: Failure) -> None:

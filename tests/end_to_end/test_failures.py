@@ -215,7 +215,7 @@ def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], 
         pytest.param(
             OVERLAP, partial(stop_at, "before a forward pass", 5, 1, HANGS_FOR), 3,
             SILENT + r"; rank 0 was in (all_gather|reduce_scatter) over all ranks \(ranks 0, 1\), called by "
-            r"(models/hybrid_model\.py: hidden_states|training/train_step\.py: (_reduce|last_micro_batch)), in step 3",
+            r"(models/hybrid_model\.py|training/train_step\.py): \w+, in step 3\.",
             id="stopped-overlap",
         ),
         pytest.param(
@@ -243,7 +243,7 @@ def test_a_rank_that_hangs(
     assert finished.exit_codes[0] == UNFORESEEN, finished.console
     written = status(tmp_path)
     rank = 1 if "does not answer" in where else 0
-    assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, step)
+    assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, step), written
     assert f"another process was lost on rank 0 in step {step}: " in written["reason"]
     assert re.search(where, written["reason"]), written["reason"]
     assert finished.console.count(written["reason"]) == 1 and "Traceback" not in finished.console
