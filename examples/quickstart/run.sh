@@ -7,6 +7,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ ! -e runs/quickstart/data/valid.jsonl ]; then
   python examples/quickstart/stdlib_qa.py runs/quickstart/data
 fi
-torchrun --nproc_per_node 2 --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
+# torchrun by its module: the torch of an outer environment leaves no command in this one.
+python -m torch.distributed.run --nproc_per_node 2 --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
   pretrain_hybrid.py @examples/quickstart/sft.args "$@"
 python examples/quickstart/finish.py @examples/quickstart/sft.args "$@"
