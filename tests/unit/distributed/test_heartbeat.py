@@ -138,3 +138,15 @@ def test_nothing_is_told_behind_the_end() -> None:
         heartbeat.beat()
     time.sleep(2 * PATIENCE)
     assert not hangs.errors
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete", True),
+        ("Application timeout caused pair closure.", True),  # what the second of two collectives under way is told
+        ("shapes do not match", False),
+    ],
+)
+def test_what_gloo_says_of_a_lost_process(text: str, lost: bool) -> None:
+    assert is_lost_connection(RuntimeError(text)) is lost
