@@ -59,10 +59,11 @@ class SavedByAutograd:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         anchor = torch.empty(0, requires_grad=True)
-        self._saved: Any = _Save.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        # The output, and not its node: up to torch 2.11 a node that only Python holds has let go of what it saved.
+        self._output: Any = _Save.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
     def take(self) -> Sequence[Tensor]:
-        tensors, self._saved = self._saved.saved_tensors, None
+        tensors, self._output = self._output.grad_fn.saved_tensors, None
         return cast(Sequence[Tensor], tensors)
 
 
