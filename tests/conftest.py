@@ -1,9 +1,10 @@
-"""Shared by all tests: one thread per process, and GPU tests skip with their reason."""
+"""Shared by all tests: one thread per process, their order, and GPU tests skip with their reason."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +19,20 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 
+FIRST = ("end_to_end", "distributed")
+"""Folders whose tests begin: a file of theirs may take a minute, and at the end one processor would wait for it."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``: one per processor, and none beside this process where a GPU is there, which tests have alone."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = Path(__file__).parent
+    order = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(folders).parts[0], len(FIRST)))
     count = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("multi_gpu") and count < 2:

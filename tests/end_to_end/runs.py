@@ -33,7 +33,10 @@ SCRIPT = REPOSITORY / "pretrain_hybrid.py"
 TIMEOUT = 120.0
 """Seconds after which a run counts as hanging. One lasts a few seconds on an idle machine."""
 
-_PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.training.pretrain"]
+_PRELOAD = [
+    "torch", "torch.distributed.device_mesh", "numpy.random", "triton", "megatron_packed.config.flags",
+    "megatron_packed.training.pretrain",
+]  # fmt: skip
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
 """Of runs in different layouts, which add in another order."""
 _TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib", "dp_imbalance")
