@@ -46,9 +46,13 @@ def partial_sums(step, count, seed=0):
     }
 
 
-@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
-@pytest.mark.parametrize("has_main_grads", [(False, False, False), (True, True, True), (False, True, False)])
-def test_chunk_sum_and_its_adjoint(lengths, has_main_grads):
+SOME_MAIN_GRADS = (False, True, False)
+SUMS = [*((name, SOME_MAIN_GRADS) for name in PACKS), *(("tail", has) for has in ((False,) * 3, (True,) * 3))]
+
+
+@pytest.mark.parametrize(("name", "has_main_grads"), SUMS)
+def test_chunk_sum_and_its_adjoint(name, has_main_grads):
+    lengths = PACKS[name]
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
     dt = 4 * normal(tokens, HEADS + 5)[:, 3 : 3 + HEADS]  # a strided slice; steps from 1e-6 to 12
     A_log, bias, D = 2 * torch.rand(HEADS), normal(HEADS, seed=1) - 3, normal(HEADS, seed=2)
@@ -132,8 +136,7 @@ def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
     assert relative_error((weight.main_grad - 7) / 2, want) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [None, 7, 50], ids=["a row for each route", "fewer rows", "more rows"])
-@pytest.mark.parametrize("tail", [0, 3, 13])
+@pytest.mark.parametrize(("tail", "rows"), [(0, None), (3, None), (3, 7), (3, 50), (13, 50)])
 def test_permute_kernels(monkeypatch, tail, rows):
     monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)  # several steps and a rest
     tokens, channels, routes, experts = 13, 40, 3, 5

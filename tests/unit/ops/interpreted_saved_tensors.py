@@ -21,7 +21,7 @@ from megatron_packed.models.recomputed import Recomputed
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
 
-TOKENS, CHUNK = 64, 16
+TOKENS, CHUNK = 32, 16
 TRITON = dict.fromkeys(("rms_norm", "gated_rms_norm", "activation", "rope", "permute"), "triton")
 CASES = {
     "MLP": ("-", {}),
