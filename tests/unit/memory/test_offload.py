@@ -1,0 +1,328 @@
+"""Inputs of recomputed functions in host memory: the same gradients to the bit, and memory as sizes of tensors say."""
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from late_streams import ORDERS, LateStreams
+from torch import nn
+
+from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
+
+CPU, D, LAYERS = torch.device("cpu"), 4, 6
+
+
+class Layer(nn.Module):
+    """Two inputs, of two dtypes; dropout when told."""
+
+    def __init__(self, number):
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.weight = nn.Parameter(torch.randn(D, D, generator=generator))
+        self.dropout = 0.0
+
+    def forward(self, x_TD, scale_T1, weights):
+        hidden = torch.tanh(x_TD @ self.weight) * scale_T1.float()
+        return x_TD + nn.functional.dropout(hidden, self.dropout, self.training) * weights
+
+
+class Model(nn.Module):
+    """Layers that are recomputed, each from inputs that ``keep`` has; None: nothing is recomputed."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(10 * seed + number) for number in range(LAYERS))
+        self.keep, self.fail_at, self.watch = None, None, lambda number: None
+
+    def forward(self, x_TD):
+        scale_T1 = x_TD.detach().abs().mean(dim=1, keepdim=True).bfloat16()
+        for number, layer in enumerate(self.layers):
+            if number == self.fail_at:
+                raise KeyError("in mid-forward")
+            self.watch(number)
+            run = layer if self.keep is None else partial(checkpoint, layer, rewind=True, keep=self.keep)
+            x_TD = run(x_TD, scale_T1.detach() * (1 + number), 0.5)
+        return x_TD.square().sum()
+
+
+def pack(rows, seed=0):
+    return torch.randn(rows, D, generator=torch.Generator().manual_seed(100 * rows + seed))
+
+
+def train(models):
+    """Steps as trainers have them, of two models in turns; all gradients and losses."""
+    found = []
+
+    def backward(loss):
+        loss.backward()
+        found.append(loss.detach())
+
+    for step, rows in enumerate((5, 8, 3, 9, 9, 2)):
+        for model in models:
+            for layer in model.layers:
+                layer.dropout = 0.3 if step == 3 else 0.0
+            torch.manual_seed(step)
+            backward(model(pack(rows)))  # accumulation: the gradients of all micro-batches of all steps add up
+            with torch.no_grad():
+                found.append(model.eval()(pack(rows + 1)))
+            in_flight = [model.train()(pack(rows, seed)) for seed in range(3)]
+            model.fail_at = step % LAYERS
+            with pytest.raises(KeyError):
+                model(pack(rows, 7))
+            model.fail_at = None
+            for number in (1, 0, 2)[: 3 - step % 2]:  # one is dropped without its backward pass
+                backward(in_flight[number])
+            del in_flight
+        losses = [model(pack(rows, 5)) for model in models]
+        for loss in losses:
+            backward(loss)
+        for model in models:
+            if model.keep is not None:
+                model.keep.__self__.end_step()
+    return [*found, *(parameter.grad for model in models for parameter in model.parameters())]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train([Model(1), Model(2)])
+
+
+def offloader(streams=None, **options):
+    return Offload(CPU, **{"min_elements": 1, "streams": streams, **options})
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+@pytest.mark.parametrize("order", [None, *ORDERS[::3]], ids=lambda order: "host" if order is None else order[0])
+def test_gradients_are_those_of_none(buffers, order, expected):
+    """Over growing, shrinking and changing sizes, accumulation, evaluation between, exceptions, several passes in
+    flight, two models in turns; with copies that are as late as they may be."""
+    models = [Model(1), Model(2)]
+    offloads = [offloader(None if order is None else LateStreams(order, prompt=True), buffers=buffers) for _ in models]
+    for model, offload in zip(models, offloads):
+        model.keep = offload.keep
+    found = train(models)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [offload.buffers.now for offload in offloads] == [buffers] * 2
+
+
+def test_small_tensors_and_others_of_the_same_bundle():
+    offload = offloader(min_elements=20)
+    small, large = pack(4), pack(5)
+    kept = offload.keep([small, large, small])
+    assert isinstance(offload.keep([small]), SavedByAutograd)
+    taken = kept.take()
+    assert taken[0] is small and taken[2] is small and torch.equal(taken[1], large)
+    assert offload.pool.num_bytes == 512
+
+
+def test_writing_to_what_was_put_away_is_an_error():
+    for then in ("take", "keep"):
+        offload, tensor = offloader(), pack(5)
+        kept = offload.keep([tensor])
+        tensor.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.take() if then == "take" else offload.keep([pack(5)])
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
+    """Of the forward pass: those whose copies nobody has waited for. Of the backward pass: one in use, others ahead."""
+    streams = LateStreams(prompt=True)
+    offload = offloader(streams, forced=buffers)
+    rows, kept, sources, most = 7, [], [], 0
+    size = rows * D * 4
+    for number in range(8):
+        source = pack(rows, number)
+        sources.append(weakref.ref(source))
+        kept.append(offload.keep([source]))
+        del source
+        assert sum(source() is not None for source in sources) == min(buffers, number + 1)
+    assert streams.host_bytes == offload.pool.num_bytes == 8 * 512 and offload.pool.pinned == 8
+    for number in reversed(range(8)):
+        (tensor,) = kept.pop().take()
+        assert torch.equal(tensor, pack(rows, number))
+        held = sum(source() is not None for source in sources)
+        del tensor
+        most = max(most, streams.device_bytes + held * size)
+    # What was still there is never loaded.
+    assert streams.allocations["device"] == 8 - buffers
+    assert streams.most_device_bytes == min(buffers, 8 - buffers) * size
+    assert most <= buffers * size
+    for number in range(8):  # the same blocks again
+        kept.append(offload.keep([pack(rows, number)]))
+    assert offload.pool.pinned == 8
+
+
+def test_a_buffer_that_somebody_holds_is_not_written_to():
+    offload = offloader(LateStreams(prompt=True), forced=2)
+    kept = [offload.keep([pack(5, number)]) for number in range(8)]
+    taken = [one.take()[0] for one in reversed(kept)]
+    assert all(torch.equal(tensor, pack(5, number)) for tensor, number in zip(taken, reversed(range(8))))
+
+
+def test_host_memory_follows_the_largest_micro_batch_and_not_the_history():
+    streams = LateStreams(prompt=True)
+    offload = offloader(streams)
+    for rows in (64, 200, 100, 300, 50):
+        kept = [offload.keep([pack(rows, number)]) for number in range(4)]
+        while kept:
+            kept.pop().take()
+        offload.join()
+        streams.drain()
+    largest = -(-300 * D * 4 // 512) * 512
+    assert streams.host_bytes == offload.pool.num_bytes == 4 * largest
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_everything_is_given_back(how):
+    streams = LateStreams(prompt=True)
+    offload, model = offloader(streams, forced=2), Model()
+    model.keep = offload.keep
+    loss = model(pack(9))
+    model(pack(5)).backward()
+    getattr(offload, how)()
+    # One forward pass waits for its backward pass: that much stays, and goes when it is dropped.
+    assert streams.host_bytes == LAYERS * 1024 and streams.device_bytes == 0
+    model(pack(5)).backward()
+    of_a_row = D * 4 + 2
+    assert streams.copies["out"] == LAYERS * (9 + 5 + (5 if how == "reset" else 0)) * of_a_row
+    loss.backward()
+    del loss
+    offload.reset()
+    assert streams.host_bytes == streams.device_bytes == offload.pool.num_bytes == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ no memory
+
+
+def gradients(streams, buffers=3, steps=4, **options):
+    model, offload = Model(), offloader(streams, buffers=buffers, **options)
+    model.keep, said = offload.keep, []
+    offload._say = said.append
+    for rows in range(4, 4 + steps):
+        model(pack(rows)).backward()
+        offload.join()
+        offload.end_step()
+    return [parameter.grad for parameter in model.parameters()], offload, said
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = Model()
+    for rows in range(4, 8):
+        model(pack(rows)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
+    _, offload, said = gradients(free := LateStreams(prompt=True))
+    assert free.allocations["device"] > 10 and offload.buffers.now == 3
+    assert said == ["offload: 2 device buffers of 0.0 MiB", "offload: 3 device buffers of 0.0 MiB"]
+    for number in range(free.allocations["device"]):
+        found, offload, said = gradients(LateStreams(prompt=True, fail_device=[number]))
+        assert all(map(torch.equal, found, plain)), number
+        assert offload.buffers.now < 3 and any("device memory is short" in sentence for sentence in said)
+    for number in range(free.allocations["host"]):
+        found, offload, said = gradients(LateStreams(prompt=True, fail_host=[number]))
+        assert all(map(torch.equal, found, plain)), number
+        assert offload.buffers.now == 3 and sum("stay on the device" in sentence for sentence in said) == 1
+
+
+@pytest.mark.parametrize("kind", ["fail_device", "fail_host"])
+def test_other_errors_are_not_swallowed(kind):
+    with pytest.raises(RuntimeError, match="of another kind"):
+        gradients(LateStreams(prompt=True, **{kind: {3: RuntimeError("of another kind")}}))
+
+
+def test_without_any_device_memory_the_error_is_told():
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(LateStreams(prompt=True, fail_device=range(100)))
+
+
+def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
+    """And come back some steps after memory was short."""
+    size, counts = 2 * 512, []  # two inputs in a bundle
+    streams = LateStreams(prompt=True, free=size + 2**20)
+    _, offload, _ = gradients(streams, headroom_mib=1, buffers=8)
+    assert offload.buffers.now == 1  # it must exceed
+    streams.free += 1
+    for _ in range(3):
+        offload.end_step()
+        counts.append(offload.buffers.now)
+    offload.buffers.shrink(2)
+    for _ in range(10):
+        offload.end_step()
+        counts.append(offload.buffers.now)
+    offload.buffers.shrink(1)
+    for _ in range(17):
+        offload.end_step()
+        counts.append(offload.buffers.now)
+    assert counts == [2, 3, 4, *[2] * 7, 3, 4, 5, *[1] * 15, 2, 3]
+
+
+def test_what_is_forced_and_what_cannot_gain():
+    for forced in (3, 1):
+        _, offload, _ = gradients(None, forced=forced, buffers=2)
+        assert offload.buffers.now == forced and offload.pool.pinned > 0
+
+    class Unified(LateStreams):
+        def unified(self):
+            return True
+
+    for streams, options, reason in ((None, {"forced": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
+                                     (Unified(), {}, "share their memory")):  # fmt: skip
+        said = []
+        offload = offloader(streams, say=said.append, **options)
+        assert isinstance(offload.keep([pack(5)]), SavedByAutograd)
+        assert len(said) == 1 and reason in said[0] and reason in offload.off
+
+
+class Clocked(LateStreams):
+    """A copy takes ``copy`` ms of its stream, and what is computed before something is loaded ``compute`` of its."""
+
+    def __init__(self, copy, compute, **options):
+        super().__init__(prompt=True, **options)
+        self.copy_ms, self.compute_ms, self.now = copy, compute, dict.fromkeys(self.queues, 0.0)
+
+    def clock(self):
+        return self.current, self.now[self.current]
+
+    def copy(self, target, source):
+        super().copy(target, source)
+        self.now[self.current] += self.copy_ms
+
+    def empty(self, count, dtype):
+        self.now[self.current] += self.compute_ms
+        return super().empty(count, dtype)
+
+    def done(self, mark):
+        return True
+
+    def milliseconds(self, begin, end):
+        return end[1] - begin[1]
+
+
+def test_what_is_measured_is_known_one_step_late():
+    streams = Clocked(copy=2.0, compute=5.0)
+    _, offload, _ = gradients(streams, steps=1, forced=1)
+    assert offload.figures is None
+    offload.end_step()
+    figures = offload.figures
+    assert figures.buffers == 1 and figures.moved_mib == LAYERS * 1024 / 2**20
+    assert figures.loaded_mib == (LAYERS - 1) * 1024 / 2**20
+    assert figures.put_ms == figures.load_ms == 4.0  # of two tensors each
+    assert figures.load_gb_per_s == pytest.approx(1024 / 4e-3 / 1e9) and figures.hidden == 1.0
+    assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
+
+
+def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
+    needed = LAYERS * 1024
+    for free, off in ((needed, False), (needed + 1, True)):
+        _, offload, said = gradients(Clocked(copy=9.0, compute=0.1, free=free), headroom_mib=0)
+        assert (offload.off is not None) == off and off == any("a copy back takes 18.00 ms" in one for one in said)
