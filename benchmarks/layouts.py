@@ -349,7 +349,7 @@ def main() -> None:
             if rank == 0 and found is not None:
                 one = result["layouts"].get(ONE, found)
                 result["layouts"][name] = found if "failed" in found else compared(found, one)
-                harness.save(f"layouts_{world}", results, folder=arguments.results)
+                harness.save(f"layouts_{world}_{model}", {model: result}, folder=arguments.results)
                 print(f"{model}, {name}: {harness.shown(harness.plain(found).get('step_ms'))} ms", flush=True)
     problems = problems_of(results) if rank == 0 else []
     if rank == 0:

@@ -134,10 +134,11 @@ TABLES = {
     "full_step_memory": Table("full_step.py", "full_step", full_step.memory_rows_of),
     "graph_runs_equal": Table("graph_runs.py", "graph_runs", graph_runs.equal_rows_of),
     "graph_runs_epochs": Table("graph_runs.py", "graph_runs", graph_runs.epoch_rows_of),
-    "layouts_2": Table("layouts.py", "layouts_2", layouts.rows_of),
-    "layouts_2_graphs": Table("layouts.py", "layouts_2", layouts.graph_rows_of),
-    "layouts_4": Table("layouts.py", "layouts_4", layouts.rows_of),
-    "layouts_4_graphs": Table("layouts.py", "layouts_4", layouts.graph_rows_of),
+    **{
+        f"layouts_{world}_{model}{suffix}": Table("layouts.py", f"layouts_{world}_{model}", rows)
+        for world in layouts.LAYOUTS for model in layouts.MODELS
+        for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
+    },
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
     "capacity_cost_mamba": Table("capacity_cost.py", "capacity_cost", capacity_cost.mamba_rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),

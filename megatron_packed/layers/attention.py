@@ -135,6 +135,8 @@ class Attention(nn.Module):
         super().__init__()
         attended_heads(config, tp, cp)  # refuses heads that do not divide
         self.cp, self.recompute_core = cp, recompute_core
+        # Kernels of attention move the generator although nothing is drawn for them, and dropout would notice.
+        self.dropout_around = config.hidden_dropout > 0
         self.peers = Peers(
             rank=cp.rank,
             size=cp.size,
@@ -162,7 +164,9 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
         qkv_TO = self.qkv(x_TD)
-        return self.proj(checkpoint(self._core, qkv_TO, packed) if self.recompute_core else self._core(qkv_TO, packed))
+        if not self.recompute_core:
+            return self.proj(self._core(qkv_TO, packed))
+        return self.proj(checkpoint(self._core, qkv_TO, packed, rewind=self.dropout_around))
 
     def _core(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, O)`` of queries, keys and values -> ``(T, N H)``."""

@@ -1,7 +1,7 @@
 """What of a layer the backward pass computes again: ``--recompute-granularity`` and its friends.
 
-Random numbers are drawn by the layers alone (dropout of what a mixer adds to the hidden state), so only whole layers
-rewind them.
+Random numbers are drawn by the layers alone (dropout of what a mixer adds to the hidden state), so whole layers rewind
+them; so does the core of attention, whose kernels move the generator without need.
 """
 
 from __future__ import annotations

@@ -14,20 +14,23 @@ nor on which other parameters exist, nor on how a parallel layout cuts the tenso
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
 import torch
 from torch import Generator, Tensor, nn
 
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.distributed.sharding import sharded_parameters
+from megatron_packed.distributed.sharding import ShardedParameter, sharded_parameters
 
 Fill = Callable[[Tensor, Generator, ModelConfig], None]
 
 A_RANGE = (1.0, 16.0)
 DT_RANGE = (1e-3, 1e-1)
 DT_FLOOR = 1e-4
+MOST_THREADS = 8
 
 
 def _normal(value: Tensor, generator: Generator, config: ModelConfig) -> None:
@@ -108,14 +111,28 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     return value
 
 
-@torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Fill every parameter of ``model``, in place, one at a time, with this rank's part of the whole tensor.
+    """Fill every parameter of ``model``, in place, with this rank's part of the whole tensor.
 
+    Tensors are drawn side by side, each by one thread: a generator cannot be shared out, and billions of values take
+    minutes one after another. No more than a few whole tensors exist at a time.
     On the meta device, where there are no values, nothing is drawn.
     """
     if all(parameter.is_meta for parameter in model.parameters()):
         return
-    for name, sharded in sharded_parameters(model, tp_rank, tp_size).items():
+
+    @torch.no_grad()  # of a thread
+    def fill(name: str, sharded: ShardedParameter) -> None:
         value = initial_value(name, sharded.stored_shape, config, seed)
         sharded.parameter.copy_(sharded.shard.take(sharded.shard.pad(value)))
+
+    parameters = sharded_parameters(model, tp_rank, tp_size)
+    with ThreadPoolExecutor(_threads()) as pool:
+        for _ in pool.map(fill, parameters.keys(), parameters.values()):
+            pass  # raises what a thread raised
+
+
+def _threads() -> int:
+    """This process's share of the host's cores, and not so many that their tensors fill its memory."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(len(os.sched_getaffinity(0)) // processes, 1), MOST_THREADS)

@@ -24,7 +24,7 @@ def test_two_processes_do_what_one_does(tmp_path):
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads((tmp_path / "layouts_2.json").read_text())["results"]["hybrid1b_moe"]["layouts"]
+    found = json.loads((tmp_path / "layouts_2_hybrid1b_moe.json").read_text())["results"]["hybrid1b_moe"]["layouts"]
     assert list(found) == [layouts.ONE, "tp2 sp", "ep2 allgather"]
     for one in found.values():
         assert len(one["loss"]) == layouts.QUICK_STEPS and one["loss"][-1] < one["loss"][0]
