@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 
-FIRST = ("end_to_end", "distributed")
+FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")
 """Folders whose tests begin: a file of theirs may take a minute, and at the end one processor would wait for it."""
 
 
@@ -30,9 +30,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = Path(__file__).parent
-    order = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(folders).parts[0], len(FIRST)))
+    root = Path(__file__).parent
+    first = [root / name for name in FIRST]
+    items.sort(key=lambda item: next((i for i, folder in enumerate(first) if folder in item.path.parents), len(first)))
     count = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("multi_gpu") and count < 2:

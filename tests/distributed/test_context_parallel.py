@@ -358,15 +358,15 @@ def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list
         model = build(run, groups)
         moved = {"loss": 0.0, "input gradients": 0.0, "own": 0.0}
         for lengths in (CUT if run.comm_type == "a2a" else CUT_ALIGNED).values():
+            batch = pack(lengths, run)
+            seen = without_boundaries(batch) if joined else batch
+            before = observe(model, seen)
             for changed in range(0, len(lengths), 2):
-                batch = pack(lengths, run)
                 changed_T = batch.packed.seq_idx[0] == changed
                 other = batch.with_buffer(batch.buffer.clone())
                 other.tokens.add_(changed_T.int()).remainder_(cases.VOCAB)
-                if joined:
-                    batch, other = without_boundaries(batch), without_boundaries(other)
-                before, after = observe(model, batch), observe(model, other)
-                changed_T = model.cp.own(changed_T, batch.packed)
+                after = observe(model, without_boundaries(other) if joined else other)
+                changed_T = model.cp.own(changed_T, seen.packed)
                 for name, value in before.items():
                     own_T = changed_T
                     if name == "input gradients" and run.sequence_parallel:

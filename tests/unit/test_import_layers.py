@@ -86,4 +86,4 @@ def test_import_costs_at_most_half_a_second_over_torch(attempts):
         "import time, torch, sys; start = time.perf_counter(); import megatron_packed;"
         "megatron_packed.HybridModel; megatron_packed.MicroBatch; print(time.perf_counter() - start)"
     )
-    assert min(float(run_python(code)) for _ in range(attempts)) < 0.5
+    assert any(float(run_python(code)) < 0.5 for _ in range(attempts))

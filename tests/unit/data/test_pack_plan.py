@@ -35,8 +35,7 @@ def as_sets(step):
 
 def test_the_stream_is_one_epoch_after_the_other():
     ours = plan()
-    stream = [PACKER.pack(SEGMENTS.length, 7, epoch)[pack].tolist()
-              for epoch in range(4) for pack in range(len(PACKER.pack(SEGMENTS.length, 7, epoch)))]  # fmt: skip
+    stream = [pack.tolist() for epoch in range(4) for pack in PACKER.pack(SEGMENTS.length, 7, epoch)]
     steps = len(stream) // 8
     assert steps * 8 % len(ours.epoch(0)), "a step must span two epochs for this test to mean anything"
     for step in range(steps):
