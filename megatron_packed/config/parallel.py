@@ -164,13 +164,13 @@ def parallel_rules(
     parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
     """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for all sections."""
-    yield from _dense_rules(parallel, model, packing, graphs, sound)
+    yield from _dense_rules(parallel, model, packing, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
         yield from _expert_rules(parallel, model, packing, graphs, sound)
 
 
 def _dense_rules(
-    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, graphs: CudaGraphConfig, sound: Sound
+    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
 ) -> Iterator[Problem]:
     if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         return
@@ -186,22 +186,6 @@ def _dense_rules(
         yield from _shared_out(cp_flag, cp, exchanged, instead)
     if sound("packing.seq_length", "packing.micro_batch_size"):
         yield from _row_rules(parallel, packing, sound)
-    if sound("cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules", "parallel.expert_model_parallel_size"):
-        yield from _engine_rules(parallel, graphs)
-
-
-def _engine_rules(parallel: ParallelConfig, graphs: CudaGraphConfig) -> Iterator[Problem]:
-    """TransformerEngine runs a pass of its own for each capture: behind one that failed on one rank alone, ranks would
-    meet in different collectives."""
-    sizes = {
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
-        "--context-parallel-size": parallel.context_parallel_size,
-        "--expert-model-parallel-size": parallel.expert_model_parallel_size if graphs.captures_experts else 1,
-    }
-    flag, size = max(sizes.items(), key=lambda item: item[1])
-    if graphs.by_engine and size > 1:
-        yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"captures no collectives, and {flag} ({size}) puts "
-                      "some into layers", "give local or full_iteration")  # fmt: skip
 
 
 def _shared_out(flag: str, size: int, shared: list[_Shared], instead: str = "") -> Iterator[Problem]:

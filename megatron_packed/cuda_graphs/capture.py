@@ -63,6 +63,8 @@ class Captured(ABC):
     spec: TreeSpec
     differentiable: list[bool]
     """Which outputs get gradients."""
+    unfit = ""
+    """Why it must not be replayed, if `adopt_forward` has found something."""
 
     def __init__(
         self,
@@ -109,8 +111,12 @@ class Captured(ABC):
         """
 
     @abstractmethod
-    def release(self) -> None:
-        """Keep addresses instead of memory."""
+    def adopt_forward(self) -> None:
+        """Make the forward graph ready, behind the captures of the whole cell and in their order."""
+
+    @abstractmethod
+    def adopt_backward(self) -> None:
+        """As `adopt_forward`, behind that of the whole cell and in reverse."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -120,10 +126,11 @@ class Captured(ABC):
 class CapturedModule(Captured):
     """Forward and backward of ``function`` in two graphs.
 
-    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `release` for all. What
-    only graphs read is given back behind the last of them, as eager autograd would, and serves the backward graphs of
-    the modules before: inputs, gradients, and hidden states that another captured module takes. What callers may read
-    lives until `release`. From then on all memory is only borrowed, so that another cell's graphs may use the same.
+    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `adopt_forward` and
+    `adopt_backward` for all. What only graphs read is given back behind the last of them, as eager autograd would, and
+    serves the backward graphs of the modules before: inputs, gradients, and hidden states that another captured module
+    takes. What callers may read lives until it is adopted. From then on all memory is only borrowed, so that another
+    cell's graphs may use the same.
     Static tensors that lie outside the graphs' pool must be kept by who made them.
 
     Args:
@@ -213,8 +220,12 @@ class CapturedModule(Captured):
         """Keep the address of the input's gradient instead of its memory."""
         self.grad_input = self._engine.borrowed(self.grad_input)
 
-    def release(self) -> None:
+    def adopt_forward(self) -> None:
+        """Keep addresses instead of memory."""
         self.outputs = [self._engine.borrowed(tensor) for tensor in self.outputs]
+
+    def adopt_backward(self) -> None:
+        """Keep addresses instead of memory."""
         self.release_gradient()
 
     def reset(self) -> None:

@@ -8,8 +8,8 @@ ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from megatron_packed.cuda_graphs.capture import kept
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
-from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs, Tables
+from megatron_packed.cuda_graphs.slot_graphs import ALL, Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.cuda_graphs.transformer_engine import Maker
 from megatron_packed.packed.capacity import Cell, Ladder
@@ -34,11 +34,23 @@ class Refusal(NamedTuple):
     module: str
 
 
-ELSEWHERE = "another rank cannot capture it, and its collectives need all ranks to run it alike"
+class _Observed(NamedTuple):
+    """What the warm-up of a cell has seen."""
+
+    planned: list[Planned]
+    problems: dict[str, str]
+    """Module, or `ALL` -> why it cannot be captured."""
 
 
 class GraphRunner:
     """All graphs of a model.
+
+    [Note: captures that ranks agree on]
+    Modules may hold collectives, and a capture may have eager passes of its own (TransformerEngine's has). So ranks
+    capture together: the same cells with the same modules, and behind each step that may fail they tell each other what
+    has. What one rank cannot capture none does. A capture computes nothing and waits for nobody, so a rank that fails
+    in the middle of one leaves nobody waiting. One that fails in an eager pass does; that it finds no memory there ends
+    the run, as it would in a step.
 
     Args:
         modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing else. Trainable
@@ -56,6 +68,9 @@ class GraphRunner:
             memory of its own.
         warmup_steps: eager passes before each cell's capture.
         strict: any fallback is an error.
+        agree: what some rank that captures together cannot capture, module (or `ALL`) -> why, from what this one
+            cannot; a collective.
+        passes_wait: ranks wait for each other in passes of the modules.
         say: takes progress, a sentence at a time.
     Raises:
         ValueError: a module has graphs already, or is a part of another one; or there is no slot.
@@ -76,6 +91,8 @@ class GraphRunner:
         num_slots: int = 1,
         warmup_steps: int = 3,
         strict: bool = False,
+        agree: Callable[[dict[str, str]], dict[str, str]] = lambda failed: failed,
+        passes_wait: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
         _check_apart(modules)
@@ -85,7 +102,10 @@ class GraphRunner:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
         self.slots = SlotRing([Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)])
         engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
-        self.graphs = {slot: SlotGraphs(slot, engine, made_by) for slot, engine in zip(self.slots.slots, engines)}
+        self.graphs = {
+            slot: SlotGraphs(slot, engine, made_by, passes_wait=passes_wait)
+            for slot, engine in zip(self.slots.slots, engines)
+        }
         self.counters = GraphCounters()
         self._calls: list[GraphedModule] = []
         self.modules = [
@@ -93,34 +113,42 @@ class GraphRunner:
             for name, module in modules.items()
         ]
         self.tables, self.own_rows, self._check, self._say = tables, own_rows, check, say
-        self._warmup_steps = max(warmup_steps, 1)
-        self._refused_elsewhere: frozenset[Refusal] = frozenset()
+        self._warmup_steps, self._agree, self._passes_wait = max(warmup_steps, 1), agree, passes_wait
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
         self._used_by_graphs: list[tuple[Mapping[str, Any], str]] = []
         self._addresses: list[int] = []
 
-    def capture(
-        self,
-        driver: Callable[[MicroBatch], object],
-        make_dummy: Callable[[Cell], MicroBatch],
-        refused: Collection[Refusal] = (),
-    ) -> None:
-        """Capture every cell, the largest first. Call it between steps: gradients hold garbage afterwards, all
-        else is as before.
+    def tune(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        """Eager passes over every cell: kernels are compiled and tuned. Gives up earlier graphs; arguments and what is
+        left behind are those of `capture`.
+
+        Where ranks need not wait for each other in a pass, one may go first and the others find its kernels.
+        """
+        started = time.perf_counter()
+        self.forget()
+        with self._keeping_buffers(), self.engine.side_stream():
+            for cell in reversed(self.ladder.cells):
+                for _ in range(self._warmup_steps):
+                    driver(make_dummy(cell).to(self.device))
+        self.counters.capture_seconds += time.perf_counter() - started
+
+    def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
+        """Capture every cell, the largest first; all ranks together. Call it between steps: gradients hold garbage
+        afterwards, all else is as before.
+
+        Reads: [Note: captures that ranks agree on].
 
         Args:
             driver: forward and backward of one micro-batch, as in training.
             make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like real ones.
-            refused: what is not to be captured, since another rank cannot that takes part in its collectives.
         Raises:
             GraphFallbackError: ``strict``, and something could not be captured.
         """
         started = time.perf_counter()
         self.forget()
-        self._refused_elsewhere = frozenset(refused)
         try:
-            with kept(buffer for module in self.modules for buffer in module.module.buffers()):
+            with self._keeping_buffers():
                 self._capture_all(driver, make_dummy)
         except BaseException:  # what is half captured must not be replayed
             self.forget()
@@ -231,31 +259,27 @@ class GraphRunner:
             return "no graphs"
         return "no graphs for its capacity" if cell in self.ladder.cells else "built in the size of no cell"
 
+    def _keeping_buffers(self) -> AbstractContextManager[None]:
+        return kept(buffer for module in self.modules for buffer in module.module.buffers())
+
     def _capture_all(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
         # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
         dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
         plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
         for graphs in self.graphs.values():
-            for cell, planned in plans.items():
+            for cell, observed in plans.items():
                 graphs.slot.fill(dummies[cell], cell)
-                self._capture_cell(graphs, cell, planned)
+                self._capture_cell(graphs, cell, observed)
 
-    def _capture_cell(self, graphs: SlotGraphs, cell: Cell, planned: Sequence[Planned]) -> None:
-        """Capture one cell in one slot, without the modules that turn out to be impossible."""
+    def _capture_cell(self, graphs: SlotGraphs, cell: Cell, observed: _Observed) -> None:
+        """Capture one cell in one slot, without the modules that turn out to be impossible on any rank."""
         begun = time.perf_counter()
-        planned = [one for one in planned if cell not in one.module.refusals]
-        while planned:
-            failure = graphs.capture_cell(cell, planned, self.tables)
-            if failure is None:
+        self._refuse_together(cell, observed.problems)
+        while planned := [one for one in observed.planned if cell not in one.module.refusals]:
+            if not any(self._refuse_together(cell, failed) for failed in graphs.steps(cell, planned, self.tables)):
                 self.counters.captures += 1 + 2 * len(planned)
                 break
             graphs.drop_cell(cell)
-            module, reason = failure
-            if module is None:
-                self._refuse([one.module for one in planned], "no module", reason, cell)  # what all share failed
-            else:
-                self._refuse([module], f"{module.name} not", reason, cell)
-            planned = [one for one in planned if cell not in one.module.refusals]
         self.counters.memory_mib = sum(graphs.engine.memory_mib() for graphs in self.graphs.values())
         where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
         self._say(
@@ -263,16 +287,34 @@ class GraphRunner:
             f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
         )
 
-    def _refuse(self, modules: Sequence[GraphedModule], what: str, reason: str, cell: Cell) -> None:
-        for module in modules:
-            module.refusals[cell] = reason
-        sentence = f"{what} captured for up to {cell.capacity} documents: {reason}"
-        if self.strict:
-            raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
-        self._say(f"{sentence}; it runs eagerly")
+    def _refuse_together(self, cell: Cell, failed: dict[str, str]) -> bool:
+        """Whether something has failed on some rank; what it is, all refuse from here on.
 
-    def _warm_up(self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell) -> list[Planned]:
-        """Eager passes on the stream of the captures: kernels are tuned, workspaces made, and calls are observed."""
+        Args:
+            failed: module or `ALL` -> why, of this rank.
+        Raises:
+            GraphFallbackError: ``strict``, on all ranks.
+        """
+        together = self._agree(failed)
+        for name, reason in together.items():
+            modules = [one for one in self.modules if name in (ALL, one.name) and cell not in one.refusals]
+            said = name != ALL and any(reason in one.refusals.values() for one in modules)  # of a larger cell
+            for module in modules:
+                module.refusals[cell] = reason
+            what = "no module" if name == ALL else f"{name} not"
+            sentence = f"{what} captured for up to {cell.capacity} documents: {reason}"
+            if modules and self.strict:
+                raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
+            if modules and not said:
+                self._say(f"{sentence}; it runs eagerly")
+        return bool(together)
+
+    def _warm_up(self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell) -> _Observed:
+        """Eager passes on the stream of the captures: kernels are tuned, workspaces made, and calls are observed.
+
+        Raises:
+            torch.OutOfMemoryError: while other ranks wait for this one.
+        """
         try:
             with self.engine.side_stream():
                 for number in range(self._warmup_steps):
@@ -282,8 +324,10 @@ class GraphRunner:
                     for module in self.modules:
                         module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
                     driver(self.slot.fill(dummy, cell))  # once more, with its tables
-                return self._plan(cell)
+                return self._observed()
         except torch.OutOfMemoryError as error:
+            if self._passes_wait:
+                raise
             reason = f"warm-up found no memory: {error}".splitlines()[0]
         finally:
             self.slot.vacate()
@@ -291,31 +335,25 @@ class GraphRunner:
             self._calls.clear()
             for module in self.modules:
                 module.mode, module.observed, module.problem = "replay", None, None
-        self._refuse(self.modules, "no module", reason, cell)
-        return []
+        return _Observed([], {ALL: reason})
 
-    def _plan(self, cell: Cell) -> list[Planned]:
+    def _observed(self) -> _Observed:
         """What can be captured, in the order of the calls in the last warm-up; keeps none of its tensors."""
         planned: list[Planned] = []
         before: GraphedModule | None = None
         for module in dict.fromkeys(self._calls):
             found = module.observed
-            if Refusal(cell, module.name) in self._refused_elsewhere:
-                self._refuse([module], f"{module.name} not", ELSEWHERE, cell)
-            elif module.problem in module.refusals.values():
-                module.refusals[cell] = str(module.problem)  # said before, for a larger cell
-            elif module.problem is not None:
-                self._refuse([module], f"{module.name} not", module.problem, cell)
-            elif found is not None:
+            if module.problem is None and found is not None:
                 observed = None if before is None else before.observed
                 source = before if observed is not None and found.hidden is observed.output else None
                 hidden = torch.empty_like(found.hidden, device="meta", requires_grad=False)
                 planned.append(Planned(module, source, hidden, found.takes_packed))
                 before = module
+        problems = {module.name: module.problem for module in self.modules if module.problem is not None}
         for module in self.modules:
             module.observed = None  # before the warm-up's memory goes back
         self._calls.clear()
-        return planned
+        return _Observed(planned, problems)
 
 
 def _check_apart(modules: Mapping[str, nn.Module]) -> None:

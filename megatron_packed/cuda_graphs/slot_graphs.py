@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.cuda_graphs.transformer_engine import CapturedCallable, Maker, capture_together
+from megatron_packed.cuda_graphs.transformer_engine import CapturedCallable, Maker, Progress, capture_together
 from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -40,17 +41,20 @@ class Planned(NamedTuple):
     takes_packed: bool
 
 
-class Failure(NamedTuple):
-    """Capturing one module failed, or what all of them share (None)."""
-
-    module: GraphedModule | None
-    reason: str
+ALL = ""
+"""Stands for what all modules share, where modules are named."""
 
 
 class _CaptureError(Exception):
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
+    """Capturing a module failed, or what all of them share.
+
+    Args:
+        failed: its name, or `ALL` -> why.
+    """
+
+    def __init__(self, failed: dict[str, str]) -> None:
+        super().__init__(*failed.values())
+        self.failed = failed
 
 
 class SlotGraphs:
@@ -60,34 +64,37 @@ class SlotGraphs:
         slot: where the metadata lies that they read.
         engine: captures; no other slot's graphs are in its pool.
         made_by: captures modules in the engine's stead.
+        passes_wait: as for `GraphRunner`.
     """
 
-    def __init__(self, slot: Slot, engine: Engine, made_by: Maker | None = None) -> None:
-        self.slot, self.engine, self._made_by = slot, engine, made_by
+    def __init__(
+        self, slot: Slot, engine: Engine, made_by: Maker | None = None, *, passes_wait: bool = False
+    ) -> None:
+        self.slot, self.engine, self._made_by, self._passes_wait = slot, engine, made_by, passes_wait
         self.tables: dict[Cell, Graph] = {}
         """Of every cell that is captured: what all modules share."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
         """Static memory outside the pool."""
         self._captured: list[GraphedModule] = []
 
-    def capture_cell(self, cell: Cell, planned: Sequence[Planned], tables: Tables) -> Failure | None:
-        """Capture everything for one cell; the caller drops the cell if something failed.
+    def steps(self, cell: Cell, planned: Sequence[Planned], tables: Tables) -> Iterator[dict[str, str]]:
+        """Capture everything for one cell, a step at a time; the caller drops the cell if something failed in a step,
+        here or on another rank.
 
-        Returns:
-            What failed, and why; None if nothing did.
+        Yields:
+            Behind each step what failed, a module or `ALL` -> why; empty if nothing did.
+        Raises:
+            torch.OutOfMemoryError: in a pass in which other ranks wait for this one.
         """
         self._captured += [one.module for one in planned if one.module not in self._captured]
-        try:
-            self._capture_tables(cell, tables)
-            if self._made_by is not None:
-                self._capture_callables(planned, cell, self._made_by)
-            else:
-                self._capture_backward(planned, self._capture_forward(planned, cell))
-        except _CaptureError as error:
-            return error.failure
-        for one in planned:
-            one.module.in_slot(self.slot)[cell].release()
-        return None
+        for capture in (partial(self._capture_tables, tables, cell), partial(self._capture_modules, planned, cell)):
+            failed: dict[str, str] = {}
+            try:
+                capture()
+            except _CaptureError as error:
+                failed = error.failed
+            yield failed
+        yield self._adopt(planned, cell)
 
     def drop_cell(self, cell: Cell) -> None:
         """Give up the graphs of one cell."""
@@ -120,7 +127,22 @@ class SlotGraphs:
             for captured in module.in_slot(self.slot).values():
                 yield captured.outputs[0].data_ptr()
 
-    def _capture_tables(self, cell: Cell, derive: Tables) -> None:
+    def _capture_modules(self, planned: Sequence[Planned], cell: Cell) -> None:
+        if self._made_by is not None:
+            self._capture_callables(planned, cell, self._made_by)
+        else:
+            self._capture_backward(planned, self._capture_forward(planned, cell))
+
+    def _adopt(self, planned: Sequence[Planned], cell: Cell) -> dict[str, str]:
+        """Make ready for replays what is captured; what turned out to be unfit."""
+        together = {one.module.name: one.module.in_slot(self.slot)[cell] for one in planned}
+        for captured in together.values():
+            captured.adopt_forward()
+        for captured in reversed(together.values()):
+            captured.adopt_backward()
+        return {name: captured.unfit for name, captured in together.items() if captured.unfit}
+
+    def _capture_tables(self, derive: Tables, cell: Cell) -> None:
         self.slot.set_tables(cell, {})
         static = self.slot.static(cell)
         with _capturing(None):
@@ -144,11 +166,14 @@ class SlotGraphs:
                 turns=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,
             )
-        begun: list[GraphedModule] = []
+        progress = Progress()
         try:
-            capture_together(list(captured.values()), made_by, self.engine, lambda n: begun.append(planned[n].module))
+            capture_together(list(captured.values()), made_by, self.engine, progress)
         except Exception as error:
-            raise _capture_error(begun[-1] if begun else None, _first_of(error)) from error
+            if progress.in_pass and self._passes_wait and isinstance(error, torch.OutOfMemoryError):
+                raise
+            module = None if progress.number is None else planned[progress.number].module
+            raise _capture_error(module, _first_of(error)) from error
 
     def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> list[CapturedModule]:
         static = self.slot.static(cell)
@@ -220,4 +245,5 @@ def _first_of(error: Exception) -> Exception:
 
 def _capture_error(module: GraphedModule | None, error: Exception) -> _CaptureError:
     text = str(error).strip().splitlines()
-    return _CaptureError(Failure(module, f"{type(error).__name__}: {text[0] if text else ''}"))
+    name = ALL if module is None else module.name
+    return _CaptureError({name: f"{type(error).__name__}: {text[0] if text else ''}"})

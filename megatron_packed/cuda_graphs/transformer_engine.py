@@ -37,10 +37,9 @@ OPTIONS: dict[str, object] = {
     "num_warmup_iters": 1,  # ours came before; in this one it finds out which parameters have hooks
     "_order": [1, -1],  # one chunk, forward and backward: given, modules keep their own forward
     "_reuse_graph_input_output_buffers": True,  # give back what no later graph reads
-    "post_warmup_hook": gc.collect,  # of parameters' nodes that only a cycle of references keeps
 }
-"""How ``make_graphed_callables`` is called, beside ``pool`` and ``capture_time_hooks``. Products stay in the precision
-of their weights (``enabled`` is left at False)."""
+"""How ``make_graphed_callables`` is called, beside ``pool`` and hooks. Products stay in the precision of their weights
+(``enabled`` is left at False)."""
 
 
 class Graphed(Protocol):
@@ -76,7 +75,8 @@ def maker() -> Maker:
             "'megatron-packed[gpu]', or give local."
         ) from error
     known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
-    lacking = [name for name in (*OPTIONS, "pool", "capture_time_hooks", "set_capture_end") if name not in known]
+    asked = (*OPTIONS, "pool", "post_warmup_hook", "capture_time_hooks", "set_capture_end")
+    lacking = [name for name in asked if name not in known]
     if lacking:
         raise ValueError(
             f"--cuda-graph-impl transformer_engine: make_graphed_callables of TransformerEngine "
@@ -112,15 +112,10 @@ class CapturedCallable(Captured):
         super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
         self.callable = _Closed(module, function)
         self.input, self._passed_on = static, passed_on
-        self._graphed: Graphed | None = None
+        self.graphed: Graphed | None = None
 
-    def adopt(self, graphed: Graphed) -> None:
-        """Take over what was made, and run it forward once, which tells where its tensors are.
-
-        Raises:
-            RuntimeError: a replay would give gradients to parameters.
-        """
-        self._graphed = graphed
+    def adopt_forward(self) -> None:
+        """Replay forward once, which tells where the tensors are, and whether parameters would get gradients."""
         assert self.callable.spec is not None
         self.spec, self.differentiable = self.callable.spec, self.callable.differentiable
         self.replay_forward(self.input)
@@ -128,20 +123,20 @@ class CapturedCallable(Captured):
         self.grad_outputs = self._wanted(self.outputs)
         of_parameters = self._gets_gradients() - 1
         if of_parameters:
-            raise RuntimeError(
+            self.unfit = (
                 f"{of_parameters} of its parameters have no hook that adds their gradient to main_grad (see "
                 "attach_accumulation), and would get it from a replay in grad"
             )
 
-    def try_backward(self) -> None:
-        """Run backward once, behind `adopt` and in the order of the captures."""
+    def adopt_backward(self) -> None:
+        """Replay backward once, in the order of the captures."""
         self.grad_input = self.replay_backward(self.grad_outputs)
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        assert self._graphed is not None
+        assert self.graphed is not None
         with torch.enable_grad():  # what the replay returns leads to its backward
             self._leaf = hidden.detach().requires_grad_()
-            self._live = self._graphed(self._leaf)
+            self._live = self.graphed(self._leaf)
         first, *others = (tensor.detach() for tensor in self._live)
         return (first if self._passed_on else first.clone(), *(tensor.clone() for tensor in others))
 
@@ -149,13 +144,10 @@ class CapturedCallable(Captured):
         (grad_hidden,) = torch.autograd.grad(self._wanted(self._live), self._leaf, list(grads))
         return grad_hidden
 
-    def release(self) -> None:
-        """Nothing: TransformerEngine has given back what its graphs do not need."""
-
     def reset(self) -> None:
-        if self._graphed is not None:
-            self._graphed.reset()
-        self._graphed, self._live = None, ()
+        if self.graphed is not None:
+            self.graphed.reset()
+        self.graphed, self._live = None, ()
 
     def _wanted(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor for tensor, differs in zip(tensors, self.differentiable) if differs]
@@ -190,23 +182,39 @@ class _Closed(nn.Module):
         return tuple(found.tensors)
 
 
+class Progress:
+    """How far TransformerEngine has come with the modules of a cell."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """Of the module that was begun last."""
+        self.in_pass = True
+        """Whether its own eager pass, which comes before all captures, is still to come or under way."""
+
+    def hooks(self, number: int) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
+        """What ``make_graphed_callables`` shall call before it does something with a module."""
+
+        def begin(module: nn.Module) -> None:
+            self.number = number
+
+        return {"forward_pre_hooks": {0: begin}, "backward_pre_hooks": {0: begin}}
+
+    def end_pass(self) -> None:
+        """Called behind its pass. Lets go of parameters' nodes that only a cycle of references keeps."""
+        gc.collect()
+        self.in_pass = False
+
+
 def capture_together(
-    captured: Sequence[CapturedCallable], made_by: Maker, engine: Engine, begin: Callable[[int], object]
+    captured: Sequence[CapturedCallable], made_by: Maker, engine: Engine, progress: Progress
 ) -> None:
-    """Capture all modules of a cell, in order, and replay each once. Gradients hold garbage afterwards.
-
-    Args:
-        begin: learns the number of each module before something is done with it.
-    """
+    """Capture all modules of a cell, in order. Gradients hold garbage afterwards."""
     callables = tuple(one.callable for one in captured)
-
-    def hooks(number: int) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
-        def announce(module: nn.Module) -> None:
-            begin(number)
-
-        return {"forward_pre_hooks": {0: announce}, "backward_pre_hooks": {0: announce}}
-
-    options: dict[str, Any] = {**OPTIONS, "capture_time_hooks": [hooks(number) for number in range(len(callables))]}
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "post_warmup_hook": progress.end_pass,
+        "capture_time_hooks": [progress.hooks(number) for number in range(len(callables))],
+    }
     samples = tuple((one.input.detach().requires_grad_(),) for one in captured)
     collecting = gc.isenabled()
     try:
@@ -222,9 +230,5 @@ def capture_together(
             gc.enable()
         with suppress(AttributeError):
             del _Closed.__call__  # it wraps the class's, and puts back what it found there, if at all
-    for number, (one, graphed) in enumerate(zip(captured, made, strict=True)):
-        begin(number)
-        one.adopt(graphed)
-    for number in reversed(range(len(captured))):
-        begin(number)
-        captured[number].try_backward()
+    for one, graphed in zip(captured, made, strict=True):
+        one.graphed = graphed

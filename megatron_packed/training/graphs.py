@@ -16,7 +16,7 @@ from megatron_packed.cuda_graphs.audit import audit, audit_whole
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
-from megatron_packed.cuda_graphs.runner import GraphRunner, Refusal
+from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
@@ -73,8 +73,14 @@ def build_graphs(
         "say": say,
     }
     if options.cuda_graph_impl != FULL_ITERATION:
-        common["made_by"] = (made_by or maker()) if options.by_engine else None
-        return GraphRunner(modules_to_capture(options, job.model), own_rows=job.model.own_rows, **common)
+        return GraphRunner(
+            modules_to_capture(options, job.model),
+            own_rows=job.model.own_rows,
+            made_by=(made_by or maker()) if options.by_engine else None,
+            agree=partial(failed_anywhere, groups=groups),
+            passes_wait=groups.ranks_of_pass > 1,
+            **common,
+        )
     step, unused = job.step, set()
     if step.overlapped is None:
         unused.add(LAST_MICRO_BATCH)
@@ -110,10 +116,9 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
 def capture_graphs(
     graphs: Graphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups, *, first: bool = False
 ) -> None:
-    """Capture everything, or everything again after weights have moved; between steps.
+    """Capture everything, or everything again after weights have moved; between steps, on all ranks together.
 
-    Ranks whose modules hold collectives with each other capture together, and the same: what one of them cannot
-    capture, none does. Gradients are zero afterwards, nothing else of the job has changed.
+    What one rank cannot capture, none does. Gradients are zero afterwards, nothing else of the job has changed.
 
     Args:
         first: nothing was captured before. Then kernels are compiled and tuned by one rank for all.
@@ -127,23 +132,17 @@ def capture_graphs(
         packs_per_step=packs_per_step,
         alignment=step.model.cp.partition.alignment,
     )
-    in_order = partial(in_turns, groups) if first and groups.device.type == "cuda" else _at_once
+    for_others = groups.device.type == "cuda" and groups.world_size > 1
     if isinstance(graphs, FullIteration):
         if first:
-            in_order(partial(graphs.tune, make_dummy))
+            tune = partial(graphs.tune, make_dummy)
+            in_turns(groups, tune) if for_others else tune()
         graphs.capture(make_dummy)
         return
-    refused: list[Refusal] = []
-    differ = True
-    while differ:
-        in_order(partial(graphs.capture, step.forward_backward, make_dummy, refused))
-        refused = refused_together(graphs.refusals, groups)
-        differ = any(all_gather_json(refused != graphs.refusals, groups)) if groups.ranks_of_pass > 1 else False
+    if first and for_others:
+        in_turns(groups, partial(graphs.tune, step.forward_backward, make_dummy))
+    graphs.capture(step.forward_backward, make_dummy)
     step.buffers.zero_grad()
-
-
-def _at_once(action: Callable[[], None]) -> None:
-    action()
 
 
 def audit_graphs(
@@ -174,15 +173,18 @@ def what_is_captured(graphs: Graphs) -> str:
     return "whole steps" if isinstance(graphs, FullIteration) else f"{len(graphs.modules)} modules"
 
 
-def refused_together(mine: list[Refusal], groups: ParallelGroups) -> list[Refusal]:
-    """What this rank, or one that takes part in its forward pass, cannot capture; a collective where there is one."""
-    ranks = groups.ranks_of_pass
-    if ranks == 1:
-        return mine
-    begin = groups.rank // ranks * ranks
-    found = all_gather_json([[cell.capacity, cell.max_seqlen, module] for cell, module in mine], groups)
-    together = {tuple(refusal) for of_rank in found[begin : begin + ranks] for refusal in of_rank}
-    return sorted(Refusal(Cell(capacity, longest), module) for capacity, longest, module in together)
+def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, str]:
+    """What failed on this rank or on another one, module -> why; a collective.
+
+    Example:
+        rank 1 gives ``{"layers.2": "OutOfMemoryError: ..."}``; rank 0 gets ``{"layers.2": "rank 1 cannot capture it
+        (OutOfMemoryError: ...), and all ranks do the same"}``.
+    """
+    together = dict(mine)
+    for rank, failed in enumerate(all_gather_json(mine, groups)):
+        for module, reason in failed.items():
+            together.setdefault(module, f"rank {rank} cannot capture it ({reason}), and all ranks do the same")
+    return together
 
 
 def dummy_pack(

@@ -19,7 +19,7 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
 from megatron_packed.config.surroundings import environment_number
-from megatron_packed.distributed.collectives import all_gather_json, barrier, in_turns
+from megatron_packed.distributed.collectives import barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
@@ -290,10 +290,6 @@ def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job
     console.say(f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents")
     capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
-    captured = all_gather_json(graphs.counters.captures, groups)
-    for rank, count in enumerate(captured):
-        if count < max(captured):  # only rank 0 has said what it could not capture
-            console.warn(f"rank {rank} could capture only {count} of {max(captured)} graphs; the rest runs eagerly.")
 
 
 def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[Writer]:

@@ -5,7 +5,6 @@ Collectives of the layers are inside what is captured; the stand-in runs them ag
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,17 @@ from test_training_layouts import SLOTS, VOCAB, Way, config_of
 from whole_state import everything, same_bits
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.cuda_graphs.runner import Refusal
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import (
-    Graphs,
-    audit_graphs,
-    build_graphs,
-    capture_graphs,
-    refused_together,
-    released,
-)
+from megatron_packed.training.graphs import Graphs, audit_graphs, build_graphs, capture_graphs, released
 from megatron_packed.training.train_step import StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
 from stand_in import RecordingEngine
+from te_stand_in import stand_in
 
 LADDER = Ladder.of([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
@@ -60,22 +52,30 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
 
 
 def graphed(
-    way: Way, groups: ParallelGroups, model: dict[str, Any], impl: str = "local"
+    way: Way, groups: ParallelGroups, model: dict[str, Any], impl: str = "local", fail_at: tuple[int, ...] = ()
 ) -> tuple[Job, Graphs, RecordingEngine]:
-    graph_options = CudaGraphConfig(cuda_graph_impl=impl)
-    config = dataclasses.replace(config_of(way, **model), cuda_graph=graph_options)
-    job, engine = build_job(config, groups, VOCAB), RecordingEngine()
-    graphs = build_graphs(config, job, LADDER, groups, print, engine)
+    config = config_of(way, **model)
+    # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
+    object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
+    job, engine = build_job(config, groups, VOCAB), RecordingEngine(fail_at)
+    graphs = build_graphs(config, job, LADDER, groups, print, engine, stand_in()[0])
     assert graphs is not None
     capture_graphs(graphs, job.step, 4, groups)
     job.step.graphs = graphs
     return job, graphs, engine
 
 
-def compare(groups: ParallelGroups, way: Way, model: dict[str, Any], impl: str = "local") -> dict[str, Any]:
-    """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data rank; an audit."""
+def compare(
+    groups: ParallelGroups, way: Way, model: dict[str, Any], impl: str = "local", fails: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data rank; an audit.
+
+    Args:
+        fails: numbers of captures that fail on the last rank alone.
+    """
     eager = build_job(config_of(way, **model), groups, VOCAB)
-    job, graphs, engine = graphed(way, groups, model, impl)
+    mine = fails if groups.rank == groups.world_size - 1 else ()
+    job, graphs, engine = graphed(way, groups, model, impl, mine)
     steps = [
         step_of(way, groups, number, lengths)
         for number, lengths in enumerate((LENGTHS, (TOO_MANY, *LENGTHS[1:]), LENGTHS[::-1]))
@@ -175,11 +175,42 @@ def test_a_step_without_room_for_experts_is_done_again_without_graphs(impl: str,
         assert result == {"held": True, "again": True, "validated": True, "fallbacks": {reason: 2}}
 
 
-def refusals(groups: ParallelGroups) -> list[Refusal]:
-    mine = [Refusal(Cell(6, SLOTS), "layers.1")] if groups.rank == 1 else []
-    return refused_together(mine, groups)
+@pytest.mark.parametrize("way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2)], ids=str)
+def test_replayed_layers_of_transformer_engine_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
+    """It runs a pass of its own before its captures, in which ranks wait for each other."""
+    for result in pools.run(compare, way.world_size, way, {}, "transformer_engine", layout=way.layout):
+        assert all(result["metrics"]) and result["state"] and not result["module_fallbacks"], result
+        assert result["audited"] == f"4 modules {EQUAL}"
 
 
-def test_what_one_rank_cannot_capture_none_does_that_shares_its_collectives(pools: WorkerPools) -> None:
-    assert pools.run(refusals, 2, layout={"tp_size": 2}) == [[Refusal(Cell(6, SLOTS), "layers.1")]] * 2
-    assert pools.run(refusals, 2) == [[], [Refusal(Cell(6, SLOTS), "layers.1")]]
+def other_words(reason: str) -> str:
+    """Of a rank that could have captured what the last one of two cannot."""
+    return f"rank 1 cannot capture it ({reason}), and all ranks do the same"
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -> None:
+    """The tables of the largest cell, and then a layer: nobody is left waiting, and each rank says why."""
+    way = Way(2, 2, True)
+    results = pools.run(compare, 2, way, {}, impl, (0, 4), layout=way.layout)
+    why = "OutOfMemoryError: capture 4 has no memory"
+    for result, reason in zip(results, (other_words(why), why), strict=True):
+        assert all(result["metrics"]) and result["state"], result
+        assert result["audited"] == f"3 modules {EQUAL}"
+        assert result["fallbacks"] == {"no graphs for its capacity": 6, "more than 6 documents": 1}
+        assert result["module_fallbacks"] == {f"layers.2: {reason}": 5}
+
+
+@pytest.mark.parametrize(
+    "fails, replays, part", [((0,), 0, ""), ((1,), 5, "micro-batch: ")], ids=["the end of a step", "a micro-batch"]
+)
+def test_a_part_of_a_step_that_one_rank_cannot_capture_runs_eagerly_on_all(
+    fails: tuple[int, ...], replays: int, part: str, pools: WorkerPools
+) -> None:
+    way = Way(2, 2, True)
+    results = pools.run(compare, 2, way, {}, "full_iteration", fails, layout=way.layout)
+    reason = f"OutOfMemoryError: capture {fails[0]} has no memory"
+    for result, said in zip(results, ("another rank cannot capture it", reason), strict=True):
+        assert all(result["metrics"]) and result["state"] and result["replays"] == replays, result
+        assert result["fallbacks"] == {f"no graphs for its capacity ({part}{said})": 11 - replays,
+                                       "more than 6 documents": 1}  # fmt: skip

@@ -16,7 +16,7 @@ from megatron_packed.config.flags import parse
 from megatron_packed.models.flops import FlopCounter
 
 SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer
-    --cuda-graph-impl local --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64
+    --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64
     --context-parallel-size 32 --tensor-model-parallel-size 8 --expert-model-parallel-size 64
     --hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME
     --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128 --position-embedding-type none

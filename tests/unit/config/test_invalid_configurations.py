@@ -286,10 +286,9 @@ def test_transformer_engine_layers(right, monkeypatch, change: str, installed: b
         ("--device cpu", True, "captures on GPUs only, and --device is cpu", "give local, which runs eagerly"),
         ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
         ("--recompute-activations", True, "recomputation inside graphs", "give --cuda-graph-impl local"),
-        ("^2 --tensor-model-parallel-size 2", True, "no collectives, and --tensor-model-parallel-size (2)", "local or"),
-        ("^2 --context-parallel-size 2", True, "no collectives, and --context-parallel-size (2)", "full_iteration"),
-        (f"^2 {MOE} --expert-model-parallel-size 2", True, "no collectives, and --expert-model", "full_iteration"),
         ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
+        ("^4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", True, "", ""),
+        (f"^2 {MOE} --expert-model-parallel-size 2", True, "", ""),
     ],
 )
 def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: bool, rule: str, cure: str) -> None:

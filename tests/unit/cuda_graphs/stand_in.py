@@ -1,17 +1,22 @@
 """A stand-in for CUDA capture: a 'graph' keeps the function, and a replay runs it again into the same memory.
 
-It is stricter than a GPU about one thing: `scramble` fills what graphs own with NaN between micro-batches, so that
-whoever reads something that the replay did not write is found.
+As on a GPU, a capture communicates with nobody: a rank that fails in one leaves nobody waiting. The stand-in is
+stricter about one thing: `scramble` fills what graphs own with NaN between micro-batches, so that whoever reads
+something that the replay did not write is found.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from megatron_packed.distributed import collectives
 
 
 class RecordedGraph:
@@ -49,7 +54,8 @@ class RecordingEngine:
         assert not self.pool_used or any(not graph.gone for graph in self.graphs), "the pool died with its last graph"
         if number in self.fail_at:
             raise torch.OutOfMemoryError(f"capture {number} has no memory")
-        result = function()
+        with alone():
+            result = function()
         graph = RecordedGraph(self, function, result)
         self.graphs.append(graph)
         self.pool_used = True
@@ -95,6 +101,45 @@ def _scramble(leaf):
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         with torch.no_grad():
             leaf.fill_(float("nan"))
+
+
+@contextmanager
+def alone():
+    """Inside, collectives return at once: what they would have brought is zero, or as before where they work in place;
+    sums are this rank's part."""
+    if not dist.is_initialized():
+        yield
+        return
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (dist, "all_reduce", lambda tensor, **options: _Done()),
+            (dist, "all_to_all_single", _nothing_comes),
+            (dist, "batch_isend_irecv", _nothing_is_received),
+            (collectives, "_all_gather", _nothing_comes),
+            (collectives, "_reduce_scatter", _nothing_comes),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+class _Done:
+    def wait(self):
+        return True
+
+
+@torch.no_grad()
+def _nothing_comes(result, given, *arguments, **options):
+    if result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
+        result.zero_()
+    return _Done()
+
+
+@torch.no_grad()
+def _nothing_is_received(operations):
+    for operation in operations:
+        if operation.op is dist.irecv:
+            operation.tensor.zero_()
+    return []
 
 
 @torch.no_grad()

@@ -54,12 +54,17 @@ def make_graphed_callables(
         for one in reversed(captures):
             one.warm_up_backward(outputs.pop(), number)
     post_warmup_hook()
-    for one in captures:
-        one.capture_forward()
-    later = None
-    for one in reversed(captures):
-        one.capture_backward(later)
-        later = one
+    try:
+        for one in captures:
+            one.capture_forward()
+        later = None
+        for one in reversed(captures):
+            one.capture_backward(later)
+            later = one
+    except BaseException:
+        for one in captures:
+            one.reset()  # the original's graphs are nobody's from here on
+        raise
     gc.enable()
     for kind, call in wrapped.items():
         kind.__call__ = call
@@ -78,6 +83,7 @@ class _Capture:
         assert not module._forward_hooks and not module._backward_hooks
         assert all(isinstance(arg, torch.Tensor) for arg in args)
         self.parameters = tuple(module.parameters())
+        self.forward_graph = self.backward_graph = None
 
     def announce(self, name):
         for hook in self.hooks.get(name, {}).values():
@@ -148,6 +154,11 @@ class _Capture:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
 
+    def reset(self):
+        for graph in (self.forward_graph, self.backward_graph):
+            if graph is not None:
+                graph.reset()
+
     def graphed(self):
         capture = self
 
@@ -174,9 +185,5 @@ class _Capture:
         def function(*args):
             return tree_unflatten(Graphed.apply(*args, *self.parameters), self.spec)
 
-        def reset():
-            self.forward_graph.reset()
-            self.backward_graph.reset()
-
-        function.reset, function.backward_dw = reset, lambda: None
+        function.reset, function.backward_dw = self.reset, lambda: None
         return function

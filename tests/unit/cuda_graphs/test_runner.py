@@ -258,7 +258,7 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
         return graphed.drive(micro_batch)
 
     graphed.runner.capture(drive, full_of)
-    assert "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate" in graphed.said[0]
+    assert "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate" in graphed.said[1]
     for lengths in ([5] * 9, [30, 34], [1] * 40):
         assert_equal(graphed.step(pack(lengths)), eager.step(pack(lengths)))
     counters = graphed.runner.counters
@@ -275,17 +275,17 @@ def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
 def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(monkeypatch):
     """Hidden states that the last captured module returns may be read after the backward pass; those between not."""
     job = Job(tiny_model("M*-E"), graphs=True, ladder=Ladder.of([4], T))
-    given_back, at_release = set(), []
-    true = CapturedModule.release
+    given_back, at_the_end = set(), []
+    true = CapturedModule.adopt_forward
     monkeypatch.setattr(job.engine, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor)
-    monkeypatch.setattr(CapturedModule, "release", lambda self: at_release.append(set(given_back)) or true(self))
+    monkeypatch.setattr(CapturedModule, "adopt_forward", lambda self: at_the_end.append(set(given_back)) or true(self))
     job.capture()
     captured = [module.captured[job.runner.ladder.cells[0]] for module in job.runner.modules]
     outputs = [one.outputs[0].data_ptr() for one in captured]
-    assert [pointer in at_release[0] for pointer in outputs] == [True, True, True, False]
-    assert all(one.grad_input.data_ptr() in at_release[0] for one in captured[1:])
+    assert [pointer in at_the_end[0] for pointer in outputs] == [True, True, True, False]
+    assert all(one.grad_input.data_ptr() in at_the_end[0] for one in captured[1:])
     reports = [tensor.data_ptr() for tensor in captured[-1].outputs[1:]]
-    assert reports and not at_release[0].intersection(reports)
+    assert reports and not at_the_end[0].intersection(reports)
 
 
 def test_dropout_is_refused_by_name():

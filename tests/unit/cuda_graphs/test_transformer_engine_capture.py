@@ -170,6 +170,27 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
     assert {key.split(":")[0] for key in chain.runner.counters.module_fallbacks} == {"module 1"}
 
 
+@pytest.mark.parametrize("passes_wait", [False, True])
+def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wait_in_it(passes_wait):
+    """They could not be told: each is in the middle of the pass. A capture that finds none can be left out."""
+    failing = Foreign(lambda self, hidden, computed, packed: raises_no_memory(computed, packed))
+    if passes_wait:
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            by_engine(Foreign(), failing, passes_wait=True)
+    else:
+        assert "module 1 not captured" in by_engine(Foreign(), failing).said[0]
+    made, _ = stand_in()
+    chain = Chain(Foreign(), Foreign(), made_by=made, passes_wait=passes_wait)
+    chain.engine.fail_at = {2}
+    assert "module 1 not captured" in chain.capture().said[0]
+
+
+def raises_no_memory(computed, packed):
+    if type(packed).__name__ == "StaticPackedSeqParams":
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    return computed
+
+
 def test_a_parameter_whose_gradient_would_come_back_is_refused():
     """It has main_grad, and nothing takes its gradient there: a replay would leave it in ``grad``."""
     chain = Chain(Foreign(), Foreign(), made_by=stand_in()[0])
