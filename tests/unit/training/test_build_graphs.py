@@ -5,6 +5,7 @@ import pickle
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,11 @@ def test_a_capture_changes_nothing_of_the_job():
     before, addresses = state_hash(job), [parameter.data_ptr() for parameter in job.model.parameters()]
     assert any(bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name)
     graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, RecordingEngine())
+    sizes = {"total_tokens": SLOTS, "vocab_size": VOCAB, "packs_per_step": 3}
+    graphs.tune(job.step.forward_backward, partial(dummy_pack, **sizes))  # what several GPUs do before
+    assert job.buffers.grads.abs().sum() > 0
+    job.buffers.zero_grad()
+    assert state_hash(job) == before
     capture_graphs(graphs, job.step, 3, GROUPS)
     assert state_hash(job) == before
     assert [parameter.data_ptr() for parameter in job.model.parameters()] == addresses
