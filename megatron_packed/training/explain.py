@@ -133,10 +133,11 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
     if ATTENTION in model.hybrid_layer_pattern:
         heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
         deterministic = config.training.deterministic_mode
+        room = config.cuda_graph.capacities or (1,)  # what the pack plan will ask for is not known yet
         if by_heads:
             yield varlen_attention.OP, varlen_attention.inputs_of_pack(
                 tokens=tokens, num_heads=heads // cp, num_kv_heads=max(kv_heads // cp, 1), head_dim=model.head_dim,
-                dtype=dtype, device=device, deterministic=deterministic,
+                dtype=dtype, device=device, deterministic=deterministic, documents=room[-1],
             )  # fmt: skip
         else:
             yield zigzag_attention.OP, zigzag_attention.Inputs(

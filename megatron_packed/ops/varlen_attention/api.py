@@ -211,8 +211,10 @@ def inputs_of_pack(
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
+    documents: int = 1,
 ) -> Inputs:
-    """By what a kernel is chosen for one document that fills a pack: `OP.explain` says why not others."""
+    """By what a kernel is chosen for a pack with room for ``documents``, of which one may fill it: `OP.explain` says
+    why not others."""
     return _inputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -220,7 +222,7 @@ def inputs_of_pack(
         head_dim=head_dim,
         dtype=dtype,
         device=device,
-        num_sequences=1,
+        num_sequences=documents + 1,  # and the tail
         max_seqlen=tokens,
         window_size=None,
         deterministic=deterministic,

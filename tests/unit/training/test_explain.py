@@ -96,6 +96,16 @@ def test_attention_that_comes_along_is_asked_too(monkeypatch):
     check_implementation(by_transformer_engine(attention_backend="flash_attn_2"), CPU)
 
 
+@pytest.mark.parametrize("capacity, refused", [(14, False), (15, True)])
+def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
+    """Where it takes memory for every document, a run whose first capture would find out is refused at the start."""
+    flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity)]
+    config = parse([*("4096" if flag == "128" else flag for flag in FLAGS), *flags], world_size=1)
+    config = replace(config, training=replace(config.training, deterministic_mode=True))
+    told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
+    assert bool(told["varlen_attention"].oversized_square) == refused  # 2^30 / (4 heads x 4096^2) = 16, with the tail
+
+
 def test_context_parallelism_says_how_and_where_documents_lie():
     def said(*flags):
         config = parse([*FLAGS, "--context-parallel-size", "2", *flags], world_size=2)
