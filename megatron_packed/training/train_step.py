@@ -48,12 +48,18 @@ class StepValues(NamedTuple):
     held: bool = False
     """The step, or one before it, needed more room for experts than there was: it changed nothing and must be done
     again. See [Note: steps that are done again]."""
+    weights_moved: bool = False
+    """On some rank what graphs use lay elsewhere than where it was captured; that rank ran eagerly."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
-        loss, aux_loss, grad_norm, nonfinite, stop, *numbers, held = values
+        loss, aux_loss, grad_norm, nonfinite, stop, moved, *numbers, held = values
         bad = {rank: int(number) - 1 for rank, number in enumerate(numbers) if number > 0}
-        return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad, held != 0)
+        return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad, held != 0, moved != 0)
+
+
+_SIGNS = 2
+"""Those that ranks raise together: to stop, and that weights have moved. Behind them comes one of each rank."""
 
 
 def extra_slots(groups: ParallelGroups) -> dict[str, int]:
@@ -61,7 +67,7 @@ def extra_slots(groups: ParallelGroups) -> dict[str, int]:
     return {
         "loss": 1,
         "aux_loss": 1,
-        "signs": 1 + groups.world_size,
+        "signs": _SIGNS + groups.world_size,
         "overflow": 1,
         "micro_batches": 1,
     }
@@ -79,7 +85,8 @@ class TrainStep:
     Gradients, losses and counts: over the ranks that hold the same shard (``dp_cp``), each with tokens of its own.
     Tensor-parallel ranks have found the same losses and counts, and different gradients; what they found of the
     gradients of parameters that they hold together is summed before. Signs (slot 0: this rank was asked to stop; slot
-    1 + rank: 1 + number of its first bad micro-batch) differ between all ranks: their sum goes over both groups.
+    1: what its graphs use has moved; slot 2 + rank: 1 + number of its first bad micro-batch) differ between all ranks:
+    their sum goes over both groups.
 
     [Note: steps that are done again]
     A step in which a buffer for experts overflowed anywhere is not applied, and nor is any step behind it, until the
@@ -109,12 +116,12 @@ class TrainStep:
         """Replays what it has captured, of the model or of whole parts of a step; None: all of it runs eagerly."""
         self.beat: Callable[[], None] = lambda: None
         """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
-        self._stop = torch.zeros(1, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        self._signs = torch.zeros(_SIGNS, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
-        self.metrics = torch.zeros(6 + groups.world_size, dtype=torch.float32, device=self.device)
+        self.metrics = torch.zeros(5 + _SIGNS + groups.world_size, dtype=torch.float32, device=self.device)
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
@@ -131,7 +138,7 @@ class TrainStep:
             lr: learning rate of this step.
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
         Returns:
-            The metrics vector ``(6 + world_size,)`` float32 on the device; the same memory every step.
+            The metrics vector ``(7 + world_size,)`` float32 on the device; the same memory every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
@@ -206,7 +213,7 @@ class TrainStep:
                 self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
             # The first bad one of this rank stays: a later one finds the slot taken.
             number = extras["micro_batches"].add_(1)[0]
-            slot = extras["signs"][1 + self.groups.rank]
+            slot = extras["signs"][_SIGNS + self.groups.rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
             slot.copy_(torch.where(bad & (slot == 0), number, slot))
 
@@ -277,8 +284,8 @@ class TrainStep:
     def _begin(self, lr: float, stop_requested: bool) -> None:
         self.buffers.zero_grad()
         self.optimizer.set_lr(lr)
-        self._stop.fill_(float(stop_requested))
-        self.buffers.extras["signs"][:1].copy_(self._stop, non_blocking=True)
+        self._signs[0], self._signs[1] = stop_requested, self.graphs is not None and self.graphs.moved
+        self.buffers.extras["signs"][:_SIGNS].copy_(self._signs, non_blocking=True)
 
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """One of ``parts``, by replay where it can be."""

@@ -42,8 +42,9 @@ class Trainer:
     """Runs a training job that is already built; the same on every rank.
 
     [Note: when a run may stop]
-    What all ranks must decide alike (a signal, a non-finite step) is read from the all-reduced metrics of the step
-    before, at the same place on every rank. Time limits are rank 0's clock and travel as a signal does.
+    What all ranks must decide alike (a signal, a non-finite step, graphs that one rank must capture again) is read from
+    the all-reduced metrics of the step before, at the same place on every rank. Time limits are rank 0's clock and
+    travel as a signal does.
     """
 
     config: RunConfig
@@ -70,6 +71,7 @@ class Trainer:
         self._complained: list[Writer] = []
         self._in_flight: dict[int, list[MicroBatch]] = {}  # iteration -> its micro-batches, until its metrics are there
         self._known_fallbacks: set[str] = set()
+        self._weights_moved = False
         self._started = time.perf_counter()
         # A run that resumes at its last iteration has nothing new to save.
         self._saved_at = self.state.progress.iteration or None
@@ -88,7 +90,7 @@ class Trainer:
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
                 exit_code = self._pause(self.save)
-            if exit_code is None and self.step.graphs is not None and self.step.graphs.moved:
+            if exit_code is None and self._weights_moved:
                 exit_code = self._pause(self._capture_again)
             if exit_code is None and self._due(self.config.cuda_graph.cuda_graph_audit_interval):
                 exit_code = self._pause(self.audit)
@@ -218,6 +220,7 @@ class Trainer:
         self.console.say("weights have moved to other memory: CUDA graphs are captured again")
         with self._resting():
             capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
+        self._weights_moved = False
 
     def _say_new_fallbacks(self, counters: GraphCounters) -> None:
         for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):
@@ -277,6 +280,7 @@ class Trainer:
         if arrived is None:
             return None
         values = StepValues.from_list(arrived.values)
+        self._weights_moved |= values.weights_moved
         record = step_record(
             arrived.facts,
             loss=values.loss,

@@ -214,3 +214,31 @@ def test_a_part_of_a_step_that_one_rank_cannot_capture_runs_eagerly_on_all(
         assert all(result["metrics"]) and result["state"] and result["replays"] == replays, result
         assert result["fallbacks"] == {f"no graphs for its capacity ({part}{said})": 11 - replays,
                                        "more than 6 documents": 1}  # fmt: skip
+
+
+def moves(groups: ParallelGroups, way: Way, impl: str) -> list[tuple[bool, bool, int]]:
+    """Steps with a weight of the last rank at another address in the second and the third, and then captured again."""
+    eager = build_job(config_of(way), groups, VOCAB)
+    job, graphs, _ = graphed(way, groups, {}, impl)
+    found = []
+    with released(graphs):
+        for number in range(4):
+            if number == 1 and groups.rank == groups.world_size - 1:
+                router = job.model.moe_layers[0].mixer.router
+                router.expert_bias = router.expert_bias.clone()
+            if number == 3:
+                capture_graphs(graphs, job.step, 4, groups)
+            replays, micro_batches = graphs.counters.replays, step_of(way, groups, number, LENGTHS)
+            values, wanted = (one.step(micro_batches, 1e-2).tolist() for one in (job, eager))
+            moved = StepValues.from_list(values).weights_moved
+            same = StepValues.from_list(values)._replace(weights_moved=False) == StepValues.from_list(wanted)
+            found.append((same, moved, graphs.counters.replays - replays))
+    return found
+
+
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_weights_that_moved_on_one_rank_are_known_to_all(impl: str, pools: WorkerPools) -> None:
+    """That rank runs eagerly beside replays of the other until both capture again."""
+    first, last = pools.run(moves, 2, Way(2, 2, True), impl, layout={"tp_size": 2})
+    assert first == [(True, False, 4), (True, True, 4), (True, True, 4), (True, False, 4)]
+    assert last == [(True, False, 4), (True, True, 0), (True, True, 0), (True, False, 4)]
