@@ -97,7 +97,9 @@ ALWAYS: dict[str, Always] = {
     "--log-throughput": Always("throughput is always in the log"),
     "--timing-log-level": Always("the time of each iteration is in the log", ("0",)),
     "--tensorboard-log-interval": Always("every logged iteration goes to TensorBoard", ("1",)),
-    "--cpu-offloading-num-layers": Always("activations stay on the device", ("0",)),
+    "--cpu-offloading-num-layers": Always("layers are not offloaded by their number", ("0",)),
+    "--activation-offload-fraction": Always("all that the named modules save is offloaded", ("1", "1.0")),
+    "--delta-offload-bytes-across-pp-ranks": Always("there are no stages of a pipeline to balance", ("0",)),
 }
 
 REFUSED: tuple[Refused, ...] = (
@@ -331,10 +333,22 @@ REFUSED: tuple[Refused, ...] = (
         ("--moe-layer-recompute",),
     ),
     Refused(
-        "offloading activations is not built yet", "leave it out, or use a smaller --seq-length or --micro-batch-size",
-        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--offload-modules",
-         "--min-offloaded-tensor-size", "--activation-offload-fraction", "--delta-offload-bytes-across-pp-ranks",
-         "--delay-offload-until-cuda-graph"),
+        "layers are not offloaded by their number",
+        "give --offload-layer-inputs with --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers, or --fine-grained-activation-offloading",
+        ("--cpu-offloading-num-layers",),
+    ),
+    Refused(
+        "all that the named modules save is offloaded", "name fewer --offload-modules",
+        ("--activation-offload-fraction",),
+    ),
+    Refused(
+        "there are no stages of a pipeline to balance", "leave it out, or name fewer --offload-modules",
+        ("--delta-offload-bytes-across-pp-ranks",),
+    ),
+    Refused(
+        "copies to the host are part of the graphs", "leave it out: a replay launches them too",
+        ("--delay-offload-until-cuda-graph",),
     ),
     Refused(
         "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",

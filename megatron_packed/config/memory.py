@@ -1,4 +1,5 @@
-"""Memory: what of the activations the backward pass computes again instead of finding it kept."""
+"""Memory: what of the activations the backward pass computes again, or fetches from the host, instead of finding it
+kept on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from megatron_packed.config.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import Section, Sound, option, section_fields
 
 FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
@@ -19,6 +20,16 @@ CORE_ATTENTION, LAYER_NORM, EXPERT_ACTIVATION = "core_attn", "layernorm", "moe_a
 MIXERS = {"mamba": MAMBA, "mlp": MLP, "moe": MOE}
 RECOMPUTED_IN = {CORE_ATTENTION: ATTENTION, **MIXERS, EXPERT_ACTIVATION: MOE}
 """Module -> the layers (symbols of the pattern) that it is a part of; a norm is a part of all."""
+LAYER_INPUTS, FINE_GRAINED, OFFLOADED = (
+    "--offload-layer-inputs", "--fine-grained-activation-offloading", "--offload-modules"
+)  # fmt: skip
+OFFLOADED_IN = {
+    "attn_norm": ATTENTION, "qkv_linear": ATTENTION, CORE_ATTENTION: ATTENTION, "attn_proj": ATTENTION,
+    "mamba_norm": MAMBA, "mamba_in_proj": MAMBA, "mamba_scan": MAMBA, "mamba_out_proj": MAMBA,
+    "mlp_norm": MLP + MOE, "mlp_fc1": MLP, "mlp_act": MLP, "mlp_fc2": MLP,
+    "expert_fc1": MOE, EXPERT_ACTIVATION: MOE, "expert_fc2": MOE,
+}  # fmt: skip
+"""Module whose saved tensors can be offloaded -> the layers (symbols of the pattern) that it is a part of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +55,30 @@ class MemoryConfig(Section, title="memory"):
                    "shared_experts": "give moe, which recomputes the whole of it"},
     )  # fmt: skip
 
+    offload_layer_inputs: bool = option(
+        False, "The inputs that whole layers are recomputed from wait in the host's pinned memory, and are copied back "
+        "while the layer behind is computed.", group="offload",
+    )
+    fine_grained_activation_offloading: bool = option(
+        False, "So does what the parts of --offload-modules save for their backward pass.", group="offload"
+    )
+    offload_modules: tuple[str, ...] = option(
+        (), "The parts. A norm or projection (attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, "
+        "mamba_out_proj, mlp_norm, mlp_fc1, mlp_fc2, expert_fc1, expert_fc2): its input. mlp_act, moe_act: the input "
+        "of the activation of an MLP, or of experts. core_attn, mamba_scan: what is saved between the projections.",
+        choices=tuple(OFFLOADED_IN), group="offload",
+    )
+    min_offloaded_tensor_size: int = option(
+        2**20, "Smaller tensors stay on the device.", unit="elements", minimum=1, group="offload"
+    )
+    offload_buffers: int = option(
+        2, "Device buffers to copy back into: 1 in the first step, as many as this where memory allows. With 1 nothing "
+        "is copied ahead of its use.", minimum=1, maximum=64, group="offload",
+    )
+    offload_headroom_mib: int = option(
+        512, "Device memory that has to stay free beside another buffer.", unit="MiB", minimum=0, group="offload"
+    )  # fmt: skip
+
     @property
     def recomputes_layers(self) -> bool:
         """Whether whole layers are recomputed."""
@@ -67,7 +102,29 @@ class MemoryConfig(Section, title="memory"):
             return False
         return self.recompute_method == UNIFORM or number < (self.recompute_num_layers or 0)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is to wait in the host's memory."""
+        return self.offload_layer_inputs or self.fine_grained_activation_offloading
+
+    @property
+    def offloaded_modules(self) -> tuple[str, ...]:
+        """The parts whose saved tensors are offloaded, each once."""
+        return tuple(dict.fromkeys(self.offload_modules)) if self.fine_grained_activation_offloading else ()
+
+    def offloads_input(self, number: int) -> bool:
+        """Whether the saved input of layer ``number``, from 0, or of the group that it begins, is offloaded."""
+        return self.offload_layer_inputs and self.recomputes_layer(number) and number % self.layers_per_group == 0
+
+    def offloads_module(self, module: str, number: int) -> bool:
+        """Whether what a part of layer ``number`` saves is offloaded; what is recomputed saves nothing."""
+        return module in self.offloaded_modules and not self.recomputes_layer(number)
+
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from self._recompute_rules(sound)
+        yield from self._offload_rules(sound)
+
+    def _recompute_rules(self, sound: Sound) -> Iterator[Problem]:
         if not sound("recompute_granularity"):
             return
         whole = self.recompute_granularity == FULL
@@ -82,6 +139,26 @@ class MemoryConfig(Section, title="memory"):
         if sound("recompute_modules") and self.recompute_modules and self.recompute_granularity != SELECTIVE:
             yield Problem(MODULES, " ".join(self.recompute_modules), f"belongs to {GRANULARITY} {SELECTIVE}",
                           f"give {GRANULARITY} {SELECTIVE}, or leave it out")
+
+    def _offload_rules(self, sound: Sound) -> Iterator[Problem]:
+        no_layers = sound("offload_layer_inputs", "recompute_granularity") and not self.recomputes_layers
+        if no_layers and self.offload_layer_inputs:
+            yield Problem(LAYER_INPUTS, "", f"moves what {GRANULARITY} {FULL} keeps",
+                          f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} is without recomputation")
+        if not sound("fine_grained_activation_offloading", "offload_modules"):
+            return
+        if self.fine_grained_activation_offloading and not self.offload_modules:
+            yield Problem(OFFLOADED, "", f"is required with {FINE_GRAINED}", f"give {OFFLOADED} NAME [NAME ...]")
+        if self.offload_modules and not self.fine_grained_activation_offloading:
+            yield Problem(OFFLOADED, " ".join(self.offload_modules), f"belongs to {FINE_GRAINED}",
+                          f"give {FINE_GRAINED}, or leave it out")
+        for described in section_fields(type(self)):
+            value = getattr(self, described.name)
+            if described.name not in ("min_offloaded_tensor_size", "offload_buffers", "offload_headroom_mib"):
+                continue
+            if sound(described.name, "offload_layer_inputs") and not self.offloads and value != described.default:
+                yield Problem(described.flag, str(value), "is never used where nothing is offloaded",
+                              f"give {LAYER_INPUTS} or {FINE_GRAINED}, or leave it out")
 
 
 def recompute_rules(

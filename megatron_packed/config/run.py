@@ -14,6 +14,7 @@ from megatron_packed.config.layout import Layout
 from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.memory import MemoryConfig, recompute_rules
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.offload import offload_rules
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.packing import PackingConfig, nearest_multiples
@@ -161,6 +162,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     yield from whole_step_rules(run.cuda_graph, run.parallel, sound)
     yield from parallel_rules(run.parallel, model, packing, run.cuda_graph, sound)
     yield from recompute_rules(run.memory, model, run.cuda_graph, sound)
+    yield from offload_rules(run.memory, model, run.cuda_graph, sound)
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:

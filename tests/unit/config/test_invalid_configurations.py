@@ -6,6 +6,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse
 
 MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 # (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of processes) -> options
 # with problems, each with a word of its rule or cure.
 INVALID = [
@@ -212,7 +213,23 @@ INVALID = [
      {"--cuda-graph-modules": "a graph runs once"}),
     ("--distribute-saved-activations", {"--distribute-saved-activations": "--sequence-parallel"}),
     ("--moe-layer-recompute", {"--moe-layer-recompute": "--recompute-modules moe"}),
-    ("--fine-grained-activation-offloading", {"--fine-grained-activation-offloading": "not built"}),
+    ("--fine-grained-activation-offloading", {"--offload-modules": "is required"}),
+    ("--offload-modules mlp_act --offload-buffers 4 --offload-headroom-mib 0 --min-offloaded-tensor-size 1",
+     {"--offload-modules": "belongs to --fine-grained", "--offload-buffers": "give --offload-layer-inputs or",
+      "--offload-headroom-mib": "is never used", "--min-offloaded-tensor-size": "is never used"}),
+    ("--offload-layer-inputs --offload-buffers 0",
+     {"--offload-layer-inputs": "give --recompute-granularity full", "--offload-buffers": ">= 1"}),
+    (f"{OFFLOAD} moe_act mamba_nrom", {"--offload-modules": "did you mean mamba_norm?"}),
+    (f"{OFFLOAD} mlp_norm moe_act", {"--offload-modules": "no E"}),
+    (f"{OFFLOAD} mlp_norm --hybrid-layer-pattern M*M", {"--offload-modules": "no - (MLP) or E"}),
+    (f"{OFFLOAD} core_attn mlp_fc1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+     {"--offload-modules": "or give --offload-layer-inputs"}),
+    (f"{OFFLOAD} mamba_norm mamba_scan --recompute-activations --recompute-modules mamba",
+     {"--offload-modules": "leave mamba out of --recompute-modules"}),
+    (f"{OFFLOAD} attn_proj mlp_norm", {"--offload-modules": "name core_attn beside it"}),
+    ("--cpu-offloading-num-layers 2", {"--cpu-offloading-num-layers": "--recompute-method block"}),
+    ("--activation-offload-fraction 0.5", {"--activation-offload-fraction": "name fewer"}),
+    ("--optimizer-cpu-offload", {"--optimizer-cpu-offload": "stays on the device"}),
     ("--fp8-format hybrid --fp16", {"--fp8-format": "--bf16", "--fp16": "--bf16"}),
     ("--spec my.module my_spec", {"--spec": "hybrid_stack_spec"}),
     ("--seed 1 --seed 2", {"--seed": "twice"}),
@@ -286,6 +303,7 @@ def test_transformer_engine_layers(right, monkeypatch, change: str, installed: b
         ("--device cpu", True, "captures on GPUs only, and --device is cpu", "give local, which runs eagerly"),
         ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
         ("--recompute-activations", True, "recomputation inside graphs", "give --cuda-graph-impl local"),
+        (f"{OFFLOAD} mlp_act", True, "memory of their own", "local or full_iteration"),
         ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
         ("^4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", True, "", ""),
         (f"^2 {MOE} --expert-model-parallel-size 2", True, "", ""),
