@@ -18,6 +18,7 @@ from megatron_packed.config.errors import ConfigError, Problem, format_problems
 from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.megatron_flags import ALWAYS
 from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.offload import forced_buffers
 from megatron_packed.config.options import problems_of, unchecked
 from megatron_packed.config.parallel import REPLICA_SIZES, fewest_processes
 from megatron_packed.config.registry import every_field
@@ -143,6 +144,8 @@ def _resolve(
     if here:
         problems += [*path_problems(run, sound), *package_problems(run, sound)]
         problems += environment_problems(run.training)
+        if run.memory.offloads:
+            forced_buffers(environ, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}

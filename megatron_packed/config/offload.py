@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.errors import Problem
@@ -32,14 +32,31 @@ INSIDE = {
 """Of --recompute-modules: the parts that save something else, or nothing, where it is recomputed."""
 
 
+BUFFERS = "MEGATRON_PACKED_OFFLOAD_BUFFERS"
+"""Environment variable: exactly so many device buffers; 0 offloads nothing."""
+
+
+def forced_buffers(environ: Mapping[str, str], problems: list[Problem]) -> int | None:
+    """What `BUFFERS` says; None where it says nothing."""
+    text = environ.get(BUFFERS, "").strip()
+    if not text or (text.isdecimal() and int(text) <= 64):
+        return int(text) if text else None
+    problems.append(Problem(BUFFERS, repr(text), "the environment variable must be a number of device buffers, 0 to 64",
+                            "unset it, or set 0 to offload nothing", node_dependent=True))
+    return None
+
+
 def offload_rules(
     memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
     """Problems between offload, the pattern and graphs. ``sound("model.hybrid_layer_pattern", ...)`` as elsewhere."""
     if not sound("memory.offload_layer_inputs", "memory.fine_grained_activation_offloading") or not memory.offloads:
         return
+    flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
+    if sound("cuda_graph.cuda_graph_impl") and graphs.cuda_graph_impl == LOCAL:
+        yield Problem("--cuda-graph-impl", LOCAL, f"cannot be used with {flag}: copies between layers' graphs are "
+                      "not built", "give --cuda-graph-impl full_iteration")
     if sound("cuda_graph.cuda_graph_impl") and graphs.by_engine:
-        flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
         yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"cannot be used with {flag}: TransformerEngine's "
                       "graphs hold what they save in memory of their own",
                       f"give --cuda-graph-impl {LOCAL} or full_iteration")

@@ -20,6 +20,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.implementation import implementation
+from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
@@ -118,6 +119,7 @@ class Attention(nn.Module):
         config: sizes and biases.
         rotary: shared tables, or None for no position embedding.
         recompute_core: the backward pass computes what lies between the projections again.
+        offload: where what is saved waits.
     """
 
     def __init__(
@@ -129,12 +131,13 @@ class Attention(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         recompute_core: bool = False,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         attended_heads(config, tp, cp)  # refuses heads that do not divide
-        self.cp, self.recompute_core = cp, recompute_core
+        self.cp, self.recompute_core, self.offload = cp, recompute_core, offload
         # Kernels of attention move the generator although nothing is drawn for them, and dropout would notice.
         self.dropout_around = config.hidden_dropout > 0
         self.peers = Peers(
@@ -163,10 +166,13 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
-        qkv_TO = self.qkv(x_TD)
-        if not self.recompute_core:
-            return self.proj(self._core(qkv_TO, packed))
-        return self.proj(checkpoint(self._core, qkv_TO, packed, rewind=self.dropout_around))
+        part = self.offload.run
+        qkv_TO = part("qkv_linear", self.qkv, self.qkv, x_TD)
+        if self.recompute_core:
+            core = checkpoint(self._core, qkv_TO, packed, rewind=self.dropout_around)
+        else:
+            core = part("core_attn", self, self._core, qkv_TO, packed)
+        return part("attn_proj", self.proj, self.proj, core)
 
     def _core(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, O)`` of queries, keys and values -> ``(T, N H)``."""

@@ -24,6 +24,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.implementation import implementation
+from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
@@ -115,6 +116,7 @@ class MambaMixer(nn.Module):
 
     Args:
         config: sizes.
+        offload: where what is saved waits.
     """
 
     def __init__(
@@ -124,10 +126,12 @@ class MambaMixer(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.offload = offload
         x = Segment(noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim)
         dt = Segment(noun="Mamba heads", count=config.mamba_num_heads)
         B = Segment(noun="Mamba groups", count=config.mamba_num_groups, width=config.mamba_state_dim, shareable=True)
@@ -163,7 +167,14 @@ class MambaMixer(nn.Module):
 
     def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; of a context-parallel rank, its rows."""
-        z_TI, xBC_TC, dt_TN = self._split(self.in_proj(u_TD), packed)
+        part = self.offload.run
+        zxBCdt_TO = part("mamba_in_proj", self.in_proj, self.in_proj, u_TD)
+        y_TI = part("mamba_scan", self, self._scan, zxBCdt_TO, packed)
+        return part("mamba_out_proj", self.out_proj, self.out_proj, y_TI)
+
+    def _scan(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> Tensor:
+        """All between the projections: ``(T, O)`` -> ``(T, I)``."""
+        z_TI, xBC_TC, dt_TN = self._split(zxBCdt_TO, packed)
         x_TNP, B_TGS, C_TGS = split_columns(self.conv1d(xBC_TC, packed.seq_idx), *self.xBC_shapes)
         y_TNP = ssd(
             x_TNP,
@@ -180,7 +191,8 @@ class MambaMixer(nn.Module):
         )
         if self.cp.group is not None:
             (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
-        return self.out_proj(self.norm(y_TNP.flatten(1), z_TI))
+        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
+        return normed_TI
 
     def _split(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> tuple[Tensor, ...]:
         """z ``(T / c, I)``, of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)``, of all rows for its heads.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.sharding import Segment
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import implementation
+from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.activation.api import activation
 from megatron_packed.packed.params import PackedSeqParams
@@ -31,6 +34,7 @@ class MLP(nn.Module):
         inner_size: F; SwiGLU's first projection is ``[gate | up]``, 2F rows.
         kind: ``gelu``, ``squared_relu`` or ``swiglu``.
         bias: on both projections.
+        offload: where what is saved waits.
     """
 
     def __init__(
@@ -42,11 +46,13 @@ class MLP(nn.Module):
         bias: bool,
         backends: Backends,
         tp: TensorParallel = SINGLE,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.kind, self.backend = kind, backends.activation
+        self.activate = partial(activation, kind=kind, backend=backends.activation)
+        self.offload = offload
         segments = inner_segments(inner_size, kind)
         rows, columns = tp.shard(*segments), tp.shard(segments[0], dim=1)
         parts = implementation(backends.transformer_impl, device, dtype)
@@ -55,4 +61,6 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""
-        return self.fc2(activation(self.fc1(x_TD), self.kind, backend=self.backend))
+        part = self.offload.run
+        y_TF = part("mlp_act", self, self.activate, part("mlp_fc1", self, self.fc1, x_TD))
+        return part("mlp_fc2", self, self.fc2, y_TF)

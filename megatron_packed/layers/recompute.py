@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatron_packed.config.memory import CORE_ATTENTION, EXPERT_ACTIVATION, LAYER_NORM, MIXERS, MemoryConfig
 from megatron_packed.layers.norm import Norm
-from megatron_packed.memory.recompute import checkpoint, regenerated
+from megatron_packed.layers.offload import LayerOffload
+from megatron_packed.memory.recompute import Keep, SavedByAutograd, checkpoint, regenerated
 from megatron_packed.packed.params import PackedSeqParams
 
 Output = TypeVar("Output")
@@ -58,9 +59,16 @@ class Recompute:
         packed: PackedSeqParams,
         *,
         draws: bool,
+        keep: Keep = SavedByAutograd,
     ) -> Output:
-        """``layer(hidden, packed)``, which draws random numbers or does not."""
-        return checkpoint(layer, hidden_TD, packed, rewind=draws) if self.layer else layer(hidden_TD, packed)
+        """``layer(hidden, packed)``, which draws random numbers or does not.
+
+        Args:
+            keep: puts away what the layer is recomputed from.
+        """
+        if not self.layer:
+            return layer(hidden_TD, packed)
+        return checkpoint(layer, hidden_TD, packed, rewind=draws, keep=keep)
 
     def run_mixer(
         self, mixer: Callable[[Tensor, PackedSeqParams], Output], x_TD: Tensor, packed: PackedSeqParams
@@ -83,13 +91,19 @@ NOTHING = Recompute()
 
 def mixed(
     recompute: Recompute,
+    offload: LayerOffload,
+    norm_name: str,
     norm: Norm,
     mixer: Callable[[Tensor, PackedSeqParams], Output],
     hidden_TD: Tensor,
     packed: PackedSeqParams,
 ) -> tuple[Output, Tensor]:
-    """``mixer(norm(hidden), packed)``, and the hidden state for the residual connection."""
-    normed_TD, residual_TD = norm.with_residual(hidden_TD)
+    """``mixer(norm(hidden), packed)``, and the hidden state for the residual connection.
+
+    Args:
+        norm_name: of the norm among the parts that are offloaded.
+    """
+    normed_TD, residual_TD = offload.run(norm_name, norm, norm.with_residual, hidden_TD)
     with recompute.without_norm_output(norm, normed_TD, hidden_TD):
         return recompute.run_mixer(mixer, normed_TD, packed), residual_TD
 

@@ -19,6 +19,7 @@ from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.norm import Norm
+from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.recompute import NOTHING, Recompute, draws_random_numbers, mixed
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
@@ -50,6 +51,7 @@ class TransformerLayer(nn.Module):
         symbol: ``*`` or ``-``.
         rotary: shared position tables for attention, or None.
         recompute: what of it the backward pass computes again.
+        offload: where what it keeps waits.
     """
 
     def __init__(
@@ -62,15 +64,16 @@ class TransformerLayer(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         recompute: Recompute = NOTHING,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.dropout, self.recompute = config.hidden_dropout, recompute
+        self.dropout, self.recompute, self.offload = config.hidden_dropout, recompute, offload
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
         self.mixer: nn.Module
         if symbol == "*":
-            options = {"backends": backends, "tp": tp, "cp": cp, "device": device, "dtype": dtype}
+            options = {"backends": backends, "tp": tp, "cp": cp, "offload": offload, "device": device, "dtype": dtype}
             self.mixer = Attention(config, rotary=rotary, recompute_core=recompute.core_attention, **options)
         else:
             assert symbol == "-", symbol
@@ -81,15 +84,19 @@ class TransformerLayer(nn.Module):
                 bias=config.add_bias_linear,
                 backends=backends,
                 tp=tp,
+                offload=offload,
                 device=device,
                 dtype=dtype,
             )
+        self.norm_name = "attn_norm" if symbol == "*" else "mlp_norm"
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws_random_numbers(self))
+        draws, keep = draws_random_numbers(self), self.offload.keep_input
+        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws, keep=keep)
 
     def _run(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        update_TD, residual_TD = mixed(self.recompute, self.norm, self.mixer, hidden_TD, packed)
+        parts = (self.norm_name, self.norm, self.mixer)
+        update_TD, residual_TD = mixed(self.recompute, self.offload, *parts, hidden_TD, packed)
         return residual_TD + F.dropout(update_TD, self.dropout, self.training)
 
 
@@ -105,21 +112,23 @@ class MoETransformerLayer(nn.Module):
         cp: ContextParallel = ALL_ROWS,
         ep: ExpertParallel | None = None,
         recompute: Recompute = NOTHING,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.dropout, self.recompute = config.hidden_dropout, recompute
+        self.dropout, self.recompute, self.offload = config.hidden_dropout, recompute, offload
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
-        again = recompute.expert_activation
-        self.mixer = MoE(
-            config, backends=backends, tp=tp, cp=cp, ep=ep, recompute_activation=again, device=device, dtype=dtype
-        )
+        ranks = {"tp": tp, "cp": cp, "ep": ep}
+        kept = {"recompute_activation": recompute.expert_activation, "offload": offload}
+        self.mixer = MoE(config, backends=backends, **ranks, **kept, device=device, dtype=dtype)
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws_random_numbers(self))
+        draws, keep = draws_random_numbers(self), self.offload.keep_input
+        return self.recompute.run_layer(self._run, hidden_TD, packed, draws=draws, keep=keep)
 
     def _run(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        output, residual_TD = mixed(self.recompute, self.norm, self.mixer, hidden_TD, packed)
+        parts = ("mlp_norm", self.norm, self.mixer)
+        output, residual_TD = mixed(self.recompute, self.offload, *parts, hidden_TD, packed)
         update_TD = F.dropout(output.hidden_TD, self.dropout, self.training)
         return output._replace(hidden_TD=residual_TD + update_TD)

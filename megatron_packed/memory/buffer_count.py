@@ -40,6 +40,12 @@ class BufferCount:
         self.now += 1
         return True
 
+    def settle(self, buffer_bytes: int, free_bytes: Callable[[], int]) -> None:
+        """For good, as graphs are captured with it: as many as there is room for now."""
+        while self.end_step(buffer_bytes, lambda: free_bytes() - (self.now - 1) * buffer_bytes):
+            pass
+        self.fixed = True
+
     def shrink(self, to: int) -> None:
         """There was no memory: fewer from now on, and another try later."""
         if self.fixed:

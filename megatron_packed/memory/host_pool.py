@@ -29,6 +29,8 @@ class HostPool:
         """Of all blocks, lent ones included."""
         self.pinned = 0
         """Blocks that were ever pinned."""
+        self.frozen = False
+        """Whether no block is given up: graphs copy to and from them."""
         self._closed = False
 
     def lend(self, num_bytes: int) -> Tensor:
@@ -44,7 +46,7 @@ class HostPool:
             self._take(best)
             return best.block
         small = max(self._free, key=lambda free: free.block.numel(), default=None)
-        if small is not None and self._done(small.used):
+        if small is not None and not self.frozen and self._done(small.used):
             self._take(small)
             self.num_bytes -= small.block.numel()
             del small

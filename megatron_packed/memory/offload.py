@@ -26,7 +26,8 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,7 +58,6 @@ class Offload:
         min_elements: tensors with fewer stay on the device.
         forced: exactly so many buffers; 0 moves nothing.
         streams: by default those of the device.
-        say: takes what is worth knowing, a sentence at a time, each once.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Offload:
         min_elements: int = MIN_ELEMENTS,
         forced: int | None = None,
         streams: Streams | None = None,
-        say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.streams: Streams = streams_of(device) if streams is None else streams
         self.min_elements = max(min_elements, 1)
@@ -77,7 +76,8 @@ class Offload:
         self.pool = HostPool(self.streams.host, self.streams.done)
         self.off: str | None = None
         """Why nothing is moved any more."""
-        self._say, self._said = say, set[str]()
+        self._news: list[str] = []
+        self._said = set[str]()
         self._watch = Stopwatch(self.streams)
         self._away: dict[int, _Away] = {}
         self._order: list[int] = []  # the numbers of what is away, sorted
@@ -103,22 +103,22 @@ class Offload:
         if self.off is not None or not any(moved):
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
-        layouts, num_bytes = _layouts(sources)
+        layouts, block_bytes = _layouts(sources)
         while len(self._held) >= self.buffers.now:
             self._let_go(self._held.popleft())
         try:
-            block = self.pool.lend(num_bytes)
+            block = self.pool.lend(block_bytes)
         except torch.OutOfMemoryError as error:
             self._say_once(f"offload: some activations stay on the device, as host memory is short: {error}")
             return SavedByAutograd(tensors)
-        away = self._put(sources, layouts, block, num_bytes)
+        away = self._put(sources, layouts, block)
         stayed = [None if moves else tensor for tensor, moves in zip(tensors, moved)]
         bundle = _Bundle(self, away.number, stayed)
         weakref.finalize(bundle, self._dropped.append, away.number).atexit = False
         return bundle
 
-    def _put(self, sources: list[Tensor], layouts: list[_Layout], block: Tensor, num_bytes: int) -> _Away:
-        streams = self.streams
+    def _put(self, sources: list[Tensor], layouts: list[_Layout], block: Tensor) -> _Away:
+        streams, num_bytes = self.streams, sum(layout.num_bytes for layout in layouts)
         computed = streams.mark()
         with streams.outward(), torch.no_grad():
             streams.wait(computed)  # (1)
@@ -253,10 +253,42 @@ class Offload:
         if reason is not None and self.streams.free_bytes() > moved + self.buffers.headroom_bytes:
             self.turn_off(f"{reason}, and the device has room for what was moved")
 
+    def settle(self) -> None:
+        """Before graphs are captured, behind a pass of all that will be: the number of buffers stays, and so do the
+        blocks of host memory. `close` only after the graphs are gone."""
+        self.buffers.settle(self._largest, self.streams.free_bytes)
+        self.pool.frozen = True
+
+    @contextmanager
+    def whole_pass(self) -> Iterator[None]:
+        """Around a forward pass and its backward pass: behind it the current stream has waited for all copies, so that
+        what comes next may use another stream, and a capture may end."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self.join()
+
+    def _abandon(self) -> None:
+        """A pass has failed, perhaps inside a capture, whose marks nobody may wait for: the host waits for the copies
+        instead, unless they were only recorded."""
+        if not self.streams.capturing():
+            self.streams.synchronize()
+        for away in self._away.values():
+            away.sources, away.loaded = None, None
+        self._held.clear()
+        self._loaded = 0
+
     @property
     def figures(self) -> OffloadFigures | None:
         """Of the last step that is known of; None before."""
         return self._watch.figures
+
+    def news(self) -> list[str]:
+        """What has become known since it was asked for last, in sentences, each of them once."""
+        news, self._news = self._news, []
+        return news
 
     def turn_off(self, reason: str) -> None:
         """From now on everything stays on the device."""
@@ -282,7 +314,7 @@ class Offload:
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            self._say(sentence)
+            self._news.append(sentence)
 
 
 class _Layout(NamedTuple):

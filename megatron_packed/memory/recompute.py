@@ -241,7 +241,7 @@ def regenerated(
     if not torch.is_grad_enabled():
         yield
         return
-    source = _Source(output, function, keep([tensor.detach() for tensor in inputs]), _hooks_in_force())
+    source = _Source(output, function, keep([tensor.detach() for tensor in inputs]), hooks_in_force())
     with saved_tensors_hooks(source.save, _regenerate):
         yield
 
@@ -256,7 +256,7 @@ def without_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor],
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def _hooks_in_force() -> Hooks | None:
+def hooks_in_force() -> Hooks | None:
     """The innermost hooks for saved tensors, which those of an inner scope would replace."""
     return cast("Hooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
 
@@ -270,10 +270,10 @@ class _Source:
         self._function, self._kept, self._around = function, kept, around
         self._parts: list[weakref.ref[_Part]] = []
 
-    def save(self, tensor: Tensor) -> Tensor | _Part | _SavedAround:
+    def save(self, tensor: Tensor) -> Tensor | _Part | SavedAround:
         ours = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._storage
         if not ours or tensor.dtype != self._looks[2]:
-            return tensor if self._around is None else _SavedAround(self._around[1], self._around[0](tensor))
+            return tensor if self._around is None else SavedAround(self._around[1], self._around[0](tensor))
         part = _Part(self, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offset)
         self._parts.append(weakref.ref(part))
         return part
@@ -301,17 +301,17 @@ class _Part:
         self.output: Tensor | None = None
 
 
-class _SavedAround(NamedTuple):
+class SavedAround(NamedTuple):
     """What the hooks around have made of a tensor."""
 
     unpack: Callable[[Any], Tensor]
     packed: Any
 
 
-def _regenerate(saved: Tensor | _Part | _SavedAround) -> Tensor:
+def _regenerate(saved: Tensor | _Part | SavedAround) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    if isinstance(saved, _SavedAround):
+    if isinstance(saved, SavedAround):
         return saved.unpack(saved.packed)
     if saved.output is None:
         saved.source.fill()

@@ -55,6 +55,9 @@ class Streams(Protocol):
             torch.OutOfMemoryError: there is no memory, or none that can be pinned.
         """
 
+    def capturing(self) -> bool:
+        """Whether what is queued on the current stream is recorded for a graph, and not run."""
+
     def free_bytes(self) -> int:
         """What the device's memory has left at the worst moment since the start, counting what the allocator holds
         without using it."""
@@ -98,6 +101,9 @@ class HostStreams:
     def host(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def capturing(self) -> bool:
+        return False
+
     def free_bytes(self) -> int:
         return 2**62
 
@@ -129,7 +135,7 @@ class CudaStreams:
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def clock(self) -> torch.cuda.Event | None:
-        if torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
@@ -156,7 +162,7 @@ class CudaStreams:
 
     def host(self, num_bytes: int) -> Tensor:
         """Pinned by registering it: torch's own allocator of pinned memory rounds up to a power of two."""
-        if torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             raise torch.OutOfMemoryError("no host memory can be pinned while a graph is captured")
         try:
             block = torch.empty(num_bytes, dtype=torch.uint8)
@@ -176,6 +182,9 @@ class CudaStreams:
         """The runtime tells of a failed call again at the next kernel, whoever launches it."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)

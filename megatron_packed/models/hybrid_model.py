@@ -34,11 +34,14 @@ from megatron_packed.layers.moe.dispatcher import ExpertBuffer
 from megatron_packed.layers.moe.layer import MoEOutput, MoEReport, count_valid
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
+from megatron_packed.layers.offload import LayerOffload
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.recompute import Recompute, draws_random_numbers
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
-from megatron_packed.memory.recompute import checkpoint
+from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
+from megatron_packed.memory.saved_scopes import SavedScopes
 from megatron_packed.models.init import initialize
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 from megatron_packed.ops.varlen_attention.api import prepare_tables
@@ -106,7 +109,8 @@ class HybridModel(nn.Module):
         dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias, router).
         seed: of the initial values.
         backends: which implementation of each op, by op name; the fastest that fits where not named.
-        memory: what the backward pass computes again; by default nothing.
+        memory: what the backward pass computes again, and what waits for it on the host; by default nothing.
+        offload: moves what waits on the host; by default one as ``memory`` says.
     Raises:
         ValueError: a layout that is not built.
     """
@@ -125,9 +129,13 @@ class HybridModel(nn.Module):
         seed: int = 1234,
         backends: Backends | Mapping[str, str] | None = None,
         memory: MemoryConfig | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__()
         self.memory = memory or MemoryConfig()
+        self.offload = (offload or _offload_of(self.memory, device)) if self.memory.offloads else None
+        """Moves what waits on the host; None where nothing does. It is told of every step (`Offload.end_step`)."""
+        self._scopes = None if self.offload is None else SavedScopes(self.offload.keep, self.offload.min_elements)
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
         self.ep = ExpertParallel.of(groups, self.tp)
@@ -167,6 +175,7 @@ class HybridModel(nn.Module):
     def _build_layer(self, number: int, symbol: str, device: torch.device | str) -> nn.Module:
         options = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "device": device, "dtype": self.dtype}
         options["recompute"] = Recompute.of(self.memory, symbol, number)
+        options["offload"] = LayerOffload.of(self.memory, self.offload, self._scopes, number)
         if symbol == MAMBA:
             return MambaLayer(self.config, **options)
         if symbol == MOE:
@@ -294,9 +303,11 @@ class HybridModel(nn.Module):
         """All layers, of which every group of so many keeps its input alone."""
         reports: list[MoEReport] = []
         size, draws = self.memory.layers_per_group, any(map(draws_random_numbers, self.layers))
+        moves = self.memory.offload_layer_inputs and self.offload is not None
+        keep = self.offload.keep if moves else SavedByAutograd
         for first in range(0, len(self.layers), size):
             numbers = range(first, min(first + size, len(self.layers)))
-            hidden_TD, found = checkpoint(self._run_layers, hidden_TD, packed, numbers, rewind=draws)
+            hidden_TD, found = checkpoint(self._run_layers, hidden_TD, packed, numbers, rewind=draws, keep=keep)
             reports += found
         return hidden_TD, reports
 
@@ -413,6 +424,15 @@ class HybridModel(nn.Module):
         if biases and biases[0] is not None:
             counts_LE = tokens_per_expert.view(len(biases), -1)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)
+
+
+def _offload_of(memory: MemoryConfig, device: torch.device | str) -> Offload:
+    return Offload(
+        torch.device(device),
+        buffers=memory.offload_buffers,
+        headroom_mib=memory.offload_headroom_mib,
+        min_elements=memory.min_offloaded_tensor_size,
+    )
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_packed.config.offload import forced_buffers
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import OverlappedGather
+from megatron_packed.memory.offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
@@ -35,6 +38,20 @@ def backends_of(config: RunConfig) -> dict[str, str | bool]:
     return {**config.training.backends, "deterministic": config.training.deterministic_mode}
 
 
+def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:
+    """What moves activations to the host and back, on this machine; None where none are to move."""
+    memory = config.memory
+    if not memory.offloads:
+        return None
+    return Offload(
+        torch.device(device),
+        buffers=memory.offload_buffers,
+        headroom_mib=memory.offload_headroom_mib,
+        min_elements=memory.min_offloaded_tensor_size,
+        forced=forced_buffers(os.environ, []),
+    )
+
+
 def build_model(
     config: RunConfig,
     vocab_size: int,
@@ -56,6 +73,7 @@ def build_model(
         seed=config.training.seed,
         backends=backends_of(config),
         memory=config.memory,
+        offload=offload_of(config, device),
     )
 
 

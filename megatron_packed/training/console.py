@@ -65,6 +65,8 @@ class Console:
             f"{record.docs_per_pack:.1f} docs/pack",
             f"{record.memory_gib:.1f} GiB",
         ]
+        if record.offload is not None:
+            parts.append(f"offloaded {record.offload.moved_mib:,.0f} MiB")
         if record.graphs is not None:
             parts.append(f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}")
         if record.skipped:

@@ -137,6 +137,8 @@ def capture_graphs(
         if first:
             tune = partial(graphs.tune, make_dummy)
             in_turns(groups, tune) if for_others else tune()
+        if step.model.offload is not None:
+            step.model.offload.settle()
         graphs.capture(make_dummy)
         return
     if first and for_others:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.memory.offload_figures import OffloadFigures
 
 PEAK_BF16_FLOPS = {
     "GB300": 2500e12,
@@ -105,6 +106,8 @@ class StepFacts:
     """Estimated work of the busiest data-parallel rank over the mean of all."""
     graphs: GraphFigures | None = None
     """Of this rank; None without graphs."""
+    offload: OffloadFigures | None = None
+    """Of this rank and the last step that is known of; None where nothing is offloaded."""
 
     @property
     def pack_fill(self) -> float:
@@ -138,12 +141,14 @@ class StepRecord:
     skipped: bool
     plan_hash: str
     graphs: GraphFigures | None
+    offload: OffloadFigures | None
 
     def as_dict(self) -> dict[str, object]:
-        """One flat object; nothing about graphs where there are none."""
+        """One flat object; nothing about graphs and offload where there are none."""
         values = asdict(self)
-        graphs = values.pop("graphs") or {}
-        return values | {f"graph_{name}": value for name, value in graphs.items()}
+        for prefix, group in (("graph", values.pop("graphs")), ("offload", values.pop("offload"))):
+            values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
+        return values
 
 
 def step_record(
@@ -183,4 +188,5 @@ def step_record(
         skipped=skipped,
         plan_hash=facts.plan_hash,
         graphs=facts.graphs,
+        offload=facts.offload,
     )

@@ -176,6 +176,8 @@ def _train(
     finally:
         for writer in writers:
             writer.close()
+    if job.model.offload is not None:  # behind the graphs that copy to its memory
+        job.model.offload.close()
     data.close()
     if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
         _write_page(config.logging.log_jsonl, config.logging.report, notes, console)

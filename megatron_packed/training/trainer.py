@@ -15,6 +15,7 @@ from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.heartbeat import Heartbeat
+from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.schedule import Schedule
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -195,12 +196,22 @@ class Trainer:
         self._in_flight[facts.iteration] = micro_batches
         vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
         self.step.beat()
+        facts = replace(facts, offload=self._end_offload())
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
             self._say_new_fallbacks(counters)
         progress.iteration += 1
         progress.consumed_tokens = facts.consumed_tokens
         return self._late.push(facts, vector)
+
+    def _end_offload(self) -> OffloadFigures | None:
+        offload = self.step.model.offload
+        if offload is None:
+            return None
+        offload.end_step()
+        for sentence in offload.news():
+            self.console.say(sentence)
+        return offload.figures
 
     def _micro_batches(self, number: int) -> list[MicroBatch]:
         """Of this rank in a step; a rank with fewer than the others would wait for them in the wrong collective."""

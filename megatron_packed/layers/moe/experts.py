@@ -12,9 +12,10 @@ from megatron_packed.distributed.sharding import set_expert_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
+from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.memory.recompute import without_output
-from megatron_packed.ops.grouped_mlp.api import grouped_mlp, then
+from megatron_packed.ops.grouped_mlp.api import Step, grouped_mlp
 
 
 class GroupedExperts(nn.Module):
@@ -26,6 +27,7 @@ class GroupedExperts(nn.Module):
     Args:
         num_experts: those of all ranks.
         recompute_activation: the backward pass computes the activation's output again.
+        offload: where what is saved waits.
     """
 
     def __init__(
@@ -38,12 +40,13 @@ class GroupedExperts(nn.Module):
         backends: Backends,
         ep: ExpertParallel,
         recompute_activation: bool = False,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.kind, self.backend = kind, backends.grouped_mlp
-        self.through = without_output if recompute_activation else then
+        self.recompute_activation, self.offload = recompute_activation, offload
         segments = inner_segments(inner_size, kind)
         rows = ep.shard(num_experts, *segments, dim=1)
         columns = ep.shard(num_experts, segments[0], dim=2)
@@ -56,5 +59,12 @@ class GroupedExperts(nn.Module):
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
         """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""
         return grouped_mlp(
-            x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, through=self.through, backend=self.backend
+            x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, through=self._through, backend=self.backend
         )
+
+    def _through(self, fc1: Step, activation: Step, fc2: Step, x_RD: Tensor) -> Tensor:
+        part = self.offload.run
+        hidden_RF = part("expert_fc1", self, fc1, x_RD)
+        if self.recompute_activation:
+            return without_output(activation, fc2, hidden_RF)
+        return part("expert_fc2", self, fc2, part("moe_act", self, activation, hidden_RF))

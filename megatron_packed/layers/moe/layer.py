@@ -26,6 +26,7 @@ from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing, count_routes
+from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -75,7 +76,7 @@ class MoE(nn.Module):
     Args:
         config: sizes and routing options; experts have no biases.
         ep: the ranks that share the experts.
-        recompute_activation: see `GroupedExperts`.
+        recompute_activation, offload: see `GroupedExperts`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class MoE(nn.Module):
         cp: ContextParallel = ALL_ROWS,
         ep: ExpertParallel | None = None,
         recompute_activation: bool = False,
+        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
@@ -100,6 +102,7 @@ class MoE(nn.Module):
             config.moe_ffn_hidden_size,
             ep=self.ep,
             recompute_activation=recompute_activation,
+            offload=offload,
             **options,
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)

@@ -15,13 +15,13 @@ from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.dispatch import Backend, Op
 
 Step = Callable[[Tensor], Tensor]
-Through = Callable[[Step, Step, Tensor], Tensor]
-"""How two steps follow each other: it decides what of the first one's output is kept for the backward pass."""
+Through = Callable[[Step, Step, Step, Tensor], Tensor]
+"""How three steps follow each other: it decides what of them is kept for the backward pass, and where."""
 
 
-def then(first: Step, second: Step, x: Tensor) -> Tensor:
-    """``second(first(x))``."""
-    return second(first(x))
+def then(first: Step, second: Step, third: Step, x: Tensor) -> Tensor:
+    """``third(second(first(x)))``."""
+    return third(second(first(x)))
 
 
 OP = Op(
@@ -66,7 +66,7 @@ def grouped_mlp(
         w2_EDF: ``(E, D, F)``.
         offsets_E: ``(E,)`` int32 on the device: row number after the last row of each expert.
         activation: a kind of ``ops.activation``: 'gelu', 'squared_relu' or 'swiglu'.
-        through: calls the activation, and on its output the second product; the same result as ``then``.
+        through: calls the first product, the activation and the second product; the same result as ``then``.
     Returns:
         ``(R, D)``; rows from ``offsets_E[-1]`` on are zero, in the output and in the gradient of x.
     Raises:

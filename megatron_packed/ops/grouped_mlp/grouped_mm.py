@@ -56,12 +56,12 @@ def run(
     x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind, through: Through
 ) -> Tensor:
     """See ``api.grouped_mlp``."""
-    main_grad = getattr(w2_EDF, "main_grad", None)
-    hidden_RF = _GroupedLinear.apply(x_RD, w1_EFD, getattr(w1_EFD, "main_grad", None), offsets_E, False, True)
+    main_grads = [getattr(weight, "main_grad", None) for weight in (w1_EFD, w2_EDF)]
     return through(
+        lambda x_RD: _GroupedLinear.apply(x_RD, w1_EFD, main_grads[0], offsets_E, False, True),
         lambda x_RF: activate(x_RF, activation),
-        lambda x_RF: _GroupedLinear.apply(x_RF, w2_EDF, main_grad, offsets_E, True, False),
-        hidden_RF,
+        lambda x_RF: _GroupedLinear.apply(x_RF, w2_EDF, main_grads[1], offsets_E, True, False),
+        x_RD,
     )
 
 

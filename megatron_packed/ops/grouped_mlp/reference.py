@@ -35,9 +35,10 @@ def run(
         mine_R1 = (row_R1 >= start) & (row_R1 < offsets_E[expert])
         start = offsets_E[expert]
         expert_RD = through(
+            partial(linear, weight=w1_EFD[expert]),
             lambda x_RF: activate(x_RF, activation, backend="reference"),
             partial(linear, weight=w2_EDF[expert]),
-            linear(x_RD, w1_EFD[expert]),
+            x_RD,
         )
         y_RD = torch.where(mine_R1, expert_RD, y_RD)
     return y_RD

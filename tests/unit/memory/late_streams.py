@@ -105,6 +105,9 @@ class LateStreams:
     def unified(self):
         return False
 
+    def capturing(self):
+        return False
+
     def synchronize(self):
         self.drain()
 

@@ -12,6 +12,8 @@ from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
 
 CPU, D, LAYERS = torch.device("cpu"), 4, 6
+OF_A_ROW = D * 4 + 2
+"""Bytes of a layer's inputs."""
 
 
 class Layer(nn.Module):
@@ -189,8 +191,7 @@ def test_everything_is_given_back(how):
     # One forward pass waits for its backward pass: that much stays, and goes when it is dropped.
     assert streams.host_bytes == LAYERS * 1024 and streams.device_bytes == 0
     model(pack(5)).backward()
-    of_a_row = D * 4 + 2
-    assert streams.copies["out"] == LAYERS * (9 + 5 + (5 if how == "reset" else 0)) * of_a_row
+    assert streams.copies["out"] == LAYERS * (9 + 5 + (5 if how == "reset" else 0)) * OF_A_ROW
     loss.backward()
     del loss
     offload.reset()
@@ -204,11 +205,11 @@ def test_everything_is_given_back(how):
 def gradients(streams, buffers=3, steps=4, **options):
     model, offload = Model(), offloader(streams, buffers=buffers, **options)
     model.keep, said = offload.keep, []
-    offload._say = said.append
     for rows in range(4, 4 + steps):
         model(pack(rows)).backward()
         offload.join()
         offload.end_step()
+        said += offload.news()
     return [parameter.grad for parameter in model.parameters()], offload, said
 
 
@@ -247,9 +248,9 @@ def test_without_any_device_memory_the_error_is_told():
 
 def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
     """And come back some steps after memory was short."""
-    size, counts = 2 * 512, []  # two inputs in a bundle
+    size, counts = 4 * OF_A_ROW, []
     streams = LateStreams(prompt=True, free=size + 2**20)
-    _, offload, _ = gradients(streams, headroom_mib=1, buffers=8)
+    _, offload, _ = gradients(streams, steps=1, headroom_mib=1, buffers=8)
     assert offload.buffers.now == 1  # it must exceed
     streams.free += 1
     for _ in range(3):
@@ -266,6 +267,38 @@ def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
     assert counts == [2, 3, 4, *[2] * 7, 3, 4, 5, *[1] * 15, 2, 3]
 
 
+def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
+    streams = LateStreams(prompt=True)
+    offload, model, plain = offloader(streams, forced=3), Model(), Model()
+    model.keep = offload.keep
+    before = model(pack(7))
+    model.fail_at = 4
+    with pytest.raises(KeyError), offload.whole_pass():
+        model(pack(5))
+    model.fail_at = None
+    with offload.whole_pass():
+        model(pack(6)).backward()
+    before.backward()
+    plain(pack(6)).backward(), plain(pack(7)).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+    assert not offload._away and not offload._held and offload._loaded == 0
+
+
+def test_graphs_get_a_number_of_buffers_that_stays():
+    size = 4 * OF_A_ROW
+    for free, number in ((size, 1), (size + 1, 2), (2 * size + 1, 3), (9 * size, 4)):
+        _, offload, _ = gradients(LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, buffers=4)
+        offload.streams.free = free
+        offload.settle()
+        offload.buffers.shrink(1)
+        offload.end_step()
+        assert offload.buffers.now == number
+        blocks = offload.pool.num_bytes
+        kept = [offload.keep([pack(600, n)]) for n in range(2)]
+        del kept
+        assert offload.pool.num_bytes > blocks + 600 * 16  # graphs copy to the others
+
+
 def test_what_is_forced_and_what_cannot_gain():
     for forced in (3, 1):
         _, offload, _ = gradients(None, forced=forced, buffers=2)
@@ -277,8 +310,8 @@ def test_what_is_forced_and_what_cannot_gain():
 
     for streams, options, reason in ((None, {"forced": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
                                      (Unified(), {}, "share their memory")):  # fmt: skip
-        said = []
-        offload = offloader(streams, say=said.append, **options)
+        offload = offloader(streams, **options)
+        said = offload.news()
         assert isinstance(offload.keep([pack(5)]), SavedByAutograd)
         assert len(said) == 1 and reason in said[0] and reason in offload.off
 
@@ -314,15 +347,15 @@ def test_what_is_measured_is_known_one_step_late():
     assert offload.figures is None
     offload.end_step()
     figures = offload.figures
-    assert figures.buffers == 1 and figures.moved_mib == LAYERS * 1024 / 2**20
-    assert figures.loaded_mib == (LAYERS - 1) * 1024 / 2**20
+    assert figures.buffers == 1 and figures.moved_mib == LAYERS * 4 * OF_A_ROW / 2**20
+    assert figures.loaded_mib == (LAYERS - 1) * 4 * OF_A_ROW / 2**20
     assert figures.put_ms == figures.load_ms == 4.0  # of two tensors each
-    assert figures.load_gb_per_s == pytest.approx(1024 / 4e-3 / 1e9) and figures.hidden == 1.0
+    assert figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
     assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
 
 
 def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
-    needed = LAYERS * 1024
+    needed = LAYERS * 5 * OF_A_ROW  # when the first step's figures are there
     for free, off in ((needed, False), (needed + 1, True)):
         _, offload, said = gradients(Clocked(copy=9.0, compute=0.1, free=free), headroom_mib=0)
         assert (offload.off is not None) == off and off == any("a copy back takes 18.00 ms" in one for one in said)

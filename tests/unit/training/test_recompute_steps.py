@@ -1,4 +1,4 @@
-"""Steps with recomputation are those without, bit for bit: eager, with captured layers, with whole steps in graphs."""
+"""Steps with recomputation and offload are those without, bit for bit: eager, with captured layers, as whole graphs."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from test_bucket_stages import packs, seen_at_start
 from test_build_graphs import GROUPS, LADDER, config_of, micro_batch, state_hash
 from test_full_iteration import RecordingEngine
 
-from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build import build_job
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
@@ -25,6 +25,12 @@ PARTS = MemoryConfig(
 SMALL_PARTS = MemoryConfig(
     recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "moe_act")
 )
+MOVED = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
+INPUTS = dataclasses.replace(GROUPS_OF_3, offload_layer_inputs=True, **MOVED)
+TRAVELLERS = MemoryConfig(
+    fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **MOVED
+)
+"""What named parts of layers save."""
 
 
 class Run:
@@ -61,6 +67,10 @@ def expected():
         pytest.param("local", SMALL_PARTS, id="captured layers, small parts"),
         pytest.param("full_iteration", GROUPS_OF_3, id="whole steps, groups"),
         pytest.param("full_iteration", PARTS, id="whole steps, parts"),
+        pytest.param("none", INPUTS, id="eager, inputs offloaded"),
+        pytest.param("none", TRAVELLERS, id="eager, parts offloaded"),
+        pytest.param("full_iteration", INPUTS, id="whole steps, inputs offloaded"),
+        pytest.param("full_iteration", TRAVELLERS, id="whole steps, parts offloaded"),
     ],
 )
 def test_every_step_has_the_same_bits(impl, memory, expected):
@@ -68,6 +78,8 @@ def test_every_step_has_the_same_bits(impl, memory, expected):
     run = Run(config_of(cuda_graph_impl=impl), memory, RecordingEngine() if impl != "none" else None)
     for number, (metrics, digest) in enumerate(expected):
         assert torch.equal(run.step(number), metrics) and state_hash(run.job) == digest, number
+    if memory.offloads:
+        assert run.job.model.offload.pool.pinned > 0
     if impl == "none":
         return
     counters = run.graphs.counters

@@ -1,0 +1,171 @@
+"""Saved tensors of a part of a forward pass, which travel together."""
+
+import weakref
+
+import pytest
+import torch
+from late_streams import ORDERS, LateStreams
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.recompute import checkpoint, without_output
+from megatron_packed.memory.saved_scopes import SavedScopes
+
+T, D = 6, 4
+
+
+class Part(nn.Module):
+    """Saves an input, views of one product, a parameter, a table, and its output."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(D, 3 * D, generator=generator))
+        self.register_buffer("table", torch.randn(T, D, generator=generator))
+
+    def forward(self, x_TD):
+        a, b, c = (x_TD @ self.weight).split(D, dim=1)
+        return torch.tanh(a * b.t().exp().t() * c * self.table)
+
+
+class Log:
+    """Keeps copies and counts."""
+
+    def __init__(self):
+        self.put, self.taken = [], 0
+
+    def __call__(self, tensors):
+        copies = [tensor.clone() for tensor in tensors]
+        self.put.append([tensor.numel() for tensor in tensors])
+        log = self
+
+        class Kept:
+            def take(self):
+                log.taken += 1
+                return copies
+
+        return Kept()
+
+
+def inputs(seed=0):
+    return torch.randn(T, D, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def run(parts, x, scopes=None):
+    for part in parts:
+        if scopes is None:
+            x = part(x)
+        else:
+            with scopes.scope(part):
+                x = part(x)
+    return x.square().sum()
+
+
+def gradients(parts, x, **how):
+    return torch.autograd.grad(run(parts, x, **how), [x, *(part.weight for part in parts)])
+
+
+def test_gradients_are_those_without_and_every_storage_travels_once():
+    parts, x = [Part(n) for n in range(3)], inputs()
+    log = Log()
+    found = gradients(parts, x, scopes=SavedScopes(log, 1))
+    assert all(map(torch.equal, found, gradients(parts, x)))
+    # The product of which there are three views, and a few results; the output of a part is the input of the next.
+    assert [sorted(sizes)[-1] for sizes in log.put] == [T * 3 * D] * 3
+    assert [len(sizes) for sizes in log.put] == [len(log.put[0]), len(log.put[0]) - 1, len(log.put[0]) - 1]
+    assert log.taken == 3
+
+
+@pytest.mark.parametrize("order", ORDERS[::3])
+def test_with_late_copies(order):
+    for buffers in (1, 3):
+        offload = Offload(torch.device("cpu"), forced=buffers, min_elements=1, streams=LateStreams(order, prompt=True))
+        scopes, parts = SavedScopes(offload.keep, 1), [Part(n) for n in range(5)]
+        for seed in range(3):
+            found = gradients(parts, inputs(seed), scopes=scopes)
+            assert all(map(torch.equal, found, gradients(parts, inputs(seed))))
+
+
+def test_parameters_tables_and_small_tensors_stay():
+    part, x, log, seen = Part(), inputs(), Log(), []
+    with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        loss = run([part], x, scopes=SavedScopes(log, T * D + 1))
+    assert log.put == [[T * 3 * D]] or log.put == []  # no view is as large
+    assert {part.weight.data_ptr(), part.table.data_ptr(), x.data_ptr()} <= {tensor.data_ptr() for tensor in seen}
+    loss.backward()
+    log = Log()
+    run([part], x, scopes=SavedScopes(log, 1))
+    assert D * 3 * D not in log.put[0]
+
+
+def test_memory_is_free_behind_the_scope_and_goes_with_its_last_reader():
+    made = []
+
+    def part(x):
+        y = x.exp()
+        made.append(weakref.ref(y))
+        return (y * y.sin()).sum(dim=1)
+
+    class Owner(nn.Module):
+        pass
+
+    log = Log()
+    with SavedScopes(log, 1).scope(Owner()):
+        loss = part(inputs())
+    assert made[0]() is None
+    loss.sum().backward()
+    assert log.taken == 1
+
+
+def test_a_graph_that_is_kept_and_one_that_is_dropped():
+    part, x, log = Part(), inputs(), Log()
+    loss = run([part], x, scopes=SavedScopes(log, 1))
+    twice = [torch.autograd.grad(loss, [x], retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*twice) and log.taken == 1
+    run([part], x, scopes=SavedScopes(log, 1))
+    assert log.taken == 1
+
+
+def test_an_error_inside_puts_nothing_away():
+    log = Log()
+    with pytest.raises(KeyError), SavedScopes(log, 1).scope(Part()):
+        torch.tanh(inputs())
+        raise KeyError
+    assert log.put == []
+    y = inputs().exp()
+    assert y.grad_fn._saved_result is not None
+
+
+def test_nothing_happens_without_gradients_or_in_what_is_computed_again():
+    part, x, log = Part(), inputs(), Log()
+    scopes = SavedScopes(log, 1)
+    with torch.no_grad():
+        run([part], x, scopes=scopes)
+    assert log.put == []
+    expected = gradients([part], x)
+
+    def again(x):
+        return without_output(torch.sin, lambda y: run([part], y), x)
+
+    def scoped(y):
+        with scopes.scope(part):
+            return torch.sin(y)
+
+    def again_in_scope(x):
+        return without_output(scoped, lambda y: run([part], y), x)
+
+    assert torch.equal(*(torch.autograd.grad(function(x), x)[0] for function in (again, again_in_scope)))
+    assert len(log.put) == 1  # by the first run
+    log.put.clear()
+    found = torch.autograd.grad(checkpoint(lambda x: run([part], x), x), [x, part.weight])
+    assert all(map(torch.equal, found, expected)) and log.put == []
+
+
+def test_hooks_around_see_what_stays():
+    seen, part, x = [], Part(), inputs()
+    with saved_tensors_hooks(lambda tensor: seen.append(tensor.data_ptr()) or (tensor * 2), lambda tensor: tensor / 2):
+        loss = run([part], x, scopes=SavedScopes(Log(), T * D))
+    assert part.weight.data_ptr() in seen and x.data_ptr() not in seen
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, torch.autograd.grad(run([part], x), x)[0])

@@ -1,0 +1,102 @@
+"""Whatever is offloaded: gradients are those of a model without it, bit for bit, and what was named has left."""
+
+import hybrid_cases as cases
+import pytest
+import torch
+from test_recompute_modes import BYTES, DOCUMENTS, HIDDEN, PATTERN, TAIL, D, T, bytes_saved, full, model_of, train
+
+from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+
+ALL = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
+
+
+def inputs(method, number):
+    recomputed = full(method, number)
+    return MemoryConfig(
+        recompute_granularity="full", recompute_method=recomputed.recompute_method, recompute_num_layers=number,
+        offload_layer_inputs=True, **ALL,
+    )  # fmt: skip
+
+
+def parts(*modules, **options):
+    return MemoryConfig(fine_grained_activation_offloading=True, offload_modules=modules, **ALL | options)
+
+
+BOTH = MemoryConfig(
+    recompute_granularity="full", recompute_method="block", recompute_num_layers=3, offload_layer_inputs=True,
+    fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **ALL,
+)  # fmt: skip
+MODES = {"uniform 1": inputs("uniform", 1), "uniform 3": inputs("uniform", 3), "block 4": inputs("block", 4),
+         "all parts": parts(*OFFLOADED_IN), "both": BOTH,
+         "norms and cores": parts("attn_norm", "mamba_norm", "mlp_norm", "core_attn", "mamba_scan"),
+         "beside recomputation": MemoryConfig(
+             recompute_granularity="selective", recompute_modules=("core_attn", "layernorm"),
+             fine_grained_activation_offloading=True, **ALL,
+             offload_modules=("mamba_scan", "mlp_act", "mlp_fc2", "attn_proj", "expert_fc1", "moe_act"))}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
+def expected(request):
+    changes = {}
+    if request.param != "float32":
+        changes = {"dtype": torch.bfloat16, "hidden_dropout": 0.2, "untie_embeddings_and_output_weights": False}
+    return changes, train(None, **changes)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_gradients_and_outputs_are_those_of_none(name, expected):
+    changes, wanted = expected
+    for found, tensor in zip(train(MODES[name], **changes), wanted, strict=True):
+        assert torch.equal(found, tensor)
+
+
+def left_and_moved(memory=None, **changes):
+    """Bytes that a forward pass keeps on the device, and those that it has put on the host."""
+    model, pack = model_of(memory, **changes), cases.make_pack(DOCUMENTS, tail=TAIL)
+    left = bytes_saved(model, lambda: model(pack))
+    if model.offload is None:
+        return left, 0
+    moved = sum(layout.num_bytes for away in model.offload._away.values() for layout in away.layouts)
+    return left, moved
+
+
+@pytest.mark.parametrize(("method", "number", "groups"), [("uniform", 1, 7), ("uniform", 3, 3), ("block", 4, 4)])
+def test_the_inputs_of_layers_have_left_and_nothing_else(method, number, groups):
+    left, moved = left_and_moved(inputs(method, number))
+    assert moved == groups * HIDDEN
+    assert left == left_and_moved(full(method, number))[0] - moved
+
+
+@pytest.mark.parametrize("module", OFFLOADED_IN)
+def test_what_a_part_saves_has_left(module):
+    (everything, _), (left, moved) = left_and_moved(), left_and_moved(parts(module))
+    if module in ("core_attn", "mamba_scan"):
+        # Of the fused projections the part up to the last view of it travels; sequence numbers are not counted as left.
+        assert 0.8 < moved / (everything - left) < 1.2 and moved > 4 * HIDDEN
+    else:
+        assert moved == everything - left > 0
+        # The input of each projection, in as many layers as have one.
+        layers = sum(symbol in OFFLOADED_IN[module] for symbol in PATTERN)
+        assert module not in ("qkv_linear", "attn_proj", "mamba_in_proj", "mamba_out_proj") or moved >= layers * HIDDEN
+
+
+def test_small_tensors_stay():
+    memory = parts(*OFFLOADED_IN, min_offloaded_tensor_size=T * D)
+    assert 0 < left_and_moved(memory)[1] < left_and_moved(parts(*OFFLOADED_IN))[1]
+    too_small = parts(*OFFLOADED_IN, min_offloaded_tensor_size=2**20)
+    assert left_and_moved(too_small) == left_and_moved()
+    assert left_and_moved()[0] < BYTES * 2**20
+
+
+def test_steps_are_counted_and_memory_goes_back():
+    model = model_of(inputs("uniform", 1))
+    for _ in range(2):
+        model(cases.make_pack(DOCUMENTS, tail=TAIL)).loss.backward()
+        model.offload.end_step()
+    assert model.offload.figures.moved_mib == 7 * HIDDEN / 2**20
+    assert model.offload.figures.loaded_mib == 6 * HIDDEN / 2**20  # the last one was still there
+    assert model.offload.buffers.now == 2 and model.offload.pool.pinned == 7
+    model.offload.close()
+    assert model.offload.pool.num_bytes == 0
+    model(cases.make_pack(DOCUMENTS, tail=TAIL)).loss.backward()
+    assert model.offload.pool.pinned == 7
