@@ -66,7 +66,8 @@ class Console:
             f"{record.memory_gib:.1f} GiB",
         ]
         if record.offload is not None:
-            parts.append(f"offloaded {record.offload.moved_mib:,.0f} MiB")
+            hidden = "" if record.offload.hidden is None else f", {record.offload.hidden:.0%} hidden"
+            parts.append(f"offloaded {record.offload.moved_mib:,.0f} MiB{hidden}")
         if record.graphs is not None:
             parts.append(f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}")
         if record.skipped:
