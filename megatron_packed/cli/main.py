@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from megatron_packed import __version__
 from megatron_packed.cli import generate, packing, plan, report
+from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import UsageError
 
-COMMANDS = (packing, plan, report, generate)
+COMMANDS = (doctor, packing, plan, report, generate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -198,10 +198,10 @@ def _check_layer(
     alignment = model.cp.partition.alignment
     packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
     others_T = packs[0].packed.seq_idx[0] != CHANGED
-    before, again, after = (_observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
+    before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
     if symbol in (MAMBA, ATTENTION):
-        joined = [_observe(model, _without_boundaries(pack)) for pack in packs]
+        joined = [observe(model, _without_boundaries(pack)) for pack in packs]
     results = []
     for quantity, value in before.items():
         noise = _moved(value, again[quantity], others_T)
@@ -259,7 +259,7 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
     return dataclasses.replace(pack, packed=joined)
 
 
-def _observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
+def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     """Outputs, losses and input gradients of all slots."""
     captured: list[Tensor] = []
     handles = [

@@ -25,16 +25,11 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 def apex_problems() -> list[str]:
     """Why the installed ``apex`` cannot be used; empty when it can. Imports it only after recognising it."""
-    spec = find_spec("apex")
-    if spec is None:
+    if find_spec("apex") is None:
         return ["NVIDIA's apex is not installed."]
-    places = [Path(place) for place in spec.submodule_search_locations or []]
-    if not any((place / "multi_tensor_apply").is_dir() for place in places):
-        where = spec.origin or ", ".join(map(str, places))
-        return [
-            f"the installed package 'apex' ({where}) is not NVIDIA's: it has no multi_tensor_apply. The apex on PyPI "
-            "is another project; uninstall it, and build NVIDIA's from github.com/NVIDIA/apex if you want it."
-        ]
+    stranger = stranger_by_its_name()
+    if stranger is not None:
+        return [stranger]
     if find_spec("amp_C") is None:
         return ["apex is installed without its CUDA extensions (no module amp_C); build it with --cuda_ext."]
     import amp_C
@@ -42,6 +37,21 @@ def apex_problems() -> list[str]:
     if not hasattr(amp_C, "multi_tensor_adam_capturable"):
         return ["this apex is too old: amp_C has no multi_tensor_adam_capturable, so a step cannot be predicated."]
     return []
+
+
+def stranger_by_its_name() -> str | None:
+    """What is installed as ``apex`` and is not NVIDIA's, as a sentence; None where it is, or nothing is."""
+    spec = find_spec("apex")
+    if spec is None:
+        return None
+    places = [Path(place) for place in spec.submodule_search_locations or []]
+    if any((place / "multi_tensor_apply").is_dir() for place in places):
+        return None
+    where = spec.origin or ", ".join(map(str, places))
+    return (
+        f"the installed package 'apex' ({where}) is not NVIDIA's: it has no multi_tensor_apply. The apex on PyPI "
+        "is another project; uninstall it, and build NVIDIA's from github.com/NVIDIA/apex if you want it."
+    )
 
 
 @torch.no_grad()

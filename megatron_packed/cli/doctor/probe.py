@@ -1,0 +1,200 @@
+"""What is tried in a process of its own: ``python -m megatron_packed.cli.doctor.probe NAME ...``.
+
+Answers each name with one line of JSON on its standard output, in order; what libraries print goes to standard error.
+A name is ``import:MODULE``, ``kernels`` (what each op would choose), ``kernel:OP.BACKEND`` (a tiny real call), or
+``gpu``. An answer with ``error`` says why there is no other; one with ``last`` is followed by none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+TOKENS = 512
+FLAGS = shlex.split("""
+    --hybrid-layer-pattern M*-E --hidden-size 256 --num-attention-heads 2 --kv-channels 128 --num-query-groups 1
+    --position-embedding-type rope --normalization RMSNorm --squared-relu --disable-bias-linear
+    --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1 --num-experts 4 --moe-router-topk 2
+    --moe-ffn-hidden-size 256 --ffn-hidden-size 512 --vocab-size 512 --untie-embeddings-and-output-weights
+    --lr 0 --train-iters 1 --data-path '(none)'""")
+"""A small model with the head and state sizes of large ones, by which kernels are chosen."""
+LAYER_OF = {"varlen_attention": "*", "rope": "*", "causal_conv1d": "M", "ssd": "M", "gated_rms_norm": "M",
+            "rms_norm": "-", "activation": "-", "cross_entropy": "-", "grouped_mlp": "E", "permute": "E",
+            "layers": "*"}  # fmt: skip
+"""The layer in which each op is tried."""
+CLOSE = 0.05
+"""Relative distance (of norms) from the reference in the same precision: bfloat16 has a hundredth; a kernel that is
+wrong has 1."""
+
+
+def main(names: Sequence[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in names:
+        answer = answer_to(name)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if answer.get("last"):
+            return
+
+
+def answer_to(name: str) -> dict[str, Any]:
+    """Of one probe; every exception is an answer."""
+    kind, _, what = name.partition(":")
+    try:
+        return {"import": _import, "kernels": _kernels, "kernel": _kernel, "gpu": _gpu}[kind](*([what] if what else []))
+    except Exception as error:  # a broken package may raise anything
+        text = " ".join(str(error).split())[:400]
+        return {"error": f"{type(error).__name__}: {text}", "last": kind == "kernel" and _on_gpu()}
+
+
+def _on_gpu() -> bool:
+    return "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
+
+
+def _import(module: str) -> dict[str, Any]:
+    if module == "apex":  # a stranger's code is not run to find out that it is one
+        from megatron_packed.optim.adamw_apex import stranger_by_its_name
+
+        stranger = stranger_by_its_name()
+        if stranger is not None:
+            return {"stranger": stranger}
+    parts = module.split(".")
+    for length in range(1, len(parts) + 1):
+        if find_spec(".".join(parts[:length])) is None:
+            return {"absent": True}
+    begun = time.perf_counter()
+    imported = import_module(module)
+    version = getattr(imported, "__version__", None) or getattr(sys.modules[parts[0]], "__version__", None)
+    where = getattr(imported, "__file__", None)
+    if where is None:
+        return {"error": f"{next(iter(imported.__path__))} is a directory without code that is taken for it"}
+    return {"version": str(version or ""), "where": where, "seconds": time.perf_counter() - begun}
+
+
+@lru_cache(maxsize=1)
+def _job() -> tuple[Any, Any, dict[str, Any]]:
+    """Configuration, device, and each op with what it is asked for."""
+    import torch
+
+    from megatron_packed.config.flags import parse_or_exit
+    from megatron_packed.optim import adamw
+    from megatron_packed.training.explain import op_inputs
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    flags = [*FLAGS, "--seq-length", str(TOKENS), *(["--bf16"] if device.type == "cuda" else [])]
+    config = parse_or_exit(flags, launched=False, here=False)
+    ops = {op.name: (op, inputs) for op, inputs in op_inputs(config, device)}
+    ops["adamw"] = adamw.OP, adamw.Inputs(device_type=device.type)
+    return config, device, ops
+
+
+def _kernels() -> dict[str, Any]:
+    """For each op the backend that 'auto' takes here, all in their order, and why those that cannot serve cannot."""
+    from megatron_packed.layers.implementation import engine_refusal
+    from megatron_packed.training.build import dtype_of
+
+    config, device, ops = _job()
+    found = {}
+    for name, (op, inputs) in ops.items():
+        found[name] = {"chosen": op.select(inputs).name, "reasons": _short(op.explain(inputs))}
+    refusal = engine_refusal(device, dtype_of(config))
+    reasons = {"local": [], "transformer_engine": [] if refusal is None else [refusal]}
+    found["layers"] = {"chosen": "local", "reasons": reasons}
+    return {"device": device.type, "ops": found}
+
+
+def _short(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Without the names of this package's own modules, which say nothing to a user."""
+    return {
+        backend: [re.sub(r"^megatron_packed\S* does not import: \w+: ", "", why).rstrip(".") for why in found]
+        for backend, found in reasons.items()
+    }
+
+
+def _kernel(name: str) -> dict[str, Any]:
+    op, _, backend = name.partition(".")
+    begun = time.perf_counter()
+    difference = _adamw_difference(backend) if op == "adamw" else _layer_difference(op, backend)
+    if not difference <= CLOSE:
+        return {"error": f"it runs, and its results are {difference:.1e} (relative) away from the reference's"}
+    return {"difference": difference, "seconds": time.perf_counter() - begun}
+
+
+def _layer_difference(op: str, backend: str) -> float:
+    """Of loss and input gradients of one layer, by the backend and by references."""
+    import numpy as np
+
+    from megatron_packed.layers.backends import Backends
+    from megatron_packed.models.hybrid_model import HybridModel
+    from megatron_packed.models.isolation import observe, small_config
+    from megatron_packed.packed.micro_batch import MicroBatch
+    from megatron_packed.training.build import dtype_of
+
+    config, device, _ = _job()
+    choice = "transformer_impl" if op == "layers" else op
+    model_config = small_config(LAYER_OF[op], config.model)
+    draw = np.random.default_rng(0)
+    documents = [(draw.integers(0, model_config.vocab_size, length), None) for length in (130, 3, 251)]
+    pack = MicroBatch.build(documents, TOKENS, scales=(1.0, 0.0)).to(device)
+    found = []
+    for backends in (Backends.reference(), _but(Backends.reference(), choice, backend)):
+        model = HybridModel(
+            model_config, vocab_size=model_config.vocab_size, max_positions=TOKENS, device=device,
+            dtype=dtype_of(config), backends=backends, seed=1,
+        )  # fmt: skip
+        found.append({what: value.double() for what, value in observe(model, pack).items()})
+    expected, got = found
+    return max(float((got[what] - value).norm() / value.norm()) for what, value in expected.items())
+
+
+def _but(backends: Any, choice: str, backend: str) -> Any:
+    from dataclasses import replace
+
+    if choice == "transformer_impl":  # its attention as well
+        return replace(backends, transformer_impl=backend, varlen_attention=backend)
+    return replace(backends, **{choice: backend})
+
+
+def _adamw_difference(backend: str) -> float:
+    import torch
+
+    from megatron_packed.optim import adamw
+
+    _, device, ops = _job()
+    op, inputs = ops["adamw"]
+
+    def number(value: float) -> Any:
+        return torch.tensor(value, device=device)
+
+    def updated(name: str) -> Any:
+        draw = torch.Generator().manual_seed(0)
+        lists = [[torch.rand(1000, generator=draw).to(device)] for _ in range(4)]
+        slices = adamw.Slices(weight_decay=0.1, params=lists[0], grads=lists[1], exp_avgs=lists[2],
+                              exp_avg_sqs=lists[3])  # fmt: skip
+        control = adamw.Control(lr=number(0.1), step=number(3.0), skip=number(0.0), grad_divisor=number(2.0), beta1=0.9,
+                                beta2=0.95, eps=1e-8)  # fmt: skip
+        op.run(inputs, name)([slices], control)
+        return lists[0][0].double()
+
+    expected = updated("reference")
+    return float((updated(backend) - expected).norm() / expected.norm())
+
+
+def _gpu() -> dict[str, Any]:
+    from megatron_packed.cli.doctor.gpu import gpu_findings
+
+    return {"findings": [finding.as_dict() for finding in gpu_findings()]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,89 @@
+"""Runs probes in a process of their own: a library that crashes or hangs at import costs its own line alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+MODULE = "megatron_packed.cli.doctor.probe"
+
+
+def run_probes(
+    names: Sequence[str], seconds: float, begins: Callable[[str], None] = lambda name: None, module: str = MODULE
+) -> dict[str, dict[str, Any]]:
+    """Answers of all probes by name, in their order. A probe that ends its process, or takes too long, gets
+    ``{"error": ...}``, and those behind it a new process.
+
+    Args:
+        names: as `probe` understands them.
+        seconds: that one probe may take, start of the process included.
+        begins: told of each probe.
+        module: what is run as ``python -m``.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < len(names):
+        waiting = list(names[len(found) :])
+        with tempfile.TemporaryFile() as said:
+            for name, answer in _one_process(waiting, seconds, begins, module, said):
+                found[name] = answer
+    return found
+
+
+def _one_process(
+    names: Sequence[str], seconds: float, begins: Callable[[str], None], module: str, said: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *names], stdout=subprocess.PIPE, stderr=said, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        rest = b""
+        for name in names:
+            begins(name)
+            line, rest = _line(process.stdout.fileno(), rest, time.monotonic() + seconds)
+            if line is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                yield name, {"error": f"no answer in {seconds:.0f} s"}
+                return
+            if not line:
+                yield name, {"error": _how_it_ended(process.wait(), said)}
+                return
+            answer = json.loads(line)
+            yield name, answer
+            if answer.get("last"):  # its GPU context is lost
+                return
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def _line(descriptor: int, rest: bytes, until: float) -> tuple[bytes | None, bytes]:
+    """The next line and what follows it; an empty line at the end of the stream, None when time is up."""
+    while b"\n" not in rest:
+        ready, _, _ = select.select([descriptor], [], [], max(until - time.monotonic(), 0))
+        if not ready:
+            return None, rest
+        chunk = os.read(descriptor, 65536)
+        if not chunk:
+            return b"", b""
+        rest += chunk
+    line, _, rest = rest.partition(b"\n")
+    return line, rest
+
+
+def _how_it_ended(code: int, said: Any) -> str:
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    last = f": {lines[-1]}" if lines else ""
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"the process was {how}{last}" if code < 0 else f"the process {how}{last}"

@@ -1,0 +1,155 @@
+"""``megatron-packed doctor``: this machine, one that is made up, and packages that are not what they seem."""
+
+import json
+import textwrap
+
+import pytest
+
+from megatron_packed.cli.doctor import command, machine, probe
+from megatron_packed.cli.doctor.packages import PACKAGES, strangers
+from megatron_packed.cli.doctor.supervise import run_probes
+from megatron_packed.cli.main import main
+from megatron_packed.ops.varlen_attention import sdpa
+from megatron_packed.optim.adamw_apex import stranger_by_its_name
+
+
+def install(folder, name, version, *files):
+    """A distribution as pip leaves it."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+
+
+def answers(**changes):
+    """Of a GPU where everything works, and what is different."""
+    every = {f"import:{package.module}": {"version": "1.0"} for package in PACKAGES}
+    backends = {
+        "varlen_attention": ["flash_attn_4", "transformer_engine", "flash_attn_2", "reference"],
+        "ssd": ["mamba_ssm", "reference"], "causal_conv1d": ["causal_conv1d", "reference"],
+        "adamw": ["torch", "transformer_engine", "apex"], "layers": ["local", "transformer_engine"],
+    }  # fmt: skip
+    ops = {op: {"chosen": names[0], "reasons": {name: [] for name in names}} for op, names in backends.items()}
+    every |= {"kernels": {"device": "cuda", "ops": ops}, "gpu": {"findings": []}}
+    ran = {"seconds": 0.5, "difference": 1e-3}
+    every |= {f"kernel:{op}.{name}": ran for op, names in backends.items() for name in names}
+    for package in PACKAGES:
+        every |= {f"kernel:{name}": ran for name in package.kernels}
+    return {**every, **changes}
+
+
+@pytest.fixture
+def examined(monkeypatch, capsys):
+    """The exit code and lines by name, of answers that are made up."""
+
+    def examine(made_up):
+        monkeypatch.setattr(command, "run_probes", lambda names, *_: {name: made_up[name] for name in names})
+        code = main(["doctor", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["ok"] == (code == 0)
+        return code, {one["name"]: one for kind in ("packages", "kernels", "machine") for one in found[kind]}
+
+    return examine
+
+
+def test_this_machine(capsys):
+    assert main(["doctor", "--no-kernels"]) == 0
+    text = capsys.readouterr().out
+    assert "PACKAGES" in text and "KERNELS" in text and "clock" in text and text.endswith("broken.\n")
+    lines = [line.split() for line in text.splitlines()]
+    assert next(words[1] for words in lines if words[:1] == ["torch"]) == "found"
+
+
+def test_a_gpu_where_all_works(examined):
+    code, lines = examined(answers())
+    assert code == 0 and lines["mamba-ssm"]["state"] == "works" and lines["ssd"]["found"] == "mamba_ssm"
+    assert lines["flash-attn"]["instead"] == "varlen_attention: flash_attn_4"
+
+
+def test_what_is_absent_is_named_with_what_replaces_it(examined):
+    made_up = answers(**{"import:flash_attn.cute": {"absent": True}, "import:apex": {"absent": True}})
+    attention = made_up["kernels"]["ops"]["varlen_attention"]
+    attention |= {"chosen": "transformer_engine", "reasons": {**attention["reasons"], "flash_attn_4": ["missing"]}}
+    code, lines = examined(made_up)
+    assert code == 0
+    missing = lines["flash-attn-4"]
+    assert missing["state"] == "slower" and missing["instead"] == "varlen_attention: transformer_engine"
+    assert missing["fix"] == "pip install --pre flash-attn-4"
+    assert lines["apex"]["state"] == "absent" and not lines["apex"]["fix"]  # torch's comes first anyway
+
+
+@pytest.mark.parametrize("changes, name, words", [
+    ({"kernel:ssd.mamba_ssm": {"error": "killed by SIGSEGV"}}, "mamba-ssm", "SIGSEGV"),
+    ({"import:causal_conv1d": {"error": "ImportError: undefined symbol"}}, "causal-conv1d", "undefined symbol"),
+    ({"import:numpy": {"absent": True}}, "numpy", "no module numpy"),
+    ({"import:apex": {"stranger": "not NVIDIA's"}}, "apex", "not NVIDIA's"),
+])  # fmt: skip
+def test_what_is_broken_ends_with_1_and_has_a_command(examined, changes, name, words):
+    code, lines = examined(answers(**changes))
+    assert code == 1 and lines[name]["state"] in ("broken", "wrong")
+    assert words in lines[name]["detail"] and lines[name]["fix"].startswith("pip ")
+    if name == "mamba-ssm":
+        assert lines["ssd"]["instead"] == "reference" and "--ssd-backend reference" in lines["ssd"]["fix"]
+
+
+def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
+    install(tmp_path, "apex", "0.9.10.dev0", "apex/__init__.py")
+    install(tmp_path, "mamba", "0.11.3")
+    install(tmp_path, "megatron", "0.5.1")
+    install(tmp_path, "flash-attention", "1.0.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {stranger.name for stranger, _ in strangers()} == {"apex", "mamba", "megatron", "flash-attention"}
+    assert probe.answer_to("import:apex")["stranger"] == stranger_by_its_name() is not None
+    install(tmp_path, "flash-attn", "2.8.3")  # the real one is there too
+    code, lines = examined(answers())
+    assert code == 1 and lines["flash-attention"]["state"] == "found" and not lines["flash-attention"]["fix"]
+    assert lines["mamba"]["fix"].startswith("pip uninstall -y mamba && ") and "mamba-ssm" in lines["mamba"]["fix"]
+
+
+def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
+    install(tmp_path, "apex", "0.1", "apex/__init__.py", "apex/multi_tensor_apply/__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert strangers() == [] and stranger_by_its_name() is None
+
+
+def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch):
+    (tmp_path / "fragile.py").write_text(textwrap.dedent("""
+        import json, os, sys, time
+        for name in sys.argv[1:]:
+            if name == "crash":
+                print("out of luck", file=sys.stderr, flush=True)
+                os.abort()
+            if name == "hang":
+                time.sleep(600)
+            print(json.dumps({"name": name, "last": name == "lost"}), flush=True)
+            if name == "lost":
+                break
+    """))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = run_probes(["a", "crash", "b", "lost", "c", "hang", "d"], 1.0, module="fragile")
+    assert list(found) == ["a", "crash", "b", "lost", "c", "hang", "d"]
+    assert all(found[name]["name"] == name for name in ("a", "b", "lost", "c", "d"))
+    assert found["crash"]["error"] == "the process was killed by SIGABRT: out of luck"
+    assert found["hang"]["error"] == "no answer in 1 s"
+
+
+def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
+    assert probe.answer_to("kernel:varlen_attention.sdpa")["difference"] < 1e-5
+    right = sdpa.run
+    monkeypatch.setattr(sdpa, "run", lambda *tensors, **options: right(*tensors, **options) * 1.5)
+    assert "away from the reference" in probe.answer_to("kernel:varlen_attention.sdpa")["error"]
+    assert probe.answer_to("kernel:adamw.torch")["difference"] < 1e-5
+    assert "mamba_ssm" in probe.answer_to("kernel:ssd.mamba_ssm")["error"]  # on a CPU, installed or not
+
+
+def test_limits_of_a_container(monkeypatch, tmp_path):
+    usage = type("Usage", (), {"total": 2**26, "free": 2**26})
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (1024, 1024))
+    lines = {one.name: one for one in machine.machine_findings()}
+    assert {lines[name].state.value for name in ("shared memory", "locked memory", "open files")} == {"slower"}
+    assert lines["open files"].fix == "ulimit -n 65536" and lines["shared memory"].found.startswith("0.0625 GiB")
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
+    assert machine._driver(tmp_path / "version").found == "580.95.05"
