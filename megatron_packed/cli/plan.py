@@ -145,6 +145,7 @@ def _rows(one: Estimate) -> dict[str, int]:
         "  of it the CUDA graphs' pool": one.graph_pool,
         "CUDA context, NCCL (assumed)": one.outside,
         "total": one.total,
+        "pinned on the host, beside it": one.host_bytes,
     }
 
 

@@ -21,7 +21,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.models.activations import Amounts, Footprint, Kind, Work, ends, footprints
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.recomputed import Recomputed
+from megatron_packed.models.offloaded import keeping_of
 
 GIB, MIB = 2**30, 2**20
 CONTEXT = 600 * MIB
@@ -51,20 +51,15 @@ class Keeping(Protocol):
         """The first of the layers up to this one that come back with it; itself where each comes by itself."""
 
     def instead(self, layers: Sequence[Footprint]) -> int:
-        """Bytes that are held all the time in place of what does not stay, such as buffers for its way back."""
+        """Bytes that are held all the time in place of what does not stay."""
 
+    def beside(self, layer: int) -> int:
+        """Bytes of the layers before this one that are there while it runs, on their way; also of what comes behind
+        the last layer, under the next number."""
 
-class KeepsAll:
-    """Every saved tensor stays."""
-
-    def keeps(self, layer: int, symbol: str, term: str) -> bool:
-        return True
-
-    def together(self, layer: int) -> int:
-        return layer
-
-    def instead(self, layers: Sequence[Footprint]) -> int:
-        return 0
+    @property
+    def host_bytes(self) -> int:
+        """Pinned in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +101,8 @@ class Estimate:
     graph_pool: int
     """Of ``peak``, what CUDA graphs hold all the time."""
     communicators: int
+    host_bytes: int = 0
+    """Pinned in the host's memory for what is offloaded."""
 
     @property
     def allocated(self) -> int:
@@ -143,10 +140,10 @@ def estimate(
         graphs: what is captured; None: nothing.
         with_optimizer: whether there are masters and moments.
         communicators: of this rank.
-        keeping: which activations stay on the device; by default what the model does not recompute.
+        keeping: which activations stay on the device; by default what the model neither recomputes nor offloads.
     """
-    keeping = keeping or Recomputed(model, work)
     layers, around = footprints(model, work), ends(model, work)
+    keeping = keeping or keeping_of(model, work, layers)
     captured = _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
     peak, pool = _peak(layers, around, keeping, captured, graphs)
     return Estimate(
@@ -160,6 +157,7 @@ def estimate(
         peak=peak,
         graph_pool=pool,
         communicators=communicators,
+        host_bytes=keeping.host_bytes,
     )
 
 
@@ -249,8 +247,10 @@ def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
             (kept if stays else given_up)[term.kind] += term.bytes
         if not part.symbol or keeping.together(number) == number:
             back = Counter()
+        beside = keeping.beside(number)
         for moment in part.moments:
             amounts = before + back + Counter(moment.extra)
+            amounts[Kind.ACTIVATIONS] += beside
             for name, term in part.saved.items():
                 if name not in moment.absent:
                     amounts[term.kind] += term.bytes

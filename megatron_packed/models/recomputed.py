@@ -60,3 +60,11 @@ class Recomputed:
                 width = (mixer.num_heads + 2 * mixer.num_groups) * mixer.head_dim
                 total += self._work.tokens // self._model.cp.size * width * self._work.element
         return total
+
+    def beside(self, layer: int) -> int:
+        """Nothing is on its way."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        return 0

@@ -158,18 +158,27 @@ def _valid(config: RunConfig, world_size: int, flag: str, **values: Any) -> Iter
 
 
 def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Of the core of attention, and of whole layers, where nothing is computed again yet."""
-    if config.memory.recompute_granularity is not None:
+    """Of the core of attention, and of whole layers, where nothing is computed again yet; then offload of what is kept
+    for it."""
+    memory = config.memory
+    if memory.recomputes_layers and not memory.offloads:
+        yield from _remembering(config, "--offload-layer-inputs", replace(memory, offload_layer_inputs=True))
+    if memory.recompute_granularity is not None:
         return
     for values in (
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ):
         flag = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
-        try:
-            yield flag, replace(config, memory=MemoryConfig(**values))
-        except ConfigError:
-            continue
+        yield from _remembering(config, flag, replace(memory, **values))
+
+
+def _remembering(config: RunConfig, flag: str, memory: MemoryConfig) -> Iterator[tuple[str, RunConfig]]:
+    """The configuration with another section memory, if there may be such a one."""
+    try:
+        yield flag, replace(config, memory=memory)
+    except ConfigError:
+        return
 
 
 def _smaller_packs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

@@ -102,6 +102,11 @@ class Inputs:
     def instead(self, layers):
         return self.buffers
 
+    def beside(self, layer):
+        return 0
+
+    host_bytes = 0
+
 
 def test_what_does_not_stay_exists_in_its_own_layer_alone():
     model, _ = built({}, "meta", pattern="----")
@@ -141,6 +146,68 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
     found = estimate(model, layout, work).peak.bytes
     assert found == (4 // size - 1) * hidden + size * layer.saved_bytes + most
     assert found < estimate(plain, layout, work).peak.bytes
+
+
+def memory_of(pattern, *, tokens=4096, **options):
+    """Peak and pinned bytes of a model with other options of memory."""
+    plain, _ = built({}, "meta", pattern=pattern)
+    memory = MemoryConfig(**options) if options else None
+    model = HybridModel(plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory)
+    found = estimate(model, flat_layout_of(model, Ownership()), Work(tokens=tokens, documents=16, element=2))
+    return found.peak.bytes, found.host_bytes
+
+
+@pytest.mark.parametrize(("size", "buffers"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
+def test_offloaded_inputs_leave_as_many_as_there_are_buffers(size, buffers):
+    """Recomputation keeps the inputs of all 8 layers; of those before the last group ``buffers - 1`` are left."""
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": size}
+    kept, nothing = memory_of("-" * 8, **whole)
+    options = {"offload_layer_inputs": True, "offload_buffers": buffers, "min_offloaded_tensor_size": 4096 * 32}
+    left, host = memory_of("-" * 8, **whole, **options)
+    hidden, groups = 4096 * 32 * 2, 8 // size
+    assert nothing == 0 and host == groups * hidden
+    assert kept - left == (groups - 1 - min(buffers - 1, groups - 1)) * hidden
+
+
+SCAN = ["in_proj.output", "conv1d.output", "scan.steps", "scan.output", "gated_norm.statistics"]
+CORE = ["qkv.output", "attention.qk", "attention.q", "attention.lse"]
+NORM = ["norm.input", "norm.statistics"]
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize(
+    ("symbol", "moved"),
+    [
+        ("-", {"mlp_act": ["fc1.output"]}),
+        ("-", {"mlp_norm": NORM, "mlp_fc1": ["fc1.input"], "mlp_act": ["fc1.output"], "mlp_fc2": ["activation"]}),
+        ("M", {"mamba_norm": NORM, "mamba_scan": SCAN, "mamba_out_proj": ["out_proj.input"]}),
+        ("*", {"core_attn": CORE}),
+        ("*", {"core_attn": CORE, "attn_proj": ["attention.output"]}),
+        ("E", {"expert_fc1": ["experts.input"], "moe_act": ["experts.fc1"], "expert_fc2": ["experts.activation"]}),
+    ],
+)
+def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, moved, buffers):
+    """The peak is in the last of 3 layers, or behind them, where as many bundles as there are buffers are held."""
+    model, _ = built({}, "meta", pattern=3 * symbol)
+    work = Work(tokens=4096, documents=16, element=2)
+    layer, around = footprints(model, work)[0], ends(model, work)
+    bundles = [sum(layer.saved[name].bytes for name in terms if name in layer.saved) for terms in moved.values()]
+
+    def most(part):
+        return part.saved_bytes + max(
+            sum(moment.extra.values()) - sum(part.saved[name].bytes for name in moment.absent)
+            for moment in part.moments
+        )
+
+    stays = layer.saved_bytes - sum(bundles)
+    before = bundles[-1] if buffers > len(bundles) else 0
+    expected = max(2 * stays + before + most(layer), 3 * stays + sum((bundles * 3)[-buffers:]) + most(around))
+    peak, host = memory_of(
+        3 * symbol, fine_grained_activation_offloading=True, offload_modules=tuple(moved), offload_buffers=buffers,
+        min_offloaded_tensor_size=4096,
+    )  # fmt: skip
+    assert (peak, host) == (expected, 3 * sum(bundles))
+    assert peak < memory_of(3 * symbol)[0]
 
 
 def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
