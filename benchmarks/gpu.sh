@@ -38,6 +38,9 @@ for name in "${@:?which steps?}"; do
     full_iteration) step full_iteration 400 python3 -m pytest tests/gpu/test_full_iteration_gpu.py -v -s -p no:cacheprovider --durations=5 ;;
     graph_runs) step graph_runs 300 python3 benchmarks/graph_runs.py runs/real.zip ;;
     layouts) step layouts 400 torchrun --nproc_per_node "$(nvidia-smi -L | wc -l)" benchmarks/layouts.py ;;
+    offload) step offload 300 python3 benchmarks/offload.py ;;
+    plan_peaks) step plan_peaks 200 python3 benchmarks/plan_peaks.py ;;
+    offload_tests) step offload_tests 200 python3 -m pytest tests/gpu/test_offload_gpu.py -v -s -p no:cacheprovider --durations=5 ;;
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;

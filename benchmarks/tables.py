@@ -23,8 +23,10 @@ import graph_step
 import harness
 import layouts
 import metadata_sync
+import offload
 import op_backends
 import packed_vs_padded
+import plan_peaks
 import rope_bench
 import train_real
 
@@ -141,6 +143,10 @@ TABLES = {
     },
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
     "capacity_cost_mamba": Table("capacity_cost.py", "capacity_cost", capacity_cost.mamba_rows_of),
+    "offload": Table("offload.py", "offload", offload.rows_of),
+    "offload_copies": Table("offload.py", "offload", offload.copy_rows_of),
+    "offload_graphs": Table("offload.py", "offload", offload.graph_rows_of),
+    "plan_peaks": Table("plan_peaks.py", "plan_peaks", plan_peaks.rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
     "metadata_sync": Table("metadata_sync.py", "metadata_sync", metadata_sync.rows_of),
     "metadata_sync_equal": Table("metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of),

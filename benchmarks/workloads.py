@@ -109,7 +109,7 @@ def build_model(
 ) -> HybridModel:
     """A model of random weights in training mode, bf16 on a GPU. The same shape gives the same weights."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with _filled_on_device(device):
+    with filled_on_device(device):
         return HybridModel(
             shape.config, vocab_size=shape.vocab, max_positions=max_positions, device=device, dtype=dtype,
             backends=backends,
@@ -117,7 +117,7 @@ def build_model(
 
 
 @contextmanager
-def _filled_on_device(device: torch.device) -> Iterator[None]:
+def filled_on_device(device: torch.device) -> Iterator[None]:
     """The model's own initialisation draws on the CPU, parameter by parameter: 10 s for a billion. Matrices are the
     bulk of them and are drawn on the device here; everything else stays the model's."""
 

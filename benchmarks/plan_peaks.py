@@ -1,0 +1,120 @@
+"""The memory that `megatron-packed plan` estimates, beside what whole training steps allocate on a GPU.
+
+    python benchmarks/plan_peaks.py [NAME ...]
+
+Five configurations of one model with 8,192 tokens: eager, CUDA graphs of layers, recomputation of whole layers, offload
+of their inputs, and experts. Each is a job of its own, optimizer included; the peak is that of two steps after the
+first ones. Of graphs it is what tensors outside of their pool need at the worst moment, and the pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import harness
+import offload
+from layouts import MODELS, quick
+from megatron_packed.config.environment import apply_environment
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.training.graphs import build_graphs, capture_graphs
+from megatron_packed.training.plan import estimates, usual
+from workloads import device_from
+
+CASES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphs": {"impl": "local"},
+    "recompute": {"memory": offload.SIDES[offload.RECOMPUTE]},
+    "offload": {"memory": offload.SIDES[offload.TWO]},
+    "experts": {"model": "hybrid1b_moe"},
+}
+WITHIN = 0.10
+
+
+def estimated(config: RunConfig, vocab: int) -> dict[str, Any]:
+    """Of a single process, for packs with the room that the benchmark's have."""
+    one = usual(estimates(config, 1, vocab, offload.CAPACITY))
+    return {"gib": one.allocated / 2**30, "where": one.peak.where, "pinned_mib": one.host_bytes / 2**20}
+
+
+def measured(
+    c: dict[str, Any], config: RunConfig, device: torch.device, engine: Callable[[], Engine | None] = lambda: None
+) -> dict[str, float]:
+    """GiB; 0 where there is no GPU, whose steps show that it works."""
+    groups = ParallelGroups.single(device)
+    job = offload.first_job(config, groups, c["vocab"])
+    step = offload.runner(job, offload.steps_of(c, device))
+    ladder = Ladder.of([offload.CAPACITY], c["T"])
+    graphs = build_graphs(config, job, ladder, groups, lambda line: None, engine())
+    try:
+        pool = 0.0
+        if graphs is not None:
+            capture_graphs(graphs, job.step, 1, groups, first=True)
+            job.step.graphs, pool = graphs, graphs.counters.memory_mib / 1024
+        for _ in range(offload.WARM):
+            step()
+        if device.type != "cuda":
+            return {"gib": 0.0, "pool_gib": pool}
+        peak = offload.peak_of(step)
+        return {"gib": peak["peak_gib"] + pool, "pool_gib": pool, "reserved_gib": peak["reserved_gib"]}
+    finally:
+        if graphs is not None:
+            graphs.close()
+
+
+def run(name: str, device: torch.device, engine: Callable[[], Engine | None] = lambda: None) -> dict[str, Any]:
+    """One configuration."""
+    case = CASES[name]
+    c = MODELS[case.get("model", "hybrid1b")]
+    c = c if device.type == "cuda" else quick(c)
+    config = offload.config_of(c, case.get("memory", {}), device, case.get("impl", "none"))
+    found = {"estimated": estimated(config, c["vocab"]), "measured": measured(c, config, device, engine)}
+    if found["measured"]["gib"]:
+        found["error"] = found["estimated"]["gib"] / found["measured"]["gib"] - 1
+    return found
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """A row for each configuration."""
+    return [
+        {
+            "configuration": name, "measured GiB": f"{found['measured']['gib']:.2f}",
+            "estimated GiB": f"{found['estimated']['gib']:.2f}",
+            "": f"{100 * found['error']:+.1f} %" if "error" in found else "",
+            "pinned on the host MiB": f"{found['estimated']['pinned_mib']:,.0f}",
+            "worst moment": found["estimated"]["where"],
+        }
+        for name, found in results.items()
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(CASES), help=f"from {list(CASES)} (default: all)")
+    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
+    harness.common_arguments(parser)
+    arguments = parser.parse_args()
+    device = device_from(arguments.device)
+    apply_environment(TrainingConfig(train_iters=1))
+    if arguments.tilings is not None:
+        harness.tune_over(arguments.tilings)
+    results: dict[str, Any] = {}
+    for name in arguments.names:
+        results[name] = run(name, device)
+        harness.save("plan_peaks", results, folder=arguments.results)
+        harness.free_memory()
+    print(harness.table(rows_of(harness.plain(results))))
+    far = [name for name, found in results.items() if abs(found.get("error", 0.0)) > WITHIN]
+    if far:
+        raise SystemExit(f"failed: more than {100 * WITHIN:.0f} % off: {', '.join(far)}")
+
+
+if __name__ == "__main__":
+    main()
