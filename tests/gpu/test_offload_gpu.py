@@ -1,0 +1,310 @@
+"""Offload on GPUs: every bit of steps without it, eager and replayed and with late copies; memory falls, comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from host_waits import waiting
+from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.streams import CudaStreams
+from test_full_iteration_gpu import config_of
+from test_no_host_sync import VOCAB
+from test_parallel_graphs_gpu import LADDER, PACKS, steps_of  # sets deterministic variables, too
+from test_recompute import (
+    HIDDEN,
+    LARGE,
+    PATTERN,
+    STEPS,
+    TOKENS,
+    compared,
+    config_with,
+    kept_and_peak,
+    packs,
+    run,
+    without,
+)
+from torch import Tensor, nn
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.memory.recompute import checkpoint
+from megatron_packed.training.build import build_job
+from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+FORCE = "MEGATRON_PACKED_OFFLOAD_BUFFERS"
+
+
+def inputs(method: str = "uniform", number: int = 1, **options: Any) -> MemoryConfig:
+    return MemoryConfig(
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=number, offload_layer_inputs=True,
+        min_offloaded_tensor_size=1, offload_headroom_mib=0, **options,
+    )  # fmt: skip
+
+
+def parts(*modules: str, **options: Any) -> MemoryConfig:
+    return MemoryConfig(
+        fine_grained_activation_offloading=True, offload_modules=modules, min_offloaded_tensor_size=1,
+        offload_headroom_mib=0, **options,
+    )  # fmt: skip
+
+
+MODES = {
+    "1 buffer": inputs(offload_buffers=1), "2 buffers": inputs(), "4 buffers": inputs(offload_buffers=4),
+    "groups": inputs(number=3), "two layers": inputs("block", 2),
+    "all parts": parts(*OFFLOADED_IN, offload_buffers=4), "mixers": parts("mamba_scan", "core_attn", "attn_proj"),
+    "beside recomputation": parts(
+        "attn_norm", "qkv_linear", "attn_proj", "mamba_norm", "mlp_norm", recompute_granularity="selective",
+        recompute_modules=("core_attn", "mamba", "mlp", "moe_act"),
+    ),
+    "layers and parts": inputs("block", 2, fine_grained_activation_offloading=True,
+                               offload_modules=("mlp_act", "expert_fc1", "moe_act")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    configure_determinism()
+    yield ParallelGroups.single(DEVICE)
+    torch.use_deterministic_algorithms(False)
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_those_without(mode: str, groups: ParallelGroups) -> None:
+    """Buffers grow from step to step, packs change, and nothing else does."""
+    job = build_job(config_with(MODES[mode]), groups, VOCAB)
+    compared(job, run(job, packs(groups)), without(0.0, engine=False))
+
+
+def test_dropped_numbers_are_drawn_again(groups: ParallelGroups) -> None:
+    job = build_job(config_with(MODES["2 buffers"], dropout=0.1), groups, VOCAB)
+    compared(job, run(job, packs(groups)), without(0.1, engine=False))
+
+
+@pytest.mark.parametrize("mode", ["1 buffer", "4 buffers", "all parts"])
+def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None:
+    job = build_job(config_with(MODES[mode], deterministic=False), groups, VOCAB)
+    found = waiting(job.step, steps_of(groups, 1, overflow=False)[:6])
+    assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
+    assert found["to_host"] > 6 * PACKS, found  # what goes away, beside one copy of metrics for each step
+
+
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+@pytest.mark.parametrize("mode", ["1 buffer", "2 buffers", "two layers", "all parts", "groups"])
+def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: str, groups: ParallelGroups) -> None:
+    if impl == "local" and mode == "groups":
+        pytest.skip("groups of layers are refused with graphs of layers")
+    config = dataclasses.replace(config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    job = build_job(config, groups, VOCAB)
+    graphs = build_graphs(config, job, LADDER, groups, print)
+    assert graphs is not None
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.step.graphs = graphs
+        assert not graphs.refusals
+        compared(job, run(job, packs(groups)), without(0.0, engine=False))
+        assert graphs.counters.fallbacks.total() == 1 and graphs.counters.replays == STEPS * PACKS - 1
+        assert not graphs.counters.module_fallbacks
+        steady = steps_of(groups, 1, overflow=False)[:6]
+        found = waiting(job.step, steady)
+        assert found["finite"] and found["launches"] > 0 and found["waits"] == [] and found["pageable"] == [], found
+        assert found["to_host"] > 6 * PACKS, found
+        job.buffers.zero_grad()
+        audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=0)
+        assert audited is not None and audited.endswith("(largest difference 0.0e+00)")
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+def test_memory_falls_by_the_inputs_that_are_away(buffers: int, groups: ParallelGroups, monkeypatch: Any) -> None:
+    """Between the passes, of the inputs of 12 layers as many are left as there are buffers."""
+    monkeypatch.setenv(FORCE, str(buffers))
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    kept, peak = kept_and_peak(MemoryConfig(**whole), groups)
+    left, lower = kept_and_peak(inputs(offload_buffers=max(buffers, 2)), groups)
+    hidden = TOKENS * HIDDEN * torch.bfloat16.itemsize
+    print(f"{buffers} buffers: {(kept - left) / hidden:.2f} of {len(PATTERN)} inputs less between the passes, "
+          f"{(peak - lower) / hidden:.2f} at the peak")  # fmt: skip
+    assert kept - left == (len(PATTERN) - buffers) * hidden
+    assert (len(PATTERN) - buffers - 1) * hidden <= peak - lower <= len(PATTERN) * hidden
+
+
+@pytest.mark.parametrize("modules", [("mamba_scan",), ("mlp_act", "mlp_fc2"), ("expert_fc1", "moe_act", "expert_fc2")])
+def test_memory_falls_with_parts_of_layers(modules: tuple[str, ...], groups: ParallelGroups, monkeypatch: Any) -> None:
+    monkeypatch.setenv(FORCE, "1")
+    plain, left = (kept_and_peak(memory, groups) for memory in (MemoryConfig(), parts(*modules)))
+    config = config_of(LARGE, TOKENS, deterministic=False)
+    assert left[0] < plain[0] - (PATTERN.count("M") - 1) * TOKENS * config.model.hidden_size * 2
+    assert left[1] < plain[1]
+
+
+# ----------------------------------------------------------------------------------- streams and errors, alone
+
+LAYERS, D = 8, 1024
+CYCLES = 2_000_000
+"""About 1 ms, far longer than a layer or a copy."""
+
+
+class DelayedStreams(CudaStreams):
+    """Kernels that do nothing for long lie in front of what a stream does.
+
+    Args:
+        where: of ``copy``: in front of each copy; of ``main``: behind each mark that copies wait for.
+        fail: numbers, from 0, of the allocations of a kind (``empty``, ``host``) that raise, with what they raise.
+    """
+
+    def __init__(self, where: str = "", fail: dict[tuple[str, int], Exception] | None = None) -> None:
+        super().__init__(DEVICE)
+        self.where, self.fail, self.count = where, fail or {}, {"empty": 0, "host": 0}
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        if "copy" in self.where:
+            torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+        super().copy(target, source)
+
+    def mark(self) -> torch.cuda.Event:
+        if "main" in self.where and torch.cuda.current_stream(DEVICE) not in (self._out, self._in):
+            torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+        return super().mark()
+
+    def empty(self, *args: Any) -> Tensor:
+        self._allocate("empty")
+        return super().empty(*args)
+
+    def host(self, num_bytes: int) -> Tensor:
+        self._allocate("host")
+        return super().host(num_bytes)
+
+    def _allocate(self, kind: str) -> None:
+        number = self.count[kind]
+        self.count[kind] += 1
+        if (kind, number) in self.fail:
+            raise self.fail[kind, number]
+
+
+def layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(D, D, device=DEVICE) for _ in range(LAYERS))
+
+
+def gradients(model: nn.ModuleList, offload: Offload | None, steps: int = 4) -> list[Tensor]:
+    """Sums over steps of other sizes, two micro-batches in flight; memory is taken in between and made dirty."""
+    model.zero_grad()
+
+    def forward(x_TD: Tensor) -> Tensor:
+        for layer in model:
+            def run(x: Tensor, layer: nn.Module = layer) -> Tensor:
+                return x + torch.tanh(layer(x))
+
+            x_TD = run(x_TD) if offload is None else checkpoint(run, x_TD, keep=offload.keep)
+            torch.empty(2**22, device=DEVICE).fill_(float("nan"))
+        return x_TD.square().mean()
+
+    for step in range(steps):
+        generator = torch.Generator(DEVICE).manual_seed(step)
+        rows = 1024 * (1 + step % 3)
+        first, second = (forward(torch.randn(rows, D, device=DEVICE, generator=generator)) for _ in range(2))
+        second.backward()
+        first.backward()
+        if offload is not None:
+            offload.join()
+            offload.end_step()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("stream", ["default", "another"])
+@pytest.mark.parametrize("where", ["", "copy", "main", "copy and main"])
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+def test_late_streams_change_no_bit(buffers: int, where: str, stream: str) -> None:
+    model = layers()
+    expected = gradients(model, None)
+    offload = Offload(DEVICE, buffers=buffers, headroom_mib=0, min_elements=1, streams=DelayedStreams(where))
+    own = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
+    own.wait_stream(torch.cuda.current_stream(DEVICE))
+    with torch.cuda.stream(own if stream == "another" else torch.cuda.current_stream(DEVICE)):
+        found = gradients(model, offload)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, expected))
+    assert offload.buffers.now == buffers and offload.off is None
+
+
+@pytest.mark.parametrize("kind", ["empty", "host"])
+def test_memory_that_runs_out_anywhere_changes_no_bit(kind: str) -> None:
+    model = layers()
+    expected = gradients(model, None)
+    make = partial(Offload, DEVICE, headroom_mib=0, min_elements=1)
+    counting = DelayedStreams()
+    gradients(model, make(streams=counting))
+    total = counting.count[kind]
+    assert total > LAYERS
+    for number in range(0, total, max(total // 12, 1)):
+        streams = DelayedStreams(fail={(kind, number): torch.OutOfMemoryError("CUDA out of memory, injected")})
+        assert all(map(torch.equal, gradients(model, make(streams=streams)), expected)), number
+    other = DelayedStreams(fail={(kind, total // 2): RuntimeError("of another kind")})
+    with pytest.raises(RuntimeError, match="of another kind"):
+        gradients(model, make(streams=other))
+
+
+def test_everything_is_given_back() -> None:
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    model = layers()
+    gradients(model, None)
+    model.zero_grad()
+    before = held()
+    offload = Offload(DEVICE, headroom_mib=0, min_elements=1)
+    for _ in range(2):  # and again after a reset
+        gradients(model, offload)
+        model.zero_grad()
+        assert offload.pool.num_bytes >= 2 * LAYERS * 1024 * D * 4
+        offload.reset()
+        assert held() == before and offload.pool.num_bytes == 0
+    offload.close()
+    gradients(model, offload)
+    model.zero_grad()
+    assert held() == before and offload.pool.num_bytes == 0
+
+
+def test_what_does_not_fit_on_the_device_fits_with_the_host() -> None:
+    """With the device's memory limited: the inputs of 16 layers, 64 MiB each."""
+    model, rows = layers(), 16 * 1024
+    torch.cuda.empty_cache()
+    size, total = rows * D * 4, torch.cuda.get_device_properties(DEVICE).total_memory
+    limit = torch.cuda.memory_reserved(DEVICE) + 10 * size  # one layer needs 5 or 6
+    torch.cuda.set_per_process_memory_fraction(limit / total, DEVICE)
+
+    def step(offload: Offload) -> None:
+        x_TD = torch.ones(rows, D, device=DEVICE)
+        for layer in [*model, *model]:
+            x_TD = checkpoint(lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, keep=offload.keep)
+        x_TD.mean().backward()
+        offload.join()
+        offload.end_step()
+
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            step(Offload(DEVICE, forced=0))
+        gc.collect()
+        offload = Offload(DEVICE, headroom_mib=0)
+        for _ in range(3):
+            step(offload)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
