@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from host_waits import waiting
-from megatron_packed.memory.offload import Offload
-from megatron_packed.memory.streams import CudaStreams
 from test_full_iteration_gpu import config_of
 from test_no_host_sync import VOCAB
 from test_parallel_graphs_gpu import LADDER, PACKS, steps_of  # sets deterministic variables, too
@@ -35,7 +33,9 @@ from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import checkpoint
+from megatron_packed.memory.streams import CudaStreams
 from megatron_packed.training.build import build_job
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
 

@@ -1,0 +1,93 @@
+"""Packing, shared metadata, offload and graphs, each on and off, in layouts of each kind: the same losses.
+
+Off: documents one to a pack; tables that each layer derives for itself; everything kept; everything run eagerly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from test_parallel_graphs import LADDER, LENGTHS, RecordingEngine
+from test_training_layouts import SLOTS, VOCAB, Way, config_of
+
+from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+
+FEATURES = ("packing", "metadata", "offload", "graphs")
+WAYS = {
+    "tp": Way(2, 2, True), "cp": Way(2, cp_size=2), "ep": Way(2, ep_size=2), "dp": Way(2, distributed_optimizer=True)
+}  # fmt: skip
+OFFLOAD = MemoryConfig(
+    recompute_granularity="full", recompute_method="block", recompute_num_layers=3, offload_layer_inputs=True,
+    fine_grained_activation_offloading=True, offload_modules=("mlp_norm", "expert_fc1", "moe_act"),
+    min_offloaded_tensor_size=1,
+)  # fmt: skip
+"""The input of each of three layers, and parts of the fourth."""
+EVERYTHING = frozenset(FEATURES)
+COMBINATIONS = [EVERYTHING, frozenset(), *(EVERYTHING - {feature} for feature in FEATURES)]
+STEPS = 2
+"""The second one's loss shows the first one's gradients."""
+
+
+def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> list[MicroBatch]:
+    """This rank's packs of the same documents, all with room for as many as graphs of their size have."""
+    draw = np.random.default_rng(number)
+    packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in LENGTHS]
+    if not packing:
+        packs = [[document] for pack in packs for document in pack]
+    scales = (1 / sum(length - 1 for pack in LENGTHS for length in pack), 1 / len(packs))
+    made = []
+    for first in range(0, len(packs), groups.dp_size):
+        together = packs[first : first + groups.dp_size]
+        cell = LADDER.cell_for(max(map(len, together)), SLOTS)
+        assert cell is not None
+        alignment = config_of(way).document_alignment
+        made.append(
+            MicroBatch.build(together[groups.dp_rank], SLOTS, cell.capacity, scales, cell.max_seqlen, alignment)
+        )
+    return made
+
+
+def train(groups: ParallelGroups, way: Way, on: frozenset[str]) -> tuple[list[list[float]], int]:
+    """Loss and norm of gradients of each step; how many micro-batches were replayed."""
+    # Balance is a pack's, so it may not be the same in others.
+    options: dict[str, Any] = {"cuda_graph": CudaGraphConfig(cuda_graph_impl="local")} if "graphs" in on else {}
+    options |= {"memory": OFFLOAD} if "offload" in on else {}
+    config = dataclasses.replace(config_of(way, moe_aux_loss_coeff=0.0), **options)
+    job = build_job(config, groups, VOCAB)
+    if "metadata" not in on:
+        job.model.tables = lambda packed: {"prepared": True}  # type: ignore[method-assign]
+    graphs = build_graphs(config, job, LADDER, groups, print, RecordingEngine())
+    with nullcontext() if graphs is None else released(graphs):
+        if graphs is not None:
+            capture_graphs(graphs, job.step, len(LENGTHS), groups)
+            job.step.graphs = graphs
+        metrics = [job.step(step_of(way, groups, "packing" in on, n), 1e-2).tolist() for n in range(STEPS)]
+        return [[one[0], one[2]] for one in metrics], 0 if graphs is None else graphs.counters.replays
+
+
+def train_all(groups: ParallelGroups, way: Way) -> list[tuple[list[list[float]], int]]:
+    return [train(groups, way, on) for on in COMBINATIONS]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_each_on_and_off_has_the_same_losses(way: Way, pools: WorkerPools) -> None:
+    for rank in pools.run(train_all, 2, way, layout=way.layout):
+        found = dict(zip(COMBINATIONS, rank, strict=True))
+        expected, _ = found[frozenset()]
+        assert np.isfinite(expected).all() and expected[0] != expected[1]
+        for on, (values, replays) in found.items():
+            np.testing.assert_allclose(values, expected, rtol=1e-5, err_msg=" ".join(sorted(on)))
+            packs = len(LENGTHS) if "packing" in on else sum(map(len, LENGTHS))
+            assert replays == ("graphs" in on) * STEPS * packs // way.dp_size
+        for feature in ("metadata", "offload", "graphs"):  # which change no bit
+            assert found[EVERYTHING - {feature}][0] == found[EVERYTHING][0], feature
