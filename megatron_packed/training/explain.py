@@ -16,7 +16,7 @@ import torch
 
 from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.config.memory import RECOMPUTED_IN
+from megatron_packed.config.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.surroundings import environment_number
@@ -79,6 +79,7 @@ def capabilities(config: RunConfig, device: torch.device, world_size: int = 1) -
         yield kernel(op, inputs, str(getattr(_backends(config), op.name)), device)
     yield from _graphs(config, device)
     yield _recomputation(config)
+    yield _offload(config, device)
     yield from _parallelism(config, world_size)
     yield from _keeping(config)
 
@@ -285,6 +286,22 @@ def _recomputation(config: RunConfig) -> Capability:
         count = config.model.hybrid_layer_pattern.count(RECOMPUTED_IN[module]) if module in RECOMPUTED_IN else layers
         found.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
     return Capability(name, ON, f"{', '.join(found)}; MFU counts the model's operations alone")
+
+
+def _offload(config: RunConfig, device: torch.device) -> Capability:
+    """What waits in the host's memory."""
+    name, memory, layers = "offload", config.memory, range(config.model.num_layers)
+    if not memory.offloads:
+        cure = "--offload-layer-inputs" if memory.recomputes_layers else "--fine-grained-activation-offloading"
+        return Capability(name, OFF, "what is kept is kept on the device", f"{cure} saves memory")
+    moved = {"the inputs": sum(map(memory.offloads_input, layers))}
+    for module in memory.offloaded_modules:
+        of_layers = (n for n in layers if config.model.hybrid_layer_pattern[n] in OFFLOADED_IN[module])
+        moved[module] = sum(memory.offloads_module(module, number) for number in of_layers)
+    what = ", ".join(f"{part} of {n} layer{'s' if n > 1 else ''}" for part, n in moved.items() if n)
+    if device.type != "cuda":
+        return Capability(name, PARTIAL, f"{what}: on this device they are copied, and no memory is saved", "a GPU")
+    return Capability(name, ON, f"{what}, in pinned memory; device buffers: at most {memory.offload_buffers}")
 
 
 def _parallelism(config: RunConfig, world_size: int) -> Iterator[Capability]:

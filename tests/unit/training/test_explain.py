@@ -200,6 +200,17 @@ def test_recomputation(flags, state, reason):
     assert row.state == state and row.reason.startswith(reason)
 
 
+def test_offload():
+    row = rows()["offload"]
+    assert row.state == "off" and "--fine-grained" in row.advice
+    whole = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3")
+    assert "--offload-layer-inputs" in rows(*whole)["offload"].advice
+    row = rows(*whole, "--offload-layer-inputs", "--fine-grained-activation-offloading", "--offload-modules", "moe_act",
+               "mlp_norm")["offload"]  # fmt: skip
+    assert row.state == "partial"
+    assert row.reason.startswith("the inputs of 3 layers, moe_act of 1 layer, mlp_norm of 1 layer: on this device")
+
+
 def _graph_rows_of_a_gpu(impl="local", flags=(), modules=()):
     from megatron_packed.training.explain import _graphs
 
