@@ -22,7 +22,9 @@ _SCAN = ("in_proj.output", "conv1d.input", "conv1d.output", "scan.steps", "scan.
 _NORM = ("norm.input", "norm.statistics")
 TERMS: dict[str, tuple[str, ...]] = {
     "attn_norm": _NORM, "qkv_linear": ("qkv.input",), "attn_proj": ("proj.input",),
-    CORE_ATTENTION: ("qkv.output", "attention.qkv", "attention.q", "attention.qk", "attention.lse"),
+    CORE_ATTENTION: (
+        "qkv.output", "attention.qkv", "attention.q", "attention.qk", "attention.output", "attention.lse"
+    ),
     "mamba_norm": _NORM, "mamba_in_proj": ("in_proj.input",), "mamba_scan": _SCAN,
     "mamba_out_proj": ("out_proj.input",),
     "mlp_norm": _NORM, "mlp_fc1": ("fc1.input",), "mlp_act": ("fc1.output",), "mlp_fc2": ("activation",),
@@ -50,6 +52,8 @@ class Offloaded(Recomputed):
 
     def keeps(self, layer: int, symbol: str, term: str) -> bool:
         moved = bool(symbol) and any(term in bundle for bundle in self._bundles[layer])
+        if term == "attention.output" and not self._by_heads:  # the projection behind the kernel saves it, too
+            moved = moved and self._memory.offloads_module("attn_proj", layer)
         return not moved and super().keeps(layer, symbol, term)
 
     def beside(self, layer: int) -> int:
@@ -79,10 +83,10 @@ class Offloaded(Recomputed):
                 yield from self._bundle(layer, self._terms(number, layer, module))
 
     def _terms(self, number: int, layer: Footprint, module: str) -> list[str]:
+        memory = self._memory
         names = [name for name in TERMS[module] if name in layer.saved]
-        alone = "proj.input" in layer.saved  # else the projection saves what the kernel saves too
-        if module == (CORE_ATTENTION if alone else "attn_proj"):
-            names.append("attention.output")
+        if module == "attn_proj" and not names and not memory.offloads_module(CORE_ATTENTION, number):
+            names = ["attention.output"]  # else it has left with what else the kernel saves
         return [name for name in names if Recomputed.keeps(self, number, layer.symbol, name)]
 
     def _bundle(self, layer: Footprint, names: Sequence[str]) -> Iterator[dict[str, Term]]:
