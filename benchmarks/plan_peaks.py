@@ -69,12 +69,17 @@ def measured(
             graphs.close()
 
 
-def run(name: str, device: torch.device, engine: Callable[[], Engine | None] = lambda: None) -> dict[str, Any]:
-    """One configuration."""
+def sizes_and_config(name: str, device: torch.device) -> tuple[dict[str, Any], RunConfig]:
+    """Of a configuration; small where there is no GPU."""
     case = CASES[name]
     c = MODELS[case.get("model", "hybrid1b")]
     c = c if device.type == "cuda" else quick(c)
-    config = offload.config_of(c, case.get("memory", {}), device, case.get("impl", "none"))
+    return c, offload.config_of(c, case.get("memory", {}), device, case.get("impl", "none"))
+
+
+def run(name: str, device: torch.device, engine: Callable[[], Engine | None] = lambda: None) -> dict[str, Any]:
+    """One configuration."""
+    c, config = sizes_and_config(name, device)
     found = {"estimated": estimated(config, c["vocab"]), "measured": measured(c, config, device, engine)}
     if found["measured"]["gib"]:
         found["error"] = found["estimated"]["gib"] / found["measured"]["gib"] - 1

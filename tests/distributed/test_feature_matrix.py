@@ -60,8 +60,8 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
 def train(groups: ParallelGroups, way: Way, on: frozenset[str]) -> tuple[list[list[float]], int]:
     """Loss and norm of gradients of each step; how many micro-batches were replayed."""
     # Balance is a pack's, so it may not be the same in others.
-    options: dict[str, Any] = {"cuda_graph": CudaGraphConfig(cuda_graph_impl="local")} if "graphs" in on else {}
-    options |= {"memory": OFFLOAD} if "offload" in on else {}
+    options: dict[str, Any] = {"memory": OFFLOAD} if "offload" in on else {}
+    options |= {"cuda_graph": CudaGraphConfig(cuda_graph_impl="full_iteration")} if "graphs" in on else {}
     config = dataclasses.replace(config_of(way, moe_aux_loss_coeff=0.0), **options)
     job = build_job(config, groups, VOCAB)
     if "metadata" not in on:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import plan_peaks
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.flat_buffers import flat_layout_of
@@ -99,6 +100,17 @@ def test_estimate_is_within_ten_percent(estimated, measured):
 
 def test_every_result_with_a_peak_is_looked_at():
     assert len(MEASURED) == 18
+
+
+PLANNED = results("plan_peaks") if (ROOT / "benchmarks/results/plan_peaks.json").exists() else {}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_plan_is_within_ten_percent_of_whole_steps(name):
+    c, config = plan_peaks.sizes_and_config(name, torch.device("cuda"))
+    assert set(PLANNED) == set(plan_peaks.CASES)
+    measured = PLANNED[name]["measured"]["gib"]
+    assert plan_peaks.estimated(config, c["vocab"])["gib"] == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "estimated", "measured"), MEASURED, ids=[row[0] for row in MEASURED])

@@ -10,7 +10,7 @@ import harness
 import offload
 import plan_peaks
 from layouts import quick
-from offload import LOCAL, ONE, RECOMPUTE, SIDES, TWO
+from offload import FULL_ITERATION, ONE, RECOMPUTE, SIDES, TWO
 
 CPU = torch.device("cpu")
 COPIES = {
@@ -21,12 +21,12 @@ COPIES = {
 
 def test_all_sides_compute_the_same_on_shared_weights():
     result = offload.run(
-        quick(offload.MODELS["hybrid1b"]), CPU, rounds=2, impls=(LOCAL,), engine=stand_in.RecordingEngine
+        quick(offload.MODELS["hybrid1b"]), CPU, rounds=2, impls=(FULL_ITERATION,), engine=stand_in.RecordingEngine
     )
     plain = {"tiny": harness.plain(result)}
-    assert list(result["sides"]) == list(SIDES) and list(result["graphs"][LOCAL]) == [RECOMPUTE, TWO]
+    assert list(result["sides"]) == list(SIDES) and list(result["graphs"][FULL_ITERATION]) == [RECOMPUTE, TWO]
     assert offload.problems_of(plain) == []
-    sides = [*result["sides"].values(), *result["graphs"][LOCAL].values()]
+    sides = [*result["sides"].values(), *result["graphs"][FULL_ITERATION].values()]
     assert all(side["losses"] == sides[0]["losses"] and min(side["losses"]) > 1 for side in sides)
     assert len(set(sides[0]["losses"])) == 2  # packs in turn
     assert [row["kept"] for row in offload.rows_of(plain)] == list(SIDES)
@@ -50,9 +50,9 @@ def test_what_is_judged():
     wrong = copy.deepcopy(sound)["model"]
     wrong["sides"][TWO] |= {"losses": [2.1], "of": {**of, ONE: [1.02, 1.0, 1.04]}}
     wrong["copies"][TWO]["DtoH"]["per_step"], wrong["copies"][TWO]["HtoD"]["hidden"] = 10.0, 0.5
-    wrong["graphs"][LOCAL] = {name: {**side, "of": {RECOMPUTE: [1.04, 1, 2]}} for name in (RECOMPUTE, TWO)}
+    wrong["graphs"][FULL_ITERATION] = {name: {**side, "of": {RECOMPUTE: [1.04, 1, 2]}} for name in (RECOMPUTE, TWO)}
     assert len(offload.misses_of({"model": wrong})) == 4 and len(offload.problems_of({"model": wrong})) == 1
-    wrong["graphs"][LOCAL] = {"failed": "RuntimeError: no"}
+    wrong["graphs"][FULL_ITERATION] = {"failed": "RuntimeError: no"}
     assert len(offload.problems_of({"model": wrong})) == 2
     assert offload.graph_rows_of({"model": wrong})[0]["kept"] == "RuntimeError: no"
 
