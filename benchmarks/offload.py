@@ -15,6 +15,7 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -233,7 +234,7 @@ def run(
         "tokens": c["T"], "layers": len(c["pattern"]), "documents": DOCUMENTS, "input_mib": input_bytes(c) / 2**20,
         "parameters": jobs[NONE].model.num_parameters,
         "plan_hash": hash_of([pack.packed.cu_seqlens_cpu.tolist() for pack in packs]), "peaks": {}, "copies": {},
-        "graphs": {},
+        "figures": {}, "graphs": {},
     }  # fmt: skip
     for name, job in jobs.items():
         once = runner(job, packs)
@@ -243,6 +244,12 @@ def run(
             result["peaks"][name] = peak_of(once)
             if "offload_layer_inputs" in SIDES[name]:
                 result["copies"][name] = copies(once, input_bytes(c))
+        if job.model.offload is not None:
+            figures = job.model.offload.figures
+            result["figures"][name] = {
+                "buffers": job.model.offload.buffers.now, "off": job.model.offload.off,
+                **({} if figures is None else asdict(figures)),
+            }  # fmt: skip
         harness.free_memory()
     result["sides"] = in_turns({name: runner(job, packs) for name, job in jobs.items()}, rounds)
     save(result)
@@ -283,6 +290,8 @@ def problems_of(results: dict[str, Any]) -> list[str]:
                 pairs = zip(side["grad_norms"], wanted["grad_norms"], strict=True)
                 if side["losses"] != wanted["losses"] or any(abs(a - b) > NORM_BOUND * b for a, b in pairs):
                     problems.append(f"{model}, {where}{name}: loss or norm differ from {RECOMPUTE}'s")
+                if result["figures"].get(name, {}).get("off"):
+                    problems.append(f"{model}, {name}: offload is off: {result['figures'][name]['off']}")
                 if side.get("fallbacks"):
                     problems.append(f"{model}, {where}{name}: {side['fallbacks']} fallbacks")
     return problems
@@ -298,6 +307,8 @@ def misses_of(results: dict[str, Any]) -> list[str]:
                 found.append(f"{model}, {name}: {100 * share:.0f} % of the layers' inputs moved")
             if name == TWO and hidden < LEAST_HIDDEN:
                 found.append(f"{model}, {name}: {100 * hidden:.0f} % of the time of copies back is hidden")
+        if (buffers := result["figures"].get(TWO, {}).get("buffers", 2)) != 2:
+            found.append(f"{model}, {TWO}: there are {buffers}")
         if (of_one := result["sides"][TWO]["of"][ONE][0]) > MOST_OF_ONE_BUFFER:
             found.append(f"{model}: two buffers take {of_one:.3f} of one buffer's time")
         for impl, sides in result["graphs"].items():

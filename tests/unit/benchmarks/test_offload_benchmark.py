@@ -30,6 +30,9 @@ def test_all_sides_compute_the_same_on_shared_weights():
     assert all(side["losses"] == sides[0]["losses"] and min(side["losses"]) > 1 for side in sides)
     assert len(set(sides[0]["losses"])) == 2  # packs in turn
     assert [row["kept"] for row in offload.rows_of(plain)] == list(SIDES)
+    moved = {name: figures["moved_mib"] for name, figures in result["figures"].items()}
+    assert moved == dict.fromkeys((ONE, TWO), 2 * result["layers"] * result["input_mib"])  # float32 here
+    assert [figures["buffers"] for figures in result["figures"].values()] == [1, 2]
     assert len(offload.graph_rows_of(plain)) == 2 and offload.copy_rows_of(plain) == []
 
 
@@ -38,7 +41,7 @@ def test_what_is_judged():
     of = {name: [1.0, 0.99, 1.01] for name in SIDES}
     sound = {
         "model": {
-            "tokens": 32768, "layers": 20, "input_mib": 128.0, "plan_hash": "abc", "graphs": {},
+            "tokens": 32768, "layers": 20, "input_mib": 128.0, "plan_hash": "abc", "graphs": {}, "figures": {},
             "sides": {name: {**side, "of": of} for name in SIDES}, "copies": {ONE: COPIES, TWO: copy.deepcopy(COPIES)},
             "peaks": {name: {"peak_gib": gib} for name, gib in zip(SIDES, (40.0, 12.5, 10.125, 10.25))},
         }
