@@ -6,7 +6,7 @@ One optimizer step is one pack of 32,768 tokens in 12 documents, AdamW included,
 side sees the same weights in every step. All sides share weights, gradients and optimizer state: what a side's peak has
 beyond another's are activations. Sides take turns, step by step. Copies are measured in a profile of the device: those
 of layers' inputs are the long ones. A copy is hidden while a kernel runs. ``--graphs`` captures recomputation with and
-without offload, layer by layer and as whole steps, and lets both take turns again.
+without offload and lets both take turns again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import harness
 from harness import Spread
 from layouts import quick
-from megatron_packed.config.cuda_graph import FULL_ITERATION, LOCAL, CudaGraphConfig
+from megatron_packed.config.cuda_graph import FULL_ITERATION, CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.memory import MemoryConfig
@@ -52,6 +52,8 @@ SIDES: dict[str, dict[str, Any]] = {
     NONE: {}, RECOMPUTE: WHOLE, ONE: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 1},
     TWO: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 2},
 }  # fmt: skip
+IMPLS = (FULL_ITERATION,)
+"""Graphs that offload goes together with."""
 WARM, PROFILED = 3, 2
 ROUNDS, QUICK_ROUNDS = 8, 1
 LEAST_MOVED, LEAST_HIDDEN, MOST_OF_ONE_BUFFER, MOST_OF_GRAPHS = 0.8, 0.8, 1.01, 1.03
@@ -105,7 +107,10 @@ def runner(job: Job, packs: Sequence[MicroBatch]) -> Callable[[], StepValues]:
     def run() -> StepValues:
         nonlocal done
         done += 1
-        return StepValues.from_list(job.step([packs[done % len(packs)]], 0.0).tolist())
+        found = StepValues.from_list(job.step([packs[done % len(packs)]], 0.0).tolist())
+        if job.model.offload is not None:
+            job.model.offload.end_step()
+        return found
 
     return run
 
@@ -396,7 +401,7 @@ def main() -> None:
             harness.save("offload", results, folder=arguments.results)
 
         c = quick(MODELS[name]) if device.type == "cpu" else MODELS[name]
-        impls = (LOCAL, FULL_ITERATION) if name in arguments.graphs and device.type == "cuda" else ()
+        impls = IMPLS if name in arguments.graphs and device.type == "cuda" else ()
         run(c, device, rounds=QUICK_ROUNDS if arguments.quick else ROUNDS, impls=impls, save=save)
         harness.free_memory()
         print(f"{name} is measured", flush=True)
