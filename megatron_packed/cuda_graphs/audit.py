@@ -13,7 +13,7 @@ leaks from a neighbour is then a thousand times larger than rounding.
 Nothing of the training is touched: gradients are put back, random numbers come from a generator of its own, and modules
 keep what they know.
 
-Where whole parts of a step are captured, one of them runs on the micro-batch itself, eagerly and by replay, between
+Where whole parts of a step are captured, each of them runs on the micro-batch itself, eagerly and by replay, between
 steps, when the gradient buffer is free: `audit_whole`.
 """
 
@@ -141,20 +141,22 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
 
 def audit_whole(
     graphs: FullIteration,
+    name: str,
     micro_batch: MicroBatch,
     results: Mapping[str, Tensor],
     reset: Callable[[], None],
     *,
     dtype: torch.dtype,
     deterministic: bool,
-) -> Audit | None:
-    """Compare the first part by replay, through a slot of nonsense, and eagerly; None if it would not be replayed.
+) -> Audit:
+    """Compare a part by replay, through a slot of nonsense, and eagerly.
 
     Waits for the device, and holds copies of ``results``. Call it between steps; ranks whose parts wait for each other
     call it together.
 
     Args:
-        micro_batch: on the host, as for `FullIteration.run`.
+        name: of the part.
+        micro_batch: on the host, as for `FullIteration.run`; one that would be replayed.
         results: what the part adds to, by name.
         reset: sets them to zero.
         dtype: of the computation.
@@ -162,9 +164,7 @@ def audit_whole(
     Raises:
         AuditMismatchError: names what differs most.
     """
-    if graphs.why_eager(micro_batch) is not None:
-        return None
-    name, part = next(iter(graphs.parts.items()))
+    part = graphs.parts[name]
 
     def eagerly() -> dict[str, Tensor]:
         reset()

@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_packed.config.cuda_graph import FULL_ITERATION, MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.audit import audit, audit_whole
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
@@ -24,7 +24,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build import Job
-from megatron_packed.training.train_step import LAST_MICRO_BATCH, VALIDATION, TrainStep
+from megatron_packed.training.train_step import LAST_MICRO_BATCH, MICRO_BATCH, VALIDATION, TrainStep
 
 Graphs = GraphRunner | FullIteration
 ROUTER = "moe_router"
@@ -150,24 +150,48 @@ def capture_graphs(
 def audit_graphs(
     graphs: Graphs, step: TrainStep, micro_batch: MicroBatch, *, deterministic: bool, seed: int
 ) -> str | None:
-    """Compares replays with what they stand for, on one micro-batch, between steps.
+    """Compares replays with what they stand for, on one micro-batch, between steps; all ranks together.
 
     Returns:
-        What was found, in words; None if this micro-batch would not be replayed.
+        What was found, in words; None if some rank would not replay its micro-batch.
     Raises:
         AuditMismatchError: they differ.
     """
     if isinstance(graphs, FullIteration):
-        results = {f"gradients of {name}": p.main_grad for name, p in step.buffers.parameters.items()}
-        results["losses and counts"] = step.buffers.tail
-        how = {"dtype": step.model.dtype, "deterministic": deterministic}
-        with step.rehearsing():
-            found = audit_whole(graphs, micro_batch, results, step.buffers.zero_grad, **how)
-        what = "whole micro-batches replay what they compute"
+        reason = graphs.why_eager(micro_batch)
     else:
+        reason = graphs.why_eager(micro_batch, cell_of(micro_batch))
+    if not all(all_gather_json(reason is None, step.groups)):  # what is captured may hold collectives
+        return None
+    if not isinstance(graphs, FullIteration):
         found = audit(graphs, micro_batch, deterministic=deterministic, seed=seed)
-        what = "" if found is None else f"{found.modules} modules replay what they compute"
-    return None if found is None else f"{what} (largest difference {found.largest_difference:.1e})"
+        assert found is not None
+        return _in_words(f"{found.modules} modules replay what they compute", found.largest_difference)
+    worst, how = 0.0, {"dtype": step.model.dtype, "deterministic": deterministic}
+    names = [name for name in (MICRO_BATCH, LAST_MICRO_BATCH) if name in graphs.parts]
+    for name in names:
+        with step.rehearsing():
+            results = _added_to(step, name)
+            whole = audit_whole(graphs, name, micro_batch, results, step.buffers.zero_grad, **how)
+        worst = max(worst, whole.largest_difference)
+    return _in_words(f"whole {' and '.join(f'{name}es' for name in names)} replay what they compute", worst)
+
+
+def _in_words(what: str, largest_difference: float) -> str:
+    return f"{what} (largest difference {largest_difference:.1e})"
+
+
+def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
+    """What a part of a step adds to, by name. Of gradients whose sums begin in it, a rank that owns a share of them is
+    promised that alone."""
+    buffers = step.buffers
+    gradients = {name: parameter.main_grad for name, parameter in buffers.parameters.items()}
+    if part == LAST_MICRO_BATCH and not buffers.owns_all:
+        owned = [buffers.owned_span(bucket) for bucket in buffers.layout.buckets]
+        gradients = {f"bucket {number}": buffers.grads[start:end] for number, (start, end) in enumerate(owned)}
+    return {f"gradients of {name}": gradient for name, gradient in gradients.items()} | {
+        "losses and counts": buffers.tail
+    }
 
 
 def what_is_captured(graphs: Graphs) -> str:

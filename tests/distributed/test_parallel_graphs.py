@@ -5,6 +5,7 @@ Collectives of the layers are inside what is captured; the stand-in runs them ag
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from test_training_layouts import SLOTS, VOCAB, Way, config_of
 from whole_state import everything, same_bits
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.graphs import Graphs, audit_graphs, build_graphs, capture_graphs, released
-from megatron_packed.training.train_step import StepValues
+from megatron_packed.training.train_step import LAST_MICRO_BATCH, StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
 from stand_in import RecordingEngine
@@ -52,9 +54,17 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
 
 
 def graphed(
-    way: Way, groups: ParallelGroups, model: dict[str, Any], impl: str = "local", fail_at: tuple[int, ...] = ()
+    way: Way,
+    groups: ParallelGroups,
+    model: dict[str, Any],
+    impl: str = "local",
+    fail_at: tuple[int, ...] = (),
+    overlap: bool = False,
 ) -> tuple[Job, Graphs, RecordingEngine]:
     config = config_of(way, **model)
+    if overlap:
+        parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=True, ddp_bucket_size=3000)
+        config = dataclasses.replace(config, parallel=parallel)
     # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
     object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
     job, engine = build_job(config, groups, VOCAB), RecordingEngine(fail_at)
@@ -242,3 +252,35 @@ def test_weights_that_moved_on_one_rank_are_known_to_all(impl: str, pools: Worke
     first, last = pools.run(moves, 2, Way(2, 2, True), impl, layout={"tp_size": 2})
     assert first == [(True, False, 4), (True, True, 4), (True, True, 4), (True, False, 4)]
     assert last == [(True, False, 4), (True, True, 0), (True, True, 0), (True, False, 4)]
+
+
+def audited_with_overlap(groups: ParallelGroups, way: Way) -> tuple[str | None, str]:
+    """What an audit says, and what it says where one rank replays another last micro-batch than it computes."""
+    job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
+    micro_batch = step_of(way, groups, 0, LENGTHS)[0]
+    overlapped, replay = job.step.overlapped, graphs.replay
+    assert overlapped is not None
+    with released(graphs):
+        sound = audit_graphs(graphs, job.step, micro_batch, deterministic=True, seed=1)
+        assert 0 < overlapped.begun_in_backward < len(job.buffers.layout.buckets)
+
+        def spoiled(name: str, *args: Any) -> None:
+            replay(name, *args)
+            if name == LAST_MICRO_BATCH and groups.rank == 0:
+                first = overlapped._queue[0][1]
+                job.buffers.grads[job.buffers.owned_span(first)[0]] += 1
+
+        graphs.replay = spoiled
+        try:
+            audit_graphs(graphs, job.step, micro_batch, deterministic=True, seed=1)
+        except AuditMismatchError as error:
+            return sound, str(error)
+    return sound, ""
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(2, distributed_optimizer=True)], ids=str)
+def test_last_micro_batches_are_audited_with_the_sums_that_they_begin(way: Way, pools: WorkerPools) -> None:
+    (sound, spoiled), (other, unspoiled) = pools.run(audited_with_overlap, 2, way)
+    assert sound == other == f"whole micro-batches and last micro-batches {EQUAL}"
+    assert spoiled.startswith("the replay of a last micro-batch is not what it computes: gradients of ")
+    assert unspoiled == ""
