@@ -6,6 +6,7 @@ Shapes: T token slots of the pack, N query heads, K key/value heads (N a multipl
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -51,7 +52,7 @@ class Inputs:
     oversized_backward: int = 0
     """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else 0."""
     oversized_square: int = 0
-    """Documents x heads x max_seqlen^2 where ``deterministic`` and 2^30 or more, else 0."""
+    """Documents x heads x max_seqlen^2 where cuDNN must be deterministic and it is 2^30 or more, else 0."""
 
 
 def varlen_attention(
@@ -178,6 +179,7 @@ def _inputs(
 ) -> Inputs:
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
     square = num_sequences * num_heads * max_seqlen**2
+    exact = deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"  # as TransformerEngine reads it
     return Inputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -189,7 +191,7 @@ def _inputs(
         window_size=window_size,
         deterministic=deterministic,
         oversized_backward=elements if elements >= _INT32_LIMIT else 0,
-        oversized_square=square if deterministic and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
+        oversized_square=square if exact and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
     )
 
 

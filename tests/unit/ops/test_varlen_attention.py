@@ -249,7 +249,7 @@ def test_limits_of_kernels_are_reasons():
     assert "changing order" in reasons(sdpa, deterministic=True)
 
 
-def test_oversized_inputs_are_found_before_a_kernel_runs():
+def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
     sizes = {
         "num_heads": 16,
         "num_kv_heads": 2,
@@ -261,5 +261,8 @@ def test_oversized_inputs_are_found_before_a_kernel_runs():
         **sizes, tokens=8192, num_sequences=8200, max_seqlen=8192, window_size=None, deterministic=False
     )
     assert found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
-    found = api._inputs(**sizes, tokens=8192, num_sequences=66, max_seqlen=8192, window_size=None, deterministic=True)
+    many = {**sizes, "tokens": 8192, "num_sequences": 66, "max_seqlen": 8192, "window_size": None}
+    found = api._inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # what cuDNN is told by hand counts as well
+    assert api._inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
