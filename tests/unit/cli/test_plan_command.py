@@ -158,3 +158,17 @@ def test_lengths_that_are_none(capsys, tmp_path, text):
 def test_paths_and_packages_of_the_training_machine_do_not_matter(capsys):
     flags = [*SMALL, "--save", "/nowhere/at/all", "--transformer-impl", "transformer_engine", "--vocab-size", 1000]
     assert plan(capsys, *flags)["vocab_size"] == 1000
+
+
+def test_offload_is_counted_and_offered_for_what_recomputation_keeps(capsys):
+    whole = shlex.split("--vocab-size 1024 --recompute-granularity full --recompute-method uniform "
+                        "--recompute-num-layers 1 --seq-length 32768")  # fmt: skip
+    flags = [*SMALL[: SMALL.index("--seq-length")], *whole]
+    flags[flags.index("M-*-")] = 4 * "-*--"
+    kept = plan(capsys, *flags)["ranks"]["every rank"]["bytes"]
+    limit = (kept["total"] - 1) / 2**30
+    assert plan(capsys, *flags, "--gpu-memory-gib", limit)["changes"][0]["flag"] == "--offload-layer-inputs"
+    left = plan(capsys, *flags, "--offload-layer-inputs", "--offload-buffers", 1)["ranks"]["every rank"]["bytes"]
+    inputs = 16 * 32768 * 256 * 2
+    assert (kept["pinned on the host, beside it"], left["pinned on the host, beside it"]) == (0, inputs)
+    assert kept["total"] - left["total"] == 15 * inputs // 16

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hybrid_cases import VOCAB, tiny_config
+from hybrid_cases import VOCAB, make_documents, make_pack, tiny_config
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.layout import Layout
@@ -212,6 +212,30 @@ def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, mov
     )  # fmt: skip
     assert (peak, host) == (expected, 3 * sum(bundles))
     assert peak < memory_of(3 * symbol)[0]
+
+
+WHOLE = {"recompute_granularity": "full", "offload_layer_inputs": True}
+PARTS = {"fine_grained_activation_offloading": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**WHOLE, "recompute_method": "uniform", "recompute_num_layers": 1},
+        {**WHOLE, "recompute_method": "uniform", "recompute_num_layers": 3},
+        {**WHOLE, **PARTS, "recompute_method": "block", "recompute_num_layers": 2, "offload_modules": ("mlp_fc2",)},
+        {**PARTS, "offload_modules": ("qkv_linear", "mamba_in_proj", "mamba_out_proj", "mlp_fc1")},
+    ],
+    ids=str,
+)
+def test_pinned_bytes_are_those_of_a_step(options):
+    """Of a model that is really built. Norms, activations and kernels save other tensors on a CPU."""
+    tokens = 64
+    memory = MemoryConfig(**options, min_offloaded_tensor_size=tokens * 32)
+    model = HybridModel(tiny_config("M*-E-"), vocab_size=VOCAB, max_positions=tokens, memory=memory)
+    model(make_pack(make_documents([40, 24]))).loss.backward()
+    work = Work(tokens=tokens, documents=2, element=4)
+    assert estimate(model, flat_layout_of(model, Ownership()), work).host_bytes == model.offload.pool.num_bytes > 0
 
 
 def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
