@@ -119,6 +119,8 @@ def in_turns(runs: dict[str, Callable[[], StepValues]], rounds: int) -> dict[str
     """Milliseconds, loss and norm of each side's steps; the n-th of all sides are of the same pack."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     values: dict[str, list[StepValues]] = {name: [] for name in runs}
+    for once in runs.values():  # the allocator has memory for all of them
+        once()
     for number in range(rounds):
         for name in list(runs) if number % 2 == 0 else reversed(runs):
             harness.synchronize()

@@ -36,6 +36,7 @@ from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.streams import CudaStreams
+from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
@@ -178,6 +179,34 @@ def test_memory_falls_with_parts_of_layers(modules: tuple[str, ...], groups: Par
     config = config_of(LARGE, TOKENS, deterministic=False)
     assert left[0] < plain[0] - (PATTERN.count("M") - 1) * TOKENS * config.model.hidden_size * 2
     assert left[1] < plain[1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: ParallelGroups) -> None:
+    """Of 12 layers' inputs at most two buffers stay, and the first one and those on their way."""
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    held = []
+    for memory in (MemoryConfig(**whole), inputs()):
+        config = dataclasses.replace(
+            config_of(LARGE, TOKENS, deterministic=False), memory=memory,
+            cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
+        )  # fmt: skip
+        job = build_job(config, groups, VOCAB)
+        graphs = build_graphs(config, job, Ladder.of([16], TOKENS), groups, print)
+        assert graphs is not None
+        with released(graphs):
+            capture_graphs(graphs, job.step, PACKS, groups, first=True)
+            assert not graphs.refusals
+            held.append(graphs.counters.memory_mib)
+        if job.model.offload is not None:
+            job.model.offload.close()
+        del job, graphs
+        gc.collect()
+        torch.cuda.empty_cache()
+    hidden = TOKENS * HIDDEN * torch.bfloat16.itemsize / 2**20
+    print(f"{impl}: graphs hold {held[0]:,.0f} MiB with recomputation and {held[1]:,.0f} with offload: "
+          f"{(held[0] - held[1]) / hidden:.1f} of {len(PATTERN)} inputs less")  # fmt: skip
+    assert held[0] - held[1] >= (len(PATTERN) - 5) * hidden
 
 
 # ----------------------------------------------------------------------------------- streams and errors, alone
