@@ -1,7 +1,7 @@
 """Tokenises training data, if the cache does not hold it yet, and says how it packs.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files; pretrain_hybrid.py --help lists them. Those of data,
-tokenizer, packing and --seed decide the numbers. Those of model, optimizer and loop may be left out.
+Takes the flags of pretrain_hybrid.py, also by --config and @files; pretrain_hybrid.py --help-all lists them. Those of
+data, tokenizer, packing and --seed decide the numbers. Those of model, optimizer and loop may be left out.
 """
 
 from __future__ import annotations
@@ -50,5 +50,7 @@ def with_unused_flags(run_flags: Sequence[str]) -> list[str]:
     """The flags, and before them those that a whole run would require and nobody gave."""
     given = gather(run_flags).values
     found = {*given, *(key.partition(".")[0] for key in given)}
+    if "training.train_samples" in given:  # which says how many iterations there are
+        found.add("training.train_iters")
     unused = [word for key, words in _UNUSED.items() if key not in found for word in words]
     return [*unused, *run_flags]

@@ -49,7 +49,7 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
             name, equals, attached = word.text.partition("=")
             found.append(Occurrence(name, (), attached if equals else None, word.source))
         elif not found:
-            problems.append(Problem(word.text, "", "is no flag", "write --flag value; --help lists the flags"))
+            problems.append(Problem(word.text, "", "is no flag", "write --flag value; --help-all lists the flags"))
         else:
             last = found[-1]
             found[-1] = Occurrence(last.flag, (*last.texts, word.text), last.attached, last.source)

@@ -17,7 +17,6 @@ from megatron_packed.config.environment import environment_problems
 from megatron_packed.config.errors import ConfigError, Problem, format_problems
 from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.megatron_flags import ALWAYS
-from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.offload import forced_buffers
 from megatron_packed.config.options import problems_of, unchecked
 from megatron_packed.config.parallel import REPLICA_SIZES, fewest_processes
@@ -72,8 +71,8 @@ def parse_or_exit(
     world_size: int | None = None,
     here: bool = True,
 ) -> RunConfig:
-    """As ``parse``, for programs: answers --help, --version, --print-config and --explain, and ends the process on
-    problems.
+    """As ``parse``, for programs: answers --help, --help-all, --version, --print-config and --explain, and ends the
+    process on problems.
 
     Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of paths that are wrong
     there, since rank 0 cannot see them.
@@ -88,10 +87,10 @@ def parse_or_exit(
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
-    if "--help" in given.actions:
+    if given.actions & {"--help", "--help-all"}:
         from megatron_packed.config.help_text import help_text
 
-        _finish(help_text() if speaks else "")
+        _finish(help_text(everything="--help-all" in given.actions) if speaks else "")
     if "--version" in given.actions:
         from megatron_packed import __version__
 
@@ -131,6 +130,7 @@ def _resolve(
     elif world_size is None:
         world_size = fewest_processes(run.parallel)
     _derive_global_batch_size(run, max(world_size, 1), unsound)
+    _derive_iterations(run, unsound)
     for name, section in sections.items():
         wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
         problems += problems_of(section, wrong)
@@ -139,7 +139,7 @@ def _resolve(
     def sound(*keys: str) -> bool:
         return not unsound.intersection(keys)
 
-    problems += _always_problems(given, run.model)
+    problems += _always_problems(given, run)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
     if here:
         problems += [*path_problems(run, sound), *package_problems(run, sound)]
@@ -170,11 +170,21 @@ def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]
         object.__setattr__(run.packing, "global_batch_size", size * run.data_parallel_size(world_size))
 
 
-def _always_problems(given: Given, model: ModelConfig) -> list[Problem]:
+def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
+    """As many as there are whole global batches in --train-samples, when nothing else is said."""
+    samples, batch = run.training.train_samples, run.packing.global_batch_size
+    well_typed = all(type(value) is int and value >= 1 for value in (samples, batch))
+    if well_typed and not unsound & {"training.train_iters", "training.train_samples", "packing.global_batch_size"}:
+        assert samples is not None
+        if run.training.train_iters is None and samples >= batch:
+            object.__setattr__(run.training, "train_iters", samples // batch)
+
+
+def _always_problems(given: Given, run: RunConfig) -> list[Problem]:
     found = []
     for flag, (texts, _) in given.always.items():
         differs = ALWAYS[flag].differs
-        rule = differs(texts, model) if differs is not None else ""
+        rule = differs(texts, run) if differs is not None else ""
         if rule:
             found.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
     return found

@@ -93,7 +93,7 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
     else:
         meant = nearest(flag, usable_flags())
         given.expect(spellings()[name].field.key for name in meant if name in spellings())
-        cure = did_you_mean(meant, "leave it out; --help lists the flags")
+        cure = did_you_mean(meant, "leave it out; --help-all lists the flags")
         given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is no flag", cure))
 
 

@@ -1,4 +1,7 @@
-"""``--help``: every flag in groups, with default and unit, as wide as the terminal."""
+"""``--help``: the flags of a first run; ``--help-all``: every flag in groups, with default, unit and choices.
+
+Both are as wide as the terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from megatron_packed.config.options import Field, placeholder, section_fields
-from megatron_packed.config.registry import META_FLAGS
+from megatron_packed.config.registry import META_FLAGS, spellings
 from megatron_packed.config.run import SECTIONS
 
 _TITLES = {
@@ -30,24 +33,68 @@ Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 Flags have Megatron-LM's names. The command line overrides an @file of flags, that overrides --config, and that
 overrides the default, which is in brackets. --no-x takes a switch --x back. Megatron's flags that are true anyway are
 accepted; those that are not built are refused, each by name."""
+_SHORT_USAGE = """\
+Train a hybrid Mamba-Transformer-MoE model on packed sequences.
+
+  torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
+
+These are the flags of a first run, with their defaults in brackets; --help-all has every flag. Flags have
+Megatron-LM's names. examples/recipes has whole command lines, each of which megatron-packed plan has checked."""
+_FIRST_RUN = {
+    "The model": (
+        "--hybrid-layer-pattern", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--ffn-hidden-size",
+        "--squared-relu", "--normalization", "--disable-bias-linear", "--position-embedding-type", "--num-experts",
+        "--moe-router-topk", "--moe-ffn-hidden-size",
+    ),
+    "Its data": (
+        "--data-path", "--valid-data-path", "--sft", "--tokenizer-type", "--tokenizer-model", "--seq-length",
+    ),
+    "Learning": (
+        "--global-batch-size", "--train-iters", "--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters",
+        "--eval-interval",
+    ),
+    "Speed and memory": (
+        "--bf16", "--cuda-graph-impl", "--tensor-model-parallel-size", "--sequence-parallel",
+        "--context-parallel-size", "--expert-model-parallel-size", "--use-distributed-optimizer",
+        "--recompute-granularity",
+    ),
+    "What is kept": ("--save", "--load", "--save-interval", "--finetune", "--log-jsonl", "--report"),
+}  # fmt: skip
+"""The flags of ``--help``, in the order in which a person decides about them."""
 _FLAG_COLUMN = 30
 
 
-def help_text(width: int | None = None) -> str:
-    """The whole help.
+def help_text(width: int | None = None, *, everything: bool = False) -> str:
+    """The flags of a first run, or every flag.
 
     Args:
         width: in characters; by default the terminal's (COLUMNS), at least 60 and at most 120.
     """
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
     columns = min(max(columns, 60), 120)
-    blocks = ["\n\n".join(_wrapped(paragraph, columns) for paragraph in _USAGE.split("\n\n"))]
+    return "\n\n".join(_everything(columns) if everything else _first_run(columns)) + "\n"
+
+
+def _first_run(columns: int) -> Iterator[str]:
+    yield _usage(_SHORT_USAGE, columns)
+    for title, flags in _FIRST_RUN.items():
+        fields = (spellings()[flag].field for flag in flags)
+        yield "\n".join([title, *(_option(described, columns, brief=True) for described in fields)])
+    asking = ("--print-config", "--explain", "--help-all")
+    yield "\n".join(["Asking", *(_entry(flag, META_FLAGS[flag], columns) for flag in asking)])
+
+
+def _everything(columns: int) -> Iterator[str]:
+    yield _usage(_USAGE, columns)
     general = [_entry(flag, text, columns) for flag, text in META_FLAGS.items()]
     general[0] = _entry("--config PATH", META_FLAGS["--config"], columns)
-    blocks.append("\n".join(["General", *general]))
+    yield "\n".join(["General", *general])
     for name, section in SECTIONS.items():
-        blocks.append("\n".join(_section(_TITLES[name], section_fields(section), columns)))
-    return "\n\n".join(blocks) + "\n"
+        yield "\n".join(_section(_TITLES[name], section_fields(section), columns))
+
+
+def _usage(text: str, columns: int) -> str:
+    return "\n\n".join(_wrapped(paragraph, columns) for paragraph in text.split("\n\n"))
 
 
 def _section(title: str, fields: tuple[Field, ...], columns: int) -> Iterator[str]:
@@ -58,7 +105,14 @@ def _section(title: str, fields: tuple[Field, ...], columns: int) -> Iterator[st
         if described.option.group != group:
             group = described.option.group
             yield f"{title}: {group}" if described is fields[0] else f"\n{title}: {group}"
-        yield _entry(f"{described.flag} {placeholder(described)}".rstrip(), _explanation(described), columns)
+        yield _option(described, columns)
+
+
+def _option(described: Field, columns: int, *, brief: bool = False) -> str:
+    value = placeholder(described)
+    if len(described.flag) + len(value) + 3 > columns and described.option.choices:
+        value = "NAME [NAME ...]" if described.kind.many else "NAME"
+    return _entry(f"{described.flag} {value}".rstrip(), _explanation(described, value, brief), columns)
 
 
 def _entry(head: str, text: str, columns: int) -> str:
@@ -69,7 +123,12 @@ def _entry(head: str, text: str, columns: int) -> str:
     return "\n".join([f"  {head}", *body])
 
 
-def _explanation(described: Field) -> str:
+def _explanation(described: Field, value: str, brief: bool) -> str:
+    """What an option does; in brackets its default, unit and, unless ``brief``, other spellings.
+
+    Args:
+        value: what stands for the value in front of it.
+    """
     option = described.option
     known = [default_text(described)]
     if option.unit and not described.required and not option.derived and described.default not in (None, ()):
@@ -78,9 +137,10 @@ def _explanation(described: Field) -> str:
         known.append(option.unit)
     if option.negated:
         known.append(f"taken back by {next(name for name, sets in described.switches.items() if sets)}")
-    known += [f"also --{name}" for name in option.aliases]
-    known += [f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))]
-    choices = f" One of {', '.join(option.choices)}." if placeholder(described) == "NAME" else ""
+    if not brief:
+        known += [f"also --{name}" for name in option.aliases]
+        known += [f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))]
+    choices = f" One of {', '.join(option.choices)}." if value.startswith("NAME") else ""
     return f"{option.help}{choices} [{'; '.join(known)}]"
 
 

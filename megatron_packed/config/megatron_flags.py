@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.other_kinds import OTHER_LAYERS, OTHER_PROGRAMS, Refused
+from megatron_packed.config.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -20,37 +21,33 @@ class Always:
     Args:
         reason: why nothing needs to be done.
         values: the values for which that holds; None for a switch, () when ``differs`` decides.
-        differs: (values, model) -> what is wrong with them; empty when the reason holds.
+        differs: (values, run) -> what is wrong with them; empty when the reason holds.
     """
 
     reason: str
     values: tuple[str, ...] | None = None
-    differs: Callable[[tuple[str, ...], ModelConfig], str] | None = None
+    differs: Callable[[tuple[str, ...], RunConfig], str] | None = None
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Flags that are not built, for one reason."""
-
-    reason: str
-    nearest: str
-    flags: tuple[str, ...]
-
-
-def _other_number_of_layers(values: tuple[str, ...], model: ModelConfig) -> str:
-    pattern = model.hybrid_layer_pattern
+def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
+    pattern = run.model.hybrid_layer_pattern
     if not isinstance(pattern, str) or values == (str(len(pattern)),):
         return ""
     return f"must be the length of --hybrid-layer-pattern ({len(pattern)}), which decides"
 
 
-def _no_query_groups(values: tuple[str, ...], model: ModelConfig) -> str:
+def _no_query_groups(values: tuple[str, ...], run: RunConfig) -> str:
     """True multi-query attention is Megatron's default here, which nobody should get by leaving a number out."""
+    model = run.model
     grouped = model.num_query_groups is not None and model.num_query_groups != model.num_attention_heads
     return "" if grouped else "needs --num-query-groups, smaller than --num-attention-heads"
 
 
-def _other_spec(values: tuple[str, ...], model: ModelConfig) -> str:
+def _eager_update(values: tuple[str, ...], run: RunConfig) -> str:
+    return "" if run.cuda_graph.captures_steps else "needs --cuda-graph-impl full_iteration, which captures the update"
+
+
+def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
     if values and values[-1] in ("hybrid_stack_spec", "mamba_stack_spec"):
         return ""
     return "the only stack is the hybrid one (hybrid_stack_spec); layers are chosen by --hybrid-layer-pattern"
@@ -61,7 +58,11 @@ ALWAYS: dict[str, Always] = {
     "--group-query-attention": Always("--num-query-groups decides", None, _no_query_groups),
     "--spec": Always("the hybrid stack is the only one", (), _other_spec),
     "--is-hybrid-model": Always("every model is a hybrid stack"),
+    "--model-provider": Always("every model is a hybrid stack", ("hybrid", "mamba")),
     "--use-mcore-models": Always("there is one implementation of the model"),
+    "--enable-experimental": Always("no option waits for a switch"),
+    "--no-position-embedding": Always("no embedding of positions is learned"),
+    "--no-masked-softmax-fusion": Always("no attention kernel needs Megatron's fused mask and softmax"),
     "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
     "--moe-grouped-gemm": Always("experts are one grouped product"),
     "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
@@ -70,6 +71,7 @@ ALWAYS: dict[str, Always] = {
     "--min-dynamic-context-parallel-size": Always("all packs are split over the same number of ranks", ("1",)),
     "--calculate-per-token-loss": Always("the loss is the mean over the target tokens of the global batch"),
     "--cuda-graph-granularity": Always("graphs are captured layer by layer", ("layer",)),
+    "--optimizer-cuda-graph": Always("full_iteration captures the update too", None, _eager_update),
     "--cuda-graph-dynamic-microbatches": Always("a graph is of one micro-batch, however many a step has"),
     "--te-rng-tracker": Always("no random number is drawn inside a captured module"),
     "--reset-position-ids": Always("positions restart in every document"),
@@ -77,12 +79,10 @@ ALWAYS: dict[str, Always] = {
     "--dataloader-inter-document-masking": Always("attention never leaves a document"),
     "--no-create-attention-mask-in-dataloader": Always("attention uses document offsets, no mask is made"),
     "--vocab-extra-ids": Always("tokens are added by the tokenizer's file only", ("0",)),
-    "--lr-warmup-samples": Always("schedules count iterations", ("0",)),
     "--exit-signal-handler": Always("SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and stop"),
     "--cross-entropy-loss-fusion": Always("output projection and loss are computed together, in chunks"),
     "--cross-entropy-fusion-impl": Always("the fused loss is our own", ("native",)),
     "--empty-unused-memory-level": Always("the allocator's cache is left alone", ("0",)),
-    "--manual-gc-interval": Always("Python's own garbage collection is used", ("0",)),
     "--rerun-mode": Always("no step is computed twice", ("disabled",)),
     "--optimizer": Always("the optimizer is AdamW", ("adam",)),
     "--override-opt-param-scheduler": Always("the schedule is a function of the options and the iteration"),
@@ -94,7 +94,14 @@ ALWAYS: dict[str, Always] = {
     "--exp-avg-sq-dtype": Always("moments are fp32", ("fp32",)),
     "--accumulate-allreduce-grads-in-fp32": Always("gradients are accumulated and reduced in fp32"),
     "--ckpt-fully-parallel-save": Always("every rank writes its share of what several ranks hold alike"),
+    "--ckpt-fully-parallel-load": Always("all ranks read at once: each checks a share of the files and takes its part"),
+    "--ckpt-assume-constant-structure": Always("what a checkpoint holds follows from the options and never changes"),
+    "--dist-ckpt-optim-fully-reshardable": Always("every checkpoint loads into any layout"),
+    "--use-persistent-ckpt-worker": Always("one thread writes all checkpoints of --async-save"),
     "--log-throughput": Always("throughput is always in the log"),
+    "--log-timers-to-tensorboard": Always("the time of each iteration goes to TensorBoard"),
+    "--log-memory-to-tensorboard": Always("peak memory goes to TensorBoard with every logged iteration"),
+    "--log-validation-ppl-to-tensorboard": Always("the validation's perplexity goes to TensorBoard with its loss"),
     "--timing-log-level": Always("the time of each iteration is in the log", ("0",)),
     "--tensorboard-log-interval": Always("every logged iteration goes to TensorBoard", ("1",)),
     "--cpu-offloading-num-layers": Always("layers are not offloaded by their number", ("0",)),
@@ -116,7 +123,8 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "multi-token prediction is not built", "leave it out: the model predicts the next token",
-        ("--mtp-num-layers", "--mtp-hybrid-override-pattern", "--mtp-use-repeated-layer"),
+        ("--mtp-num-layers", "--mtp-hybrid-override-pattern", "--mtp-use-repeated-layer",
+         "--mtp-loss-scaling-factor"),
     ),
     Refused(
         "the order and number of layers come from the pattern alone", "write the layers into --hybrid-layer-pattern",
@@ -130,9 +138,13 @@ REFUSED: tuple[Refused, ...] = (
         "kernels are not switched one fusion at a time; each op takes the fastest kernel that fits",
         "leave it out, or choose by --attention-backend, --ssd-backend and --conv-backend",
         ("--use-flash-attn", "--no-rope-fusion", "--no-bias-dropout-fusion",
-         "--no-bias-swiglu-fusion", "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion",
+         "--no-bias-swiglu-fusion", "--use-fused-weighted-squared-relu",
          "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype", "--moe-router-fusion",
          "--moe-permute-fusion", "--cross-entropy-fusion-impl", "--delay-wgrad-compute"),
+    ),
+    Refused(
+        "the product that makes a weight's gradient adds it to the fp32 sum itself", "leave it out",
+        ("--no-gradient-accumulation-fusion",),
     ),
     Refused(
         "this way of routing tokens is not built",
@@ -149,8 +161,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "this way of dispatching tokens is not built",
         "use --moe-token-dispatcher-type allgather or alltoall",
-        ("--moe-shared-expert-overlap", "--moe-flex-dispatcher-backend", "--moe-deepep-num-sms",
-         "--moe-hybridep-num-sms", "--moe-enable-deepep", "--overlap-moe-expert-parallel-comm",
+        ("--moe-shared-expert-overlap", "--moe-flex-dispatcher-backend", "--moe-flex-dispatcher-num-sms",
+         "--moe-deepep-num-sms", "--moe-hybridep-num-sms", "--moe-enable-deepep", "--overlap-moe-expert-parallel-comm",
          "--moe-paged-stash", "--moe-paged-stash-page-size",
          "--moe-paged-stash-buffer-size-factor-cuda", "--moe-paged-stash-buffer-size-factor-cpu"),
     ),
@@ -180,8 +192,13 @@ REFUSED: tuple[Refused, ...] = (
         "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather and "
         "--use-distributed-optimizer are there",
         ("--overlap-param-gather-with-optimizer-step", "--num-distributed-optimizer-instances",
-         "--data-parallel-sharding-strategy", "--use-megatron-fsdp", "--use-torch-fsdp2", "--ddp-num-buckets",
+         "--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy", "--use-megatron-fsdp",
+         "--megatron-fsdp-version", "--use-torch-fsdp2", "--ddp-num-buckets",
          "--ddp-average-in-collective", "--ddp-pad-buckets-for-high-nccl-busbw"),
+    ),
+    Refused(
+        "decisions of rank 0 and lists of checkpoints travel over gloo, and wait for no GPU", "leave it out",
+        ("--disable-gloo-process-groups",),
     ),
     Refused(
         "process groups are made from torchrun's environment with NCCL's own settings",
@@ -190,7 +207,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "CUDA graphs are captured layer by layer, or of whole steps", "give --cuda-graph-impl local or full_iteration",
-        ("--cuda-graph-granularity", "--optimizer-cuda-graph"),
+        ("--cuda-graph-granularity",),
     ),
     Refused(
         "there is no engine for inference", "give --cuda-graph-impl local for training, or leave it out",
@@ -212,7 +229,7 @@ REFUSED: tuple[Refused, ...] = (
         "tokenizers are a tokenizer.json, bytes, or a BPE trained on the data; no remote code is run",
         "choose by --tokenizer-type and --tokenizer-model",
         ("--tokenizer-metadata", "--trust-remote-code", "--tiktoken-pattern", "--vocab-file", "--merge-file",
-         "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
+         "--tokenizer-library", "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
     ),
     Refused(
         "data is not divided by proportions, and there is no test set",
@@ -227,12 +244,20 @@ REFUSED: tuple[Refused, ...] = (
          "--varlen-sbhd-validation"),
     ),
     Refused(
+        "the vocabulary is padded to a multiple", "use --vocab-size and --make-vocab-size-divisible-by",
+        ("--padded-vocab-size",),
+    ),
+    Refused(
+        "messages have one level", "leave it out; numbers go to --log-jsonl",
+        ("--logging-level",),
+    ),
+    Refused(
         "the end-of-document token is always learned", "leave it out",
         ("--eod-mask-loss",),
     ),
     Refused(
         "packing has options of its own", "use --packing-method, --packing-window and --max-documents-per-pack",
-        ("--sequence-packing-scheduler", "--thd-tail-padding-policy",
+        ("--sequence-packing-scheduler", "--thd-tail-padding-policy", "--no-pad-packed-seq-by-appending-dummy-seq",
          "--rl-use-sequence-packing", "--rl-sequence-packing-max-sequences-per-bin", "--rl-sequence-packing-algo"),
     ),
     Refused(
@@ -242,10 +267,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "the batch size is constant", "use --global-batch-size",
         ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
-    ),
-    Refused(
-        "lengths and schedules are counted in iterations", "use --train-iters, --lr-decay-iters, --lr-warmup-iters",
-        ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples"),
     ),
     Refused(
         "the learning rate has one schedule, given by the options of this run",
@@ -269,9 +290,8 @@ REFUSED: tuple[Refused, ...] = (
          "--use-torch-optimizer-for-cpu-offload"),
     ),
     Refused(
-        "memory is managed by Python and by PyTorch's allocator", "leave it out",
-        ("--manual-gc", "--manual-gc-interval", "--no-manual-gc-eval", "--disable-manual-gc-eval",
-         "--empty-unused-memory-level"),
+        "memory of the device is managed by PyTorch's allocator", "leave it out",
+        ("--empty-unused-memory-level",),
     ),
     Refused(
         "weights are always initialised, alike on all ranks, from --seed",
@@ -305,9 +325,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
         "leave it out",
-        ("--ckpt-format", "--use-dist-ckpt", "--use-persistent-ckpt-worker",
-         "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
-         "--ckpt-assume-constant-structure", "--dist-ckpt-save-pre-mcore-014",
+        ("--ckpt-format", "--use-dist-ckpt", "--no-ckpt-fully-parallel-save", "--dist-ckpt-save-pre-mcore-014",
          "--ckpt-convert-format", "--ckpt-convert-save", "--auto-detect-ckpt-format"),
     ),
     Refused(
@@ -354,12 +372,11 @@ REFUSED: tuple[Refused, ...] = (
         "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",
         ("--log-progress", "--log-params-norm", "--log-num-zeros-in-grad", "--log-energy", "--log-straggler",
          "--log-memory-interval", "--timing-log-level", "--timing-log-option", "--moe-per-layer-logging",
-         "--log-moe-overload-factor"),
+         "--log-moe-overload-factor", "--check-for-large-grads"),
     ),
     Refused(
         "what goes to TensorBoard is not chosen one by one", "use --tensorboard-dir",
-        ("--log-timers-to-tensorboard", "--log-memory-to-tensorboard", "--log-validation-ppl-to-tensorboard",
-         "--log-world-size-to-tensorboard", "--tensorboard-log-interval", "--tensorboard-queue-size"),
+        ("--log-world-size-to-tensorboard", "--tensorboard-log-interval", "--tensorboard-queue-size"),
     ),
     Refused(
         "no tracking service is built in", "use --log-jsonl or --tensorboard-dir",
@@ -372,4 +389,5 @@ REFUSED: tuple[Refused, ...] = (
     ),
 )
 
+REFUSED += OTHER_LAYERS + OTHER_PROGRAMS
 REFUSAL_OF: dict[str, Refused] = {flag: group for group in REFUSED for flag in group.flags}

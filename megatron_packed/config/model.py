@@ -69,7 +69,8 @@ class ModelConfig(Section, title="model"):
     )
     position_embedding_type: str = option(
         "none", "How attention learns positions; they restart at 0 in every document.", group=ATTN,
-        choices=("none", "rope"), megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
+        choices=("none", "rope"), shorthands={"use-rotary-position-embeddings": "rope"},
+        megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
         not_built={"learned_absolute": "give none (Mamba layers carry the order of tokens) or rope",
                    "relative": "give rope", "yarn": "give rope", "mrope": "give rope"},
     )

@@ -9,6 +9,12 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
 RATE, ADAM = "learning rate", "Adam"
+SAMPLE_UNITS = {
+    "lr_decay_iters": "lr_decay_samples",
+    "lr_warmup_iters": "lr_warmup_samples",
+    "lr_wsd_decay_iters": "lr_wsd_decay_samples",
+}
+"""Lengths of the schedule in iterations, and the same in samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +31,21 @@ class OptimizerConfig(Section, title="optim"):
         None, "Iteration at which the decay ends; --train-iters when not given.", unit="iterations", group=RATE,
         minimum=1,
     )
+    lr_decay_samples: int | None = option(
+        None, "The same in samples, of which a step takes --global-batch-size.", unit="samples", group=RATE, minimum=1,
+        maximum=1 << 62,
+    )
     lr_warmup_iters: int = option(0, "Linear warm-up.", unit="iterations", group=RATE, minimum=0)
+    lr_warmup_samples: int = option(0, "The same in samples.", unit="samples", group=RATE, minimum=0, maximum=1 << 62)
     lr_warmup_fraction: float | None = option(
         None, "Linear warm-up as a share of the decay iterations.", group=RATE, minimum=0, maximum=1
     )
     lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", group=RATE, minimum=0)
     lr_wsd_decay_iters: int | None = option(
         None, "WSD: iterations of the final decay.", unit="iterations", group=RATE, minimum=1
+    )
+    lr_wsd_decay_samples: int | None = option(
+        None, "WSD: samples of the final decay.", unit="samples", group=RATE, minimum=1, maximum=1 << 62
     )
     lr_wsd_decay_style: str = option(
         "exponential", "WSD: course of the final decay.", group=RATE,
@@ -58,11 +72,20 @@ class OptimizerConfig(Section, title="optim"):
         if fraction_given and sound("lr_warmup_iters", "lr_warmup_fraction") and self.lr_warmup_iters:
             yield Problem("--lr-warmup-fraction", str(self.lr_warmup_fraction),
                           f"contradicts --lr-warmup-iters ({self.lr_warmup_iters})", "give one of the two")
-        if sound("lr_decay_style", "lr_wsd_decay_iters"):
-            if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+        for iters, samples in SAMPLE_UNITS.items():
+            if sound(iters, samples) and getattr(self, iters) and getattr(self, samples):
+                yield Problem(self.flag(samples), str(getattr(self, samples)),
+                              f"contradicts {self.flag(iters)} ({getattr(self, iters)}): one length in two units",
+                              "give one of the two")
+        if fraction_given and sound("lr_warmup_samples", "lr_warmup_fraction") and self.lr_warmup_samples:
+            yield Problem("--lr-warmup-fraction", str(self.lr_warmup_fraction),
+                          f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})", "give one of the two")
+        if sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            if self.lr_decay_style == "WSD" and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
                 yield Problem("--lr-wsd-decay-iters", "", "is required with --lr-decay-style WSD",
                               "give the number of iterations of the final decay")
-            if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
-                yield Problem("--lr-wsd-decay-iters", str(self.lr_wsd_decay_iters),
-                              f"has no meaning with --lr-decay-style {self.lr_decay_style}",
-                              "give --lr-decay-style WSD, or leave it out")
+            for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+                if self.lr_decay_style != "WSD" and getattr(self, name) is not None:
+                    yield Problem(self.flag(name), str(getattr(self, name)),
+                                  f"has no meaning with --lr-decay-style {self.lr_decay_style}",
+                                  "give --lr-decay-style WSD, or leave it out")

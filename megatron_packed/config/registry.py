@@ -15,7 +15,8 @@ META_FLAGS: dict[str, str] = {
     "--config": "Read options from a YAML file; flags override it.",
     "--print-config": "Print the resolved options and where each comes from, and exit.",
     "--explain": "Print what these options get on this machine, on, off or partial, with the reasons, and exit.",
-    "--help": "Print this help and exit (also -h).",
+    "--help": "Print the flags of a first run and exit (also -h).",
+    "--help-all": "Print every flag, with its default, unit and choices, and exit.",
     "--version": "Print the version and exit.",
 }
 

@@ -15,7 +15,7 @@ from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.memory import MemoryConfig, recompute_rules
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.offload import offload_rules
-from megatron_packed.config.optim import OptimizerConfig
+from megatron_packed.config.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.packing import PackingConfig, nearest_multiples
 from megatron_packed.config.parallel import ParallelConfig, parallel_rules
@@ -68,16 +68,30 @@ class RunConfig:
         return self.model.max_position_embeddings or self.packing.tokens_per_pack
 
     @property
-    def decay_iters(self) -> int:
-        """Iteration at which the learning rate has decayed."""
-        return self.optim.lr_decay_iters or self.training.train_iters
+    def decay_iters(self) -> float:
+        """Iteration at which the learning rate has decayed; perhaps between two, where it was given in samples."""
+        if (decay := self._schedule_length("lr_decay_iters")) is not None:
+            return decay
+        samples = self.training.train_samples
+        return self.training.train_iters if samples is None else samples / self.packing.global_batch_size
 
     @property
-    def warmup_iters(self) -> int:
+    def warmup_iters(self) -> float:
         """Iterations of the warm-up, however it was given."""
         if self.optim.lr_warmup_fraction is None:
-            return self.optim.lr_warmup_iters
-        return int(self.optim.lr_warmup_fraction * self.decay_iters)
+            return self._schedule_length("lr_warmup_iters") or 0
+        return self.optim.lr_warmup_fraction * self.decay_iters
+
+    @property
+    def wsd_decay_iters(self) -> float | None:
+        """Iterations of the final decay of WSD."""
+        return self._schedule_length("lr_wsd_decay_iters")
+
+    def _schedule_length(self, name: str) -> float | None:
+        """A length of the schedule in iterations, from the option of this name or from its samples."""
+        samples: int | None = getattr(self.optim, SAMPLE_UNITS[name])
+        iters: int | None = getattr(self.optim, name)
+        return samples / self.packing.global_batch_size if samples else iters
 
     @property
     def document_alignment(self) -> int:
@@ -131,11 +145,11 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
             yield Problem("--moe-router-topk", str(model.moe_router_topk),
                           f"makes {rows} rows of a pack of {packing.tokens_per_pack} tokens, and offsets are 32-bit",
                           "make the pack smaller by --seq-length or --micro-batch-size")
-    if sound("training.eval_interval", "data.valid_data_path"):
-        if training.eval_interval is not None and not data.valid_data_path:
+    if sound("training.eval_interval", "training.eval_iters", "data.valid_data_path"):
+        if training.validation_interval is not None and not data.valid_data_path:
             yield Problem("--eval-interval", str(training.eval_interval), "there is no validation data",
                           "give --valid-data-path FILE [FILE ...], or leave it out")
-        if training.eval_interval is None and data.valid_data_path:
+        if training.eval_iters and training.eval_interval is None and data.valid_data_path:
             yield Problem("--valid-data-path", " ".join(data.valid_data_path), "is never used without --eval-interval",
                           "give --eval-interval N, or leave it out")
     if sound("data.train_data_path", "data.data_path", "data.valid_data_path"):
@@ -166,22 +180,38 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
-    keys = ("optim.lr_decay_iters", "optim.lr_warmup_iters", "optim.lr_warmup_fraction", "optim.lr_decay_style")
-    if not sound(*keys, "training.train_iters"):
+    keys = (f"optim.{name}" for names in SAMPLE_UNITS.items() for name in names)
+    if not sound(*keys, "optim.lr_warmup_fraction", "optim.lr_decay_style", "training.train_iters",
+                 "training.train_samples", "packing.global_batch_size"):  # fmt: skip
+        return
+    training, batch = run.training, run.packing.global_batch_size
+    if training.train_samples is not None and training.train_iters != training.train_samples // batch:
+        yield Problem("--train-samples", str(training.train_samples),
+                      f"contradicts --train-iters ({training.train_iters}): --global-batch-size ({batch}) makes "
+                      f"{training.train_samples // batch} iterations of it", "give one of the two")
         return
     end, warmup = run.decay_iters, run.warmup_iters
-    name = "--lr-warmup-iters" if optim.lr_warmup_fraction is None else "--lr-warmup-fraction"
-    value = str(optim.lr_warmup_iters if optim.lr_warmup_fraction is None else optim.lr_warmup_fraction)
-    source = "--train-iters" if optim.lr_decay_iters is None else "--lr-decay-iters"
+    name, value = _given_length(optim, "lr_warmup_iters")
+    if optim.lr_warmup_fraction is not None:
+        name, value = "--lr-warmup-fraction", str(optim.lr_warmup_fraction)
+    source, decay = _given_length(optim, "lr_decay_iters")
+    if not decay:
+        source = "--train-iters" if training.train_samples is None else "--train-samples"
     if warmup >= end:
-        yield Problem(name, value, f"warms up for {warmup} iterations, and the decay ends at {end} ({source})",
-                      f"warm up for at most {end - 1} iterations")
-    elif optim.lr_decay_style == "WSD" and sound("optim.lr_wsd_decay_iters"):
-        annealing = optim.lr_wsd_decay_iters
-        if annealing is not None and warmup + annealing > end:
-            yield Problem("--lr-wsd-decay-iters", str(annealing),
-                          f"and a warm-up of {warmup} iterations do not fit into {end} ({source})",
-                          f"give at most {end - warmup}")
+        yield Problem(name, value, f"warms up for {warmup:g} iterations, and the decay ends at {end:g} ({source})",
+                      f"warm up for at most {end - 1:g} iterations")
+    elif optim.lr_decay_style == "WSD" and (annealing := run.wsd_decay_iters) is not None and warmup + annealing > end:
+        name, value = _given_length(optim, "lr_wsd_decay_iters")
+        yield Problem(name, value, f"and a warm-up of {warmup:g} iterations do not fit into {end:g} ({source})",
+                      f"give at most {end - warmup:g} iterations")
+
+
+def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:
+    """The flag that gave a length of the schedule, and its value; that of iterations, and nothing, if none did."""
+    for option in (SAMPLE_UNITS[name], name):
+        if getattr(optim, option):
+            return optim.flag(option), str(getattr(optim, option))
+    return optim.flag(name), ""
 
 
 def batch_rule(run: RunConfig, world_size: int, sound: Callable[..., bool]) -> Iterator[Problem]:

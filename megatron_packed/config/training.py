@@ -15,14 +15,20 @@ LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
 class TrainingConfig(Section, title="training"):
     """The loop, its precision and the choice of kernels."""
 
-    train_iters: int = option(help="Optimizer steps of the whole run, resumed ones included.", unit="iterations",
-                              group=LOOP, minimum=1)
+    train_iters: int = option(
+        help="Optimizer steps of the whole run, resumed ones included; or give --train-samples.", unit="iterations",
+        group=LOOP, minimum=1,
+    )
+    train_samples: int | None = option(
+        None, "Length of the run in samples, of which a step takes --global-batch-size.", unit="samples", group=LOOP,
+        minimum=1, maximum=1 << 62,
+    )
     eval_interval: int | None = option(
         None, "Validate every so many iterations; never when not given.", unit="iterations", group=LOOP, minimum=1
     )
     eval_iters: int = option(
-        100, "Steps of one validation, at most; fewer when the data is used up.", unit="iterations", group=LOOP,
-        minimum=1,
+        100, "Steps of one validation, at most; fewer when the data is used up. 0 for no validation.",
+        unit="iterations", group=LOOP, minimum=0,
     )
     exit_interval: int | None = option(
         None, "Save and stop at the next multiple of this.", unit="iterations", group=LOOP, minimum=1
@@ -31,6 +37,18 @@ class TrainingConfig(Section, title="training"):
         None, "Save and stop after this time.", unit="minutes", group=LOOP, minimum=1
     )
 
+    manual_gc: bool = option(
+        False, "Python collects garbage when --manual-gc-interval says so, on all ranks at the same step, and not when "
+        "each finds it due.", group=LOOP,
+    )
+    manual_gc_interval: int = option(
+        0, "Collect after every so many iterations; 0: at the start and around validations only.", unit="iterations",
+        group=LOOP, minimum=0,
+    )
+    manual_gc_eval: bool = option(
+        True, "Do not collect around validations.", group=LOOP, flag="no-manual-gc-eval", negated=True,
+        aliases=("disable-manual-gc-eval",),
+    )
     seed: int = option(1234, "Seed of weights, dropout and data order.", group=EXACT, minimum=0)
     bf16: bool = option(False, "Weights and activations in bfloat16, with fp32 masters; fp32 otherwise.", group=EXACT)
     deterministic_mode: bool = option(
@@ -67,6 +85,11 @@ class TrainingConfig(Section, title="training"):
     )
 
     @property
+    def validation_interval(self) -> int | None:
+        """Iterations between validations; None for no validation."""
+        return self.eval_interval if self.eval_iters else None
+
+    @property
     def backends(self) -> dict[str, str]:
         """The backend asked for, by op, and whose linear layers and norms."""
         return {
@@ -82,6 +105,13 @@ class TrainingConfig(Section, title="training"):
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        if sound("manual_gc") and not self.manual_gc:
+            if sound("manual_gc_interval") and self.manual_gc_interval:
+                yield Problem("--manual-gc-interval", str(self.manual_gc_interval), "is never used without --manual-gc",
+                              "add --manual-gc, or leave it out")
+            if sound("manual_gc_eval") and not self.manual_gc_eval:
+                yield Problem("--no-manual-gc-eval", "", "is never used without --manual-gc",
+                              "add --manual-gc, or leave it out")
         if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":
             return
         if sound("device") and self.device == "cpu":

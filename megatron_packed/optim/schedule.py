@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_packed.config.optim import OptimizerConfig
+    from megatron_packed.config.run import RunConfig
 
 DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -31,13 +31,14 @@ class Schedule:
     """Rate at the end of the decay and after it (not used by ``constant``)."""
     decay_style: str = "linear"
     """One of ``DECAY_STYLES``. WSD: warm-up, stable at ``lr``, decay in the last ``wsd_decay_steps``."""
-    decay_steps: int
+    decay_steps: float
     """Step at which ``min_lr`` is reached; the warm-up is part of it."""
     warmup_steps: float = 0.0
-    """Steps of the warm-up; a fraction of a step may come from ``lr_warmup_fraction``."""
+    """Steps of the warm-up. Here and elsewhere, a fraction of a step may come from ``lr_warmup_fraction`` and from
+    lengths in samples."""
     warmup_init: float = 0.0
     """Rate of step 0 when there is a warm-up."""
-    wsd_decay_steps: int | None = None
+    wsd_decay_steps: float | None = None
     """Steps of the final decay of WSD."""
     wsd_decay_style: str = "exponential"
     """One of ``WSD_DECAY_STYLES``."""
@@ -67,18 +68,17 @@ class Schedule:
                 )
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, train_iters: int) -> Schedule:
+    def from_config(cls, run: RunConfig) -> Schedule:
         """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's steps."""
-        decay_steps = config.lr_decay_iters or train_iters
-        fraction = config.lr_warmup_fraction
+        config = run.optim
         return cls(
             lr=config.lr,
             min_lr=config.min_lr,
             decay_style=config.lr_decay_style,
-            decay_steps=decay_steps,
-            warmup_steps=config.lr_warmup_iters if fraction is None else fraction * decay_steps,
+            decay_steps=run.decay_iters,
+            warmup_steps=run.warmup_iters,
             warmup_init=config.lr_warmup_init,
-            wsd_decay_steps=config.lr_wsd_decay_iters,
+            wsd_decay_steps=run.wsd_decay_iters,
             wsd_decay_style=config.lr_wsd_decay_style,
         )
 

@@ -99,7 +99,7 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         say(line)
     valid, evaluation = None, None
     cost = pack_cost(config, tokenizer.vocab_size)
-    if options.valid_data_path and config.training.eval_interval:
+    if options.valid_data_path and config.training.validation_interval:
         try:
             valid = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
         except DataError as error:

@@ -153,7 +153,7 @@ def _train(
         groups=groups,
         step=job.step,
         state=state,
-        schedule=Schedule.from_config(config.optim, config.training.train_iters),
+        schedule=Schedule.from_config(config),
         train=data.train,
         valid=data.valid,
         flops=FlopCounter(config.model, data.vocab_size),

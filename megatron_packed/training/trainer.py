@@ -22,6 +22,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.console import Console
 from megatron_packed.training.data import Stream
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.garbage import Garbage
 from megatron_packed.training.graphs import audit_graphs, capture_graphs
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import (
@@ -68,6 +69,7 @@ class Trainer:
         self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device, **told)
         if self.heartbeat is not None:
             self.step.beat = self.heartbeat.beat
+        self._garbage = Garbage(self.config.training)
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
         self._in_flight: dict[int, list[MicroBatch]] = {}  # iteration -> its micro-batches, until its metrics are there
@@ -79,15 +81,20 @@ class Trainer:
 
     def run(self) -> ExitCode:
         """Trains until the last iteration or a reason to stop, saves, and says which it was."""
+        with self._garbage.in_training():
+            return self._run()
+
+    def _run(self) -> ExitCode:
         training, progress = self.config.training, self.state.progress
         exit_code = None
-        if self._due(training.eval_interval) and 0 < progress.iteration != progress.validated_at:
+        if self._due(training.validation_interval) and 0 < progress.iteration != progress.validated_at:
             self.validate()  # was due when the run was stopped, which saved at once
         self._late.restart()
         while progress.iteration < training.train_iters and exit_code is None:
             exit_code = self._settle(self._one_step())
+            self._garbage.after_step(progress.iteration)
             self._say_saved(self.state.saved())
-            if exit_code is None and self._due(training.eval_interval):
+            if exit_code is None and self._due(training.validation_interval):
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
                 exit_code = self._pause(self.save)
@@ -102,7 +109,7 @@ class Trainer:
         self.step.buffers.wait_params()
         if late is not None and exit_code in (None, ExitCode.DONE):
             exit_code = late
-        if exit_code is None and training.eval_interval and progress.validated_at != progress.iteration:
+        if exit_code is None and training.validation_interval and progress.validated_at != progress.iteration:
             self.validate()
         # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.
         if self._saved_at != progress.iteration:
@@ -119,10 +126,11 @@ class Trainer:
             return None
         targets = 0
         self.step.validation_loss.zero_()
-        for number in range(self.valid.plan.num_steps):
-            targets += self.valid.plan.step(number).global_targets
-            for micro_batch in self._loaded(self.valid, number):
-                self.step.validate(micro_batch)
+        with self._garbage.in_validation():
+            for number in range(self.valid.plan.num_steps):
+                targets += self.valid.plan.step(number).global_targets
+                for micro_batch in self._loaded(self.valid, number):
+                    self.step.validate(micro_batch)
         if self.heartbeat is not None:  # a whole validation may be queued by now
             self.step.beat()
             self.heartbeat.wait()

@@ -9,6 +9,9 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+_LARGEST_LOSS = 20.0
+"""Nats per token; perplexities are shown up to e to the power of it."""
+
 
 class Writer(Protocol):
     def write(self, record: dict[str, object]) -> None: ...
@@ -90,6 +93,8 @@ class TensorBoardWriter:
         for name, value in record.items():
             if isinstance(value, (int, float)) and name != "iteration":
                 self._writer.add_scalar(name, value, step)
+        if isinstance(loss := record.get("valid_loss"), float):
+            self._writer.add_scalar("valid_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step)
 
     def close(self) -> None:
         self._writer.close()

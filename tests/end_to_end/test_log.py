@@ -155,11 +155,16 @@ def test_tensorboard_shows_every_number(data: Data, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    options = tiny_options(data, train_iters=5, log_jsonl=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board")
+    options = tiny_options(
+        data, train_iters=5, log_jsonl=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board",
+        valid_data_path=data.valid, eval_interval=5, eval_iters=1, manual_gc=True, manual_gc_interval=2,
+    )  # fmt: skip
     assert run(options, tmp_path, 2).exit_code == 0
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     log = steps(tmp_path / "log.jsonl")
     for name in ("lm_loss", "grad_norm", "learning_rate", "real_tokens", "pack_fill"):
         shown = [(event.step, event.value) for event in board.Scalars(name)]
-        assert shown == [(line["iteration"], pytest.approx(line[name])) for line in log]
+        assert shown == [(line["iteration"], pytest.approx(line[name])) for line in log if name in line]
+    [perplexity] = board.Scalars("valid_perplexity")
+    assert perplexity.value == pytest.approx(math.exp(log[-1]["valid_loss"])) and perplexity.step == 5

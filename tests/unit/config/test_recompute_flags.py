@@ -72,5 +72,5 @@ def test_with_graphs_groups_of_one_layer_and_parts_of_layers(right) -> None:
 
 
 def test_help() -> None:
-    text = " ".join(help_text(100).split())
+    text = " ".join(help_text(100, everything=True).split())
     assert "--recompute-granularity full|selective" in text and "deprecated: --recompute-activations" in text

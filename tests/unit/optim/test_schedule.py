@@ -1,13 +1,20 @@
 """Schedules against closed forms written out by hand, and Megatron's edges."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.run import RunConfig
 from megatron_packed.optim.schedule import Schedule
 
 LR, MIN = 3e-4, 3e-5
+
+
+def run_of(*flags: str) -> RunConfig:
+    """The smallest run with ``flags``."""
+    least = ["--hybrid-layer-pattern", "-", "--hidden-size", "64", "--seq-length", "64", "--data-path", "x.jsonl"]
+    return parse_or_exit([*least, "--lr", str(LR), "--min-lr", str(MIN), *flags], launched=False, here=False)
 
 
 def close(expected):
@@ -65,15 +72,28 @@ def test_rates_stay_within_their_bounds_and_never_rise_after_the_warmup(style: s
 
 
 def test_from_config_takes_megatrons_defaults() -> None:
-    config = SimpleNamespace(
-        lr=LR, min_lr=MIN, lr_decay_style="cosine", lr_decay_iters=None, lr_warmup_iters=3, lr_warmup_fraction=None,
-        lr_warmup_init=0.0, lr_wsd_decay_iters=None, lr_wsd_decay_style="exponential",
-    )  # fmt: skip
-    rate = Schedule.from_config(config, train_iters=200)
-    assert rate.decay_steps == 200 and rate.warmup_steps == 3 and rate.decay_style == "cosine"
-    config.lr_decay_iters, config.lr_warmup_fraction = 50, 0.05
-    rate = Schedule.from_config(config, train_iters=200)
-    assert rate.decay_steps == 50 and rate.warmup_steps == 2.5 and rate.at(50) == close(MIN)
+    cosine = ("--train-iters", "200", "--lr-decay-style", "cosine")
+    default = Schedule.from_config(run_of(*cosine, "--lr-warmup-iters", "3"))
+    assert default.decay_steps == 200 and default.warmup_steps == 3 and default.decay_style == "cosine"
+    part = Schedule.from_config(run_of(*cosine, "--lr-decay-iters", "50", "--lr-warmup-fraction", "0.05"))
+    assert part.decay_steps == 50 and part.warmup_steps == 2.5 and part.at(50) == close(MIN)
+
+
+def test_lengths_in_samples_are_megatrons() -> None:
+    """Which counts ``step * global_batch_size`` samples."""
+    wsd = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "minus_sqrt", "--lr-wsd-decay-samples", "301")
+    config = run_of("--global-batch-size", "8", "--train-samples", "1001", "--lr-warmup-samples", "44", *wsd)
+    assert config.training.train_iters == 125
+    rate = Schedule.from_config(config)
+    for step in (0, 3, 5, 6, 87, 88, 124, 125):
+        samples = 8 * step
+        if samples <= 44:
+            expected = LR * samples / 44
+        elif samples <= 700:
+            expected = LR
+        else:
+            expected = MIN + (LR - MIN) * (1 - math.sqrt((samples - 700) / 301))
+        assert rate.at(step) == pytest.approx(expected, rel=1e-12), step
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""Megatron-LM's flags of layers and programs of another kind, refused by name; the rest is in ``megatron_flags.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Flags that are not built, for one reason."""
+
+    reason: str
+    nearest: str
+    flags: tuple[str, ...]
+
+
+OTHER_LAYERS: tuple[Refused, ...] = (
+    Refused(
+        "multi-latent, sparse and gated attention are not built",
+        "use * layers (full causal attention) with --num-query-groups",
+        ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim",
+         "--attention-output-gate", "--gated-attention-proj-granularity", "--dsa-kernel-backend",
+         "--dsa-indexer-n-heads", "--dsa-indexer-head-dim", "--dsa-indexer-topk", "--dsa-indexer-loss-coeff",
+         "--dsa-indexer-use-sparse-loss", "--no-dsa-kernel-fusion", "--csa-window-size", "--csa-compress-ratios",
+         "--csa-compress-rotary-base"),
+    ),
+    Refused(
+        "attention with several decays is not built", "use * layers (full causal attention) or M (Mamba-2) layers",
+        ("--multi-decay-num-channels", "--multi-decay-decay-generation", "--multi-decay-decay-type",
+         "--multi-decay-aggregate-mode", "--multi-decay-training-kernel", "--multi-decay-qkv-bias",
+         "--multi-decay-qk-norm", "--multi-decay-window-size", "--no-multi-decay-decay-bias",
+         "--multi-decay-use-output-gate", "--multi-decay-use-nope"),
+    ),
+    Refused(
+        "delta attention is not built", "use M (Mamba-2) layers in --hybrid-layer-pattern",
+        ("--kda-safe-gate", "--kda-lower-bound"),
+    ),
+    Refused(
+        "there is one residual stream", "leave it out",
+        ("--enable-hyper-connections", "--enable-mhc-connections", "--num-residual-streams",
+         "--mhc-num-residual-streams", "--mhc-sinkhorn-iterations", "--mhc-init-gating-factor",
+         "--mhc-recompute-layer-num", "--use-fused-mhc"),
+    ),
+    Refused(
+        "tables of n-grams are not built", "leave it out: tokens have one embedding",
+        ("--engram-layer-ids", "--engram-target-layer-indices", "--engram-hash-table-min-sizes",
+         "--engram-max-ngram-size", "--engram-embedding-dim-per-ngram", "--engram-num-hash-heads-per-ngram",
+         "--engram-kernel-size", "--engram-table-backend", "--engram-seed"),
+    ),
+    Refused(
+        "models of elastic width are not built", "train one size, by --hidden-size, --ffn-hidden-size and the others",
+        ("--flextron", "--enable-router", "--binary-mask", "--soft-mask", "--hard-sample-th", "--router-beta",
+         "--original-model-sample-prob", "--tau-init", "--tau-decay", "--loss-alpha", "--lr-mult-router",
+         "--router-gbs", "--router-inter-dim", "--router-std", "--budget-list", "--budget-probs", "--budget-type",
+         "--emb-int-list", "--mlp-int-list", "--head-int-list", "--mamba-int-list", "--moe-expert-int-list",
+         "--linear-scaler-start", "--linear-scaler-end", "--slice"),
+    ),
+)
+
+OTHER_PROGRAMS: tuple[Refused, ...] = (
+    Refused(
+        "this program trains and serves no requests", "megatron-packed generate continues a prompt with a checkpoint",
+        ("--prompts", "--prompt-file", "--output-path", "--num-tokens-to-generate", "--temperature", "--top_k",
+         "--top_p", "--return-log-probs", "--skip-prompt-log-probs", "--flash-decode", "--enable-chunked-prefill",
+         "--max-tokens-to-oom", "--incoming-requests-per-sec", "--incoming-requests-per-step", "--inference-repeat-n",
+         "--no-record-throughput", "--inference-max-requests", "--inference-max-seq-length",
+         "--inference-logging-step-interval", "--inference-moe-token-dispatcher-type",
+         "--inference-dynamic-batching-max-requests", "--inference-dynamic-batching-max-tokens",
+         "--inference-dynamic-batching-num-cuda-graphs", "--inference-dynamic-batching-buffer-size-gb",
+         "--inference-dynamic-batching-async-sched-mode", "--inference-dynamic-batching-prefix-caching",
+         "--inference-dynamic-batching-prefix-caching-eviction-policy",
+         "--inference-dynamic-batching-prefix-caching-mamba-gb", "--mamba-inference-conv-states-dtype",
+         "--mamba-inference-ssm-states-dtype", "--prefix-cache-compare", "--prefix-cache-stress-groups",
+         "--prefix-cache-stress-copies", "--prefix-cache-stress-prompt-tokens", "--prefix-cache-stress-staged"),
+    ),
+    Refused(
+        "a model is trained by its own loss, without a teacher and without quantisation", "leave it out",
+        ("--export-default-te-spec", "--export-te-mcore-model", "--export-kd-teacher-load",
+         "--export-kd-teacher-model-config", "--export-model-type"),
+    ),
+    Refused(
+        "nothing is fetched from the network", "download the data, and name its files by --data-path",
+        ("--finetune-hf-dataset",),
+    ),
+    Refused(
+        "a model is described by options, not by code", "write its layers into --hybrid-layer-pattern",
+        ("--model-recipe", "--model-provider"),
+    ),
+)

@@ -1,0 +1,49 @@
+"""When Python collects garbage: whenever a process finds it due, or with ``--manual-gc`` on all ranks at the same step.
+
+A collection takes tens of milliseconds in a large program. When every rank takes it at a step of its own, all others
+wait for that rank each time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_packed.config.training import TrainingConfig
+
+
+class Garbage:
+    """Collects when ``options`` say so; without ``manual_gc`` it does nothing."""
+
+    def __init__(self, options: TrainingConfig) -> None:
+        self._manual = options.manual_gc
+        self._interval = options.manual_gc_interval
+        self._around_validation = options.manual_gc and options.manual_gc_eval
+
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Inside, Python does not collect by itself; what there is goes first."""
+        if not self._manual or not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        gc.collect()
+        try:
+            yield
+        finally:
+            gc.enable()
+
+    def after_step(self, iteration: int) -> None:
+        """Collects behind every ``manual_gc_interval`` th iteration."""
+        if self._manual and self._interval and iteration % self._interval == 0:
+            gc.collect()
+
+    @contextmanager
+    def in_validation(self) -> Iterator[None]:
+        """Collects before and after, so that what the one leaves is no burden for the other."""
+        if self._around_validation:
+            gc.collect()
+        yield
+        if self._around_validation:
+            gc.collect()

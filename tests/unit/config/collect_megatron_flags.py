@@ -1,0 +1,67 @@
+"""Prints every flag that Megatron-LM's hybrid examples and functional tests pass, one a line, with values seen first.
+
+    python tests/unit/config/collect_megatron_flags.py MEGATRON_CHECKOUT > tests/unit/config/megatron_hybrid_flags.txt
+
+Of a value that is a variable of the script, its name stands there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+FOLDERS = ("examples/mamba", "examples/hybrid", "examples/post_training/modelopt/conf/nvidia",
+           "tests/functional_tests/test_cases/hybrid")  # fmt: skip
+FILES = ("examples/post_training/modelopt/finetune.sh",)
+_FLAG = re.compile(r"--[a-z][\w-]*")
+_END_OF_FLAGS = re.compile(r"[\"')\\]*$")
+LAUNCHERS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--master-addr",
+             "--master_addr", "--master-port", "--master_port", "--no-sync", "--ntasks", "--ntasks-per-node",
+             "--kill-on-bad-exit", "--container-image", "--container-mounts", "--container-workdir"}  # fmt: skip
+
+
+def collect(checkout: Path) -> dict[str, str]:
+    """Flag -> its values as one text, empty for a switch."""
+    found: dict[str, str] = {}
+    paths = [path for folder in FOLDERS for path in sorted((checkout / folder).rglob("*"))]
+    for path in [*paths, *(checkout / name for name in FILES)]:
+        if path.suffix == ".yaml":
+            pairs = from_yaml(path)
+        elif path.suffix == ".sh":
+            pairs = from_shell(path.read_text())
+        else:
+            continue
+        for flag, value in pairs:
+            found.setdefault(flag, value)
+    return {flag: found[flag] for flag in sorted(found)}
+
+
+def from_yaml(path: Path) -> Iterator[tuple[str, str]]:
+    """The arguments of a functional test: ``true`` is a switch, a list in brackets is several values."""
+    arguments = yaml.load(path.read_text(), Loader=yaml.BaseLoader).get("MODEL_ARGS") or {}
+    for flag, value in arguments.items():
+        yield flag, "" if value == "true" else " ".join(value.strip("[]").split())
+
+
+def from_shell(text: str) -> Iterator[tuple[str, str]]:
+    """Flags of a shell script, wherever they stand, each with the words behind it on its line."""
+    for line in text.splitlines():
+        words = line.split("#", 1)[0].split() if line.lstrip().startswith(("#", "--", "-")) else line.split()
+        for number, word in enumerate(words):
+            if not _FLAG.fullmatch(word) or word in LAUNCHERS:
+                continue
+            values = []
+            for other in words[number + 1 :]:
+                if other.startswith("--") or other in ("\\", "#"):
+                    break
+                values.append(_END_OF_FLAGS.sub("", other).strip("\"'"))
+            yield word, " ".join(value for value in values if value)
+
+
+if __name__ == "__main__":
+    for flag, value in collect(Path(sys.argv[1])).items():
+        print(f"{flag} {value}".rstrip())

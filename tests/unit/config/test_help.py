@@ -1,0 +1,37 @@
+"""``--help`` and ``--help-all``: what they list, and that they can be read."""
+
+import re
+
+import pytest
+
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.help_text import help_text
+from megatron_packed.config.registry import META_FLAGS, every_field
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_flag_has_its_default_unit_and_choices(columns: int) -> None:
+    text = help_text(columns, everything=True)
+    assert max(map(len, text.splitlines())) <= columns
+    entries = {entry.split()[0]: " ".join(entry.split()) for entry in re.split(r"\n(?=  --)|\n\n", text)}
+    for described in every_field():
+        entry = entries[described.flag]
+        assert entry.endswith("]") and " [" in entry, entry
+        assert all(str(choice) in entry for choice in described.option.choices), entry
+        unit = described.option.unit
+        assert unit.rstrip("s") in entry.replace("entries", unit) or unit in described.option.help, entry
+        assert all(f"--{name}" in entry for name in (*described.option.aliases, *described.option.deprecated))
+    assert all(flag in entries for flag in META_FLAGS)
+
+
+def test_help_is_the_flags_of_a_first_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag, everything in (("--help", False), ("-h", False), ("--help-all", True)):
+        with pytest.raises(SystemExit) as ended:
+            parse_or_exit([flag])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == help_text(80, everything=everything)
+    lines = help_text(80).splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 140
+    listed = {line.split()[0] for line in lines if line.startswith("  --")}
+    assert {described.flag for described in every_field() if described.required} <= listed

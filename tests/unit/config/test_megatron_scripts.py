@@ -1,0 +1,94 @@
+"""What becomes of the flags that Megatron-LM's hybrid examples and functional tests pass."""
+
+from pathlib import Path
+
+from collect_megatron_flags import collect
+
+from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.flags import parse
+from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.registry import spellings
+
+LINES = (Path(__file__).parent / "megatron_hybrid_flags.txt").read_text().splitlines()
+PASSED = {line.split()[0]: line.split()[1:] for line in LINES}
+"""Flag -> a value that a script gives it."""
+NEEDS = {
+    "--overlap-param-gather": ["--use-distributed-optimizer", "--overlap-grad-reduce"],
+    "--optimizer-cuda-graph": ["--cuda-graph-impl", "full_iteration"], "--manual-gc-interval": ["--manual-gc"],
+    "--group-query-attention": ["--num-query-groups", "2"], "--finetune": ["--load", "empty"],
+    "--async-save": ["--save", "empty"], "--save-interval": ["--save", "empty"],
+}  # fmt: skip
+"""Flags that mean something beside others only, which the scripts give too."""
+
+
+def problems(argv: list[str]) -> tuple[Problem, ...]:
+    try:
+        parse(argv)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def test_no_flag_of_a_script_is_unknown(right) -> None:
+    """At least 95 % are the goal; each is accepted, or refused with the sentence of its name or of its value."""
+    unknown, accepted, refused = [], [], []
+    for flag, values in PASSED.items():
+        argv = [word for name, value in right.items() if name != flag for word in (name, value)]
+        mine = [p for p in problems([*argv, *NEEDS.get(flag, []), flag, *values]) if p.option == flag]
+        if any(problem.rule == "is no flag" for problem in mine):
+            unknown.append(flag)
+        elif flag in REFUSAL_OF and any(p.rule.startswith(REFUSAL_OF[flag].reason) for p in mine):
+            assert [p.cure for p in mine] == [REFUSAL_OF[flag].nearest], mine
+            refused.append(flag)
+        else:
+            assert flag in spellings() or flag in ALWAYS
+            accepted.append(flag)
+    print(f"{len(PASSED)} flags: {len(accepted)} accepted, {len(refused)} refused, {len(unknown)} unknown")
+    assert len(PASSED) > 300 and len(accepted) + len(refused) >= 0.95 * len(PASSED)
+    assert unknown == []
+
+
+TRAINING = """
+    --hidden-size 1024 --num-attention-heads 16 --group-query-attention --num-query-groups 8
+    --hybrid-layer-pattern M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-
+    --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --log-validation-ppl-to-tensorboard
+    --log-timers-to-tensorboard --micro-batch-size 4 --global-batch-size 32 --seq-length 1024
+    --max-position-embeddings 1024 --train-iters 50 --timing-log-level 0 --lr-decay-iters 320000 --save empty
+    --load empty --distributed-backend gloo --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
+    --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 1 --save-interval 10000 --eval-iters 0
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --ckpt-fully-parallel-load --attention-softmax-in-fp32 --use-mcore-models --bf16
+    --attention-backend unfused --log-memory-to-tensorboard --async-save --use-persistent-ckpt-worker
+    --data-path train.jsonl
+"""
+"""Of Megatron's functional test of a hybrid model on one rank; LEFT_OUT is the rest."""
+LEFT_OUT = {
+    "--log-params-norm": "", "--log-num-zeros-in-grad": "", "--vocab-file": "vocab.json", "--merge-file": "merges.txt",
+    "--split": "949,50,1", "--check-weight-hash-across-dp-replicas-interval": "10", "--ckpt-format": "torch_dist",
+    "--no-gradient-accumulation-fusion": "",
+}  # fmt: skip
+
+
+def test_a_functional_test_of_megatron_as_it_is(right) -> None:
+    assert problems(TRAINING.split()) == ()
+    rest = [word for flag, value in LEFT_OUT.items() for word in (flag, value) if word]
+    found = problems([*TRAINING.split(), *rest])
+    assert {problem.option for problem in found} >= {flag for flag in LEFT_OUT if flag in REFUSAL_OF}
+
+
+def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
+    case = tmp_path / "tests/functional_tests/test_cases/hybrid/one"
+    case.mkdir(parents=True)
+    (case / "model_config.yaml").write_text(
+        'ENV_VARS:\n  A: 1\nMODEL_ARGS:\n  --bf16: true\n  --lr: 1e-4 # high\n  --modules: "[a b]"\n'
+    )
+    (tmp_path / "examples/mamba").mkdir(parents=True)
+    (tmp_path / "examples/mamba/train.sh").write_text(
+        'options=" \\\n  --lr 3 \\\n --spec a b \\\n --no-x\\\n # --old 1\n --dir ${DIR}"\n'
+        'torchrun --nproc_per_node 8 run.py --last 1 --end\n'
+    )
+    (tmp_path / "examples/post_training/modelopt").mkdir(parents=True)
+    (tmp_path / "examples/post_training/modelopt/finetune.sh").write_text("")
+    assert collect(tmp_path) == {
+        "--bf16": "", "--dir": "${DIR}", "--end": "", "--last": "1", "--lr": "3", "--modules": "a b", "--spec": "a b",
+    }  # fmt: skip
