@@ -87,6 +87,8 @@ class _Immediate:
     def lent(self) -> nullcontext[None]:
         return nullcontext()
 
+    def take_stream(self) -> None: ...
+
     def borrowed(self, tensor: Tensor) -> Tensor:
         return tensor
 

@@ -38,6 +38,9 @@ class Engine(Protocol):
         """Meanwhile somebody else captures, by `torch.cuda.graph`, into the pool that is given: on the stream of the
         captures, and after an error everything is as before."""
 
+    def take_stream(self) -> None:
+        """From here on work is queued on the stream of the captures; the caller knows which stream comes next."""
+
     def side_stream(self) -> AbstractContextManager[None]:
         """Where to warm up: kernels are tuned and workspaces made on the stream of the captures. Memory goes back."""
 
@@ -158,6 +161,9 @@ class CudaEngine:
             torch.cuda.graph = original  # type: ignore[misc]
         torch.cuda.empty_cache()
         self._reserved += torch.cuda.memory_reserved(self.device) - before
+
+    def take_stream(self) -> None:
+        torch.cuda.set_stream(self.stream)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ def maker() -> Maker:
             "'megatron-packed[gpu]', or give local."
         ) from error
     known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
-    asked = (*OPTIONS, "pool", "post_warmup_hook", "capture_time_hooks", "set_capture_end")
+    asked = (*OPTIONS, "pool", "pre_warmup_hook", "post_warmup_hook", "capture_time_hooks", "set_capture_end")
     lacking = [name for name in asked if name not in known]
     if lacking:
         raise ValueError(
@@ -212,6 +212,8 @@ def capture_together(
     callables = tuple(one.callable for one in captured)
     options: dict[str, Any] = {
         **OPTIONS,
+        # It takes a new stream for each pass, and cuBLAS would keep 64 MiB for every one.
+        "pre_warmup_hook": engine.take_stream,
         "post_warmup_hook": progress.end_pass,
         "capture_time_hooks": [progress.hooks(number) for number in range(len(callables))],
     }

@@ -29,6 +29,7 @@ from test_transformer_engine_impl import ENGINE, LOCAL, SLOTS, TOKENS, VOCAB, ru
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.groups import ParallelGroups
@@ -193,8 +194,8 @@ def replayed_and_eager(
         fails: on the last rank alone, the second layer cannot be captured.
     """
     ladder = Ladder.of([8, 32], SLOTS)
-    config = run_config(impl, parallel, deterministic=True)
-    config = replace(config, model=replace(config.model, **model))
+    config = run_config(impl, {}, deterministic=True)
+    config = replace(config, model=replace(config.model, **model), parallel=ParallelConfig(**parallel))
     captured = replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
     eager, job = (build_job(one, groups, VOCAB) for one in (config, captured))
     if fails and groups.rank == groups.world_size - 1:
@@ -269,7 +270,7 @@ def test_what_one_gpu_cannot_capture_none_does() -> None:
     """And nobody waits for it."""
     parallel, layout, model = WAYS["tp2 sp"]
     ranks = run_distributed(
-        replayed_and_eager, 2, LOCAL, parallel, model, True, backend="nccl", layout=layout, timeout=300
+        replayed_and_eager, 2, LOCAL, parallel, model, True, backend="nccl", layout=layout, timeout=90
     )
     for found, reason in zip(ranks, ("layers.1: rank 1 cannot capture it (", "layers.1: "), strict=True):
         judge(found, reason)

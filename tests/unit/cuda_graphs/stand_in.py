@@ -45,7 +45,7 @@ class RecordingEngine:
     def __init__(self, fail_at=()):
         self.fail_at = set(fail_at)
         self.graphs, self.log = [], []
-        self.attempts = self.resets = self.on_side_stream = self.lendings = 0
+        self.attempts = self.resets = self.on_side_stream = self.lendings = self.stream_taken = 0
         self.pool_used = False
         self.others = []
 
@@ -71,6 +71,9 @@ class RecordingEngine:
         """What captures instead does it by `capture`, too."""
         self.lendings += 1
         yield self
+
+    def take_stream(self):
+        self.stream_taken += 1
 
     def borrowed(self, tensor):
         return tensor

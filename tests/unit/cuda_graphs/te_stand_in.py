@@ -49,6 +49,7 @@ def make_graphed_callables(
     captures = [
         _Capture(module, args, hooks, pool) for module, args, hooks in zip(modules, sample_args, capture_time_hooks)
     ]
+    pre_warmup_hook()
     for number in range(num_warmup_iters):
         outputs = [one.warm_up_forward() for one in captures]
         for one in reversed(captures):
