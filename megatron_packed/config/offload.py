@@ -53,9 +53,6 @@ def offload_rules(
     if not sound("memory.offload_layer_inputs", "memory.fine_grained_activation_offloading") or not memory.offloads:
         return
     flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
-    if sound("cuda_graph.cuda_graph_impl") and graphs.cuda_graph_impl == LOCAL:
-        yield Problem("--cuda-graph-impl", LOCAL, f"cannot be used with {flag}: copies between layers' graphs are "
-                      "not built", "give --cuda-graph-impl full_iteration")
     if sound("cuda_graph.cuda_graph_impl") and graphs.by_engine:
         yield Problem("--cuda-graph-impl", graphs.cuda_graph_impl, f"cannot be used with {flag}: TransformerEngine's "
                       "graphs hold what they save in memory of their own",

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.copies import Copies
+from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError
 
 
@@ -139,6 +141,8 @@ class CapturedModule(Captured):
         parameters: those that get gradients, each with ``main_grad``.
         slot: where the metadata lies.
         engine: captures.
+        copies: what ``function`` queues on other streams by itself. Then hidden states of the graphs' pool live no
+            longer than the forward graph that reads them, unless autograd holds them.
         before: the module whose first output is the input of this one, both in the same memory.
         turns: numbers of forward and backward in the order of captures, which that of replays must follow.
         takes_packed: whether the module itself wants the metadata as an argument.
@@ -151,6 +155,7 @@ class CapturedModule(Captured):
         slot: Slot,
         engine: Engine,
         *,
+        copies: Copies | None = None,
         before: CapturedModule | None = None,
         turns: tuple[int, int] = (0, 1),
         takes_packed: bool = True,
@@ -158,8 +163,12 @@ class CapturedModule(Captured):
         super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
         self._function, self._parameters, self._engine = function, parameters, engine
         self._live: Outputs | None = None
-        self._replayed = -1
-        """Of which generation of the slot the activations are."""
+        self._replayed = self._went_back = -1
+        """Of which generation of the slot the activations are, and the gradient is."""
+        self._copies = copies
+        self._after: CapturedModule | None = None
+        self._load: Graph | None = None
+        """What the backward graph of ``_after`` should have copied for this one. See [Note: copies between graphs]."""
 
     def would_overwrite(self, hidden: Tensor) -> bool:
         before = self.before
@@ -171,9 +180,13 @@ class CapturedModule(Captured):
         self.input = hidden.detach()
         self._leaf = self.input.detach().requires_grad_()
 
+        saved: set[int] = set()
+
         def forward() -> list[Tensor]:
-            with torch.enable_grad():
+            with torch.enable_grad(), nullcontext() if self._copies is None else _noting(saved):
                 self._live = Outputs.of(self._function(self._leaf))
+            if self._copies is not None:
+                self._copies.seam()
             return [_writable(tensor.detach()) for tensor in self._live.tensors]
 
         self._forward, self.outputs = self._engine.capture(forward)
@@ -182,17 +195,33 @@ class CapturedModule(Captured):
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
         if not self.differentiable[0]:
             raise TypeError(INDEPENDENT)
+        if self._copies is not None and isinstance(self.before, CapturedModule) and _address(self.input) not in saved:
+            self._release_input(self.before)
         return self.outputs[0]
 
-    def capture_backward(self, grad_outputs: Sequence[Tensor], *, passed_on: bool = False) -> Tensor:
+    def _release_input(self, before: CapturedModule) -> None:
+        """Give up the memory of the hidden states behind the forward graph: no backward graph reads it."""
+        self.input = before.outputs[0] = self._engine.borrowed(self.input)
+        self._leaf.data = self.input
+        assert before._live is not None
+        before._live.tensors[0].data = self.input
+
+    def capture_backward(
+        self, grad_outputs: Sequence[Tensor], *, passed_on: bool = False, after: CapturedModule | None = None
+    ) -> Tensor:
         """Capture with ``grad_outputs`` as static gradients of the differentiable outputs.
 
         Args:
             passed_on: the hidden states go to another captured module.
+            after: the module that was captured before this one, and so comes behind it.
         Returns:
             The input's gradient, which its taker gives back by `release_gradient`.
         """
-        static = list(grad_outputs)
+        static, self._after = list(grad_outputs), after
+        again = None if self._copies is None else self._copies.loaded_ahead()
+        if again is not None:
+            self._load = self._engine.capture(again)[0]
+            del again
 
         def backward() -> Tensor:
             assert self._live is not None
@@ -204,6 +233,8 @@ class CapturedModule(Captured):
                         parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
             if grads[0] is None:
                 raise TypeError(INDEPENDENT)
+            if self._copies is not None:
+                self._copies.seam()
             return _writable(grads[0])
 
         self._backward, self.grad_input = self._engine.capture(backward)
@@ -229,7 +260,7 @@ class CapturedModule(Captured):
         self.release_gradient()
 
     def reset(self) -> None:
-        for graph in (getattr(self, "_forward", None), getattr(self, "_backward", None)):
+        for graph in (getattr(self, "_forward", None), self._load, getattr(self, "_backward", None)):
             if graph is not None:
                 graph.reset()
         self._live = None
@@ -243,6 +274,9 @@ class CapturedModule(Captured):
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         for grad, static in zip(grads, self.grad_outputs):
             _bring(grad, static)
+        if self._load is not None and (self._after is None or self._after._went_back != self.slot.generation):
+            self._load.replay()
+        self._went_back = self.slot.generation
         self._backward.replay()
         return self.grad_input.detach()
 
@@ -289,6 +323,22 @@ def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, values in before:
                 tensor.copy_(values)
+
+
+@contextmanager
+def _noting(saved: set[int]) -> Iterator[None]:
+    """Inside, addresses of what autograd saves are noted, and nothing else changes."""
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(_address(tensor))
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        yield
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 INDEPENDENT = "the first tensor that a captured module returns must depend on its input"

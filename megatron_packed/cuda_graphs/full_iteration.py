@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
@@ -74,6 +75,7 @@ class FullIteration:
         total_tokens: token slots T of every micro-batch.
         ladder: the cells to capture.
         device: of the tensors.
+        copies: what parts queue on other streams by themselves; each part waits for its own.
         tables: what a part would else derive from a pack's metadata with the help of the host; by name.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         engine: captures; by default torch's CUDA graphs.
@@ -95,6 +97,7 @@ class FullIteration:
         device: torch.device,
         tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
+        copies: Copies | None = None,
         engine: Engine | None = None,
         warmup_steps: int = 3,
         strict: bool = False,
@@ -108,7 +111,7 @@ class FullIteration:
         self.counters = GraphCounters()
         self.refusals: dict[Cell, str] = {}
         """Why a cell is not captured."""
-        self._rehearsing, self._places = rehearsing, places
+        self._rehearsing, self._places, self._copies = rehearsing, places, copies
         self._tables, self._check, self._agree, self._say = tables, check, agree, say
         self._warmup_steps = max(warmup_steps, 1)
         self._graphs: dict[Cell, dict[str, Graph]] = {}
@@ -151,6 +154,8 @@ class FullIteration:
         try:
             with self._rehearsing():
                 self._warm_up(make_dummy)
+                if self._copies is not None:
+                    self._copies.settle()
                 self._capture_all(make_dummy)
         except BaseException:  # what is half captured must not be replayed
             self.forget()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.cuda_graphs.capture import kept
+from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
@@ -62,6 +63,7 @@ class GraphRunner:
         tables: what all modules share and derive from a pack's metadata once; by name. Captured as a graph of its own.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         own_rows: of what has one entry for each slot, those of the rows that hidden states have on this rank.
+        copies: what modules queue on other streams by themselves; for one slot.
         engine: captures; by default torch's CUDA graphs.
         made_by: TransformerEngine's capture, to be used for modules in the place of the engine's.
         num_slots: micro-batches between whose forward and backward another one's may come. Each slot has graphs and
@@ -86,6 +88,7 @@ class GraphRunner:
         tables: Tables = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
+        copies: Copies | None = None,
         engine: Engine | None = None,
         made_by: Maker | None = None,
         num_slots: int = 1,
@@ -100,10 +103,12 @@ class GraphRunner:
         self.engine: Engine = CudaEngine(device) if engine is None else engine
         if num_slots < 1:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
+        if num_slots > 1 and copies is not None:
+            raise ValueError(f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share it.")
         self.slots = SlotRing([Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)])
         engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
         self.graphs = {
-            slot: SlotGraphs(slot, engine, made_by, passes_wait=passes_wait)
+            slot: SlotGraphs(slot, engine, made_by, passes_wait=passes_wait, copies=copies)
             for slot, engine in zip(self.slots.slots, engines)
         }
         self.counters = GraphCounters()
@@ -114,6 +119,7 @@ class GraphRunner:
         ]
         self.tables, self.own_rows, self._check, self._say = tables, own_rows, check, say
         self._warmup_steps, self._agree, self._passes_wait = max(warmup_steps, 1), agree, passes_wait
+        self._copies = copies
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
         self._used_by_graphs: list[tuple[Mapping[str, Any], str]] = []
@@ -266,6 +272,8 @@ class GraphRunner:
         # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
         dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
         plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
+        if self._copies is not None:
+            self._copies.settle()
         for graphs in self.graphs.values():
             for cell, observed in plans.items():
                 graphs.slot.fill(dummies[cell], cell)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
@@ -64,13 +65,20 @@ class SlotGraphs:
         slot: where the metadata lies that they read.
         engine: captures; no other slot's graphs are in its pool.
         made_by: captures modules in the engine's stead.
-        passes_wait: as for `GraphRunner`.
+        passes_wait, copies: as for `GraphRunner`.
     """
 
     def __init__(
-        self, slot: Slot, engine: Engine, made_by: Maker | None = None, *, passes_wait: bool = False
+        self,
+        slot: Slot,
+        engine: Engine,
+        made_by: Maker | None = None,
+        *,
+        passes_wait: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         self.slot, self.engine, self._made_by, self._passes_wait = slot, engine, made_by, passes_wait
+        self._copies = copies
         self.tables: dict[Cell, Graph] = {}
         """Of every cell that is captured: what all modules share."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
@@ -93,6 +101,8 @@ class SlotGraphs:
                 capture()
             except _CaptureError as error:
                 failed = error.failed
+                if self._copies is not None:
+                    self._copies.abandon()
             yield failed
         yield self._adopt(planned, cell)
 
@@ -188,6 +198,7 @@ class SlotGraphs:
                 module.parameters,
                 self.slot,
                 self.engine,
+                copies=self._copies,
                 before=before,
                 turns=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,
@@ -209,7 +220,7 @@ class SlotGraphs:
                 grads = [after.grad_input] if after is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
                     grads.append(self._static_outside((one.module.name, "grad", number), wanted[number]))
-                captured.capture_backward(grads, passed_on=passed_on)
+                captured.capture_backward(grads, passed_on=passed_on, after=after)
             del wanted, grads
             if after is not None:
                 after.release_gradient()

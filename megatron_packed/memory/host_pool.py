@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -25,31 +26,32 @@ class HostPool:
     def __init__(self, pin: Callable[[int], Tensor], done: Callable[[Any], bool]) -> None:
         self._pin, self._done = pin, done
         self._free: list[_Free] = []
+        self._free_of_graphs: list[_Free] = []
+        self._of_graphs: set[int] = set()  # addresses
         self.num_bytes = 0
         """Of all blocks, lent ones included."""
         self.pinned = 0
         """Blocks that were ever pinned."""
-        self.frozen = False
-        """Whether no block is given up: graphs copy to and from them."""
         self._closed = False
 
-    def lend(self, num_bytes: int) -> Tensor:
+    def lend(self, num_bytes: int, *, captured: bool = False) -> Tensor:
         """A block of at least ``num_bytes``: the smallest free one that will do, else a new one, for which the largest
         that will not do is given up, so that there are never more blocks than were needed at once.
 
+        Args:
+            captured: a graph will copy to it, again and again: it comes from those that were set apart.
         Raises:
             torch.OutOfMemoryError: no more memory can be pinned.
         """
-        fitting = [free for free in self._free if free.block.numel() >= num_bytes]
+        among = self._free_of_graphs if captured else self._free
+        fitting = [place for place, free in enumerate(among) if free.block.numel() >= num_bytes]
         if fitting:
-            best = min(fitting, key=lambda free: free.block.numel())
-            self._take(best)
-            return best.block
-        small = max(self._free, key=lambda free: free.block.numel(), default=None)
-        if small is not None and not self.frozen and self._done(small.used):
-            self._take(small)
-            self.num_bytes -= small.block.numel()
-            del small
+            return among.pop(min(fitting, key=lambda place: among[place].block.numel())).block
+        if captured:
+            raise torch.OutOfMemoryError("the passes before a capture had less in host memory than the capture needs")
+        largest = max(range(len(among)), key=lambda place: among[place].block.numel(), default=None)
+        if largest is not None and self._done(among[largest].used):
+            self.num_bytes -= among.pop(largest).block.numel()
         block = self._pin(num_bytes)
         self.num_bytes += num_bytes
         self.pinned += 1
@@ -62,18 +64,25 @@ class HostPool:
         """
         if self._closed:
             self.num_bytes -= block.numel()
+        elif block.data_ptr() in self._of_graphs:
+            self._free_of_graphs.append(_Free(block, used))
         else:
             self._free.append(_Free(block, used))
 
-    def reset(self) -> None:
-        """Give up all free blocks; every copy must be done."""
-        self.num_bytes -= sum(free.block.numel() for free in self._free)
+    def set_apart(self) -> None:
+        """All free blocks are those of graphs from now on: others, and graphs, may be in use at the same time."""
+        self._free_of_graphs += self._free
+        self._of_graphs |= {free.block.data_ptr() for free in self._free}
         self._free.clear()
+
+    def reset(self) -> None:
+        """Give up all free blocks; every copy must be done, and graphs that know of them gone."""
+        for free in (self._free, self._free_of_graphs):
+            self.num_bytes -= sum(one.block.numel() for one in free)
+            free.clear()
+        self._of_graphs.clear()
 
     def close(self) -> None:
         """Give up all, also those that come back later."""
         self.reset()
         self._closed = True
-
-    def _take(self, free: _Free) -> None:
-        self._free = [other for other in self._free if other is not free]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ class Offload:
         while len(self._held) >= self.buffers.now:
             self._let_go(self._held.popleft())
         try:
-            block = self.pool.lend(block_bytes)
+            block = self.pool.lend(block_bytes, captured=self.streams.capturing())
         except torch.OutOfMemoryError as error:
             self._say_once(f"offload: some activations stay on the device, as host memory is short: {error}")
             return SavedByAutograd(tensors)
@@ -147,7 +147,8 @@ class Offload:
                 self._load_now(away)
             assert away.loaded is not None
             before = self._watch.begin()
-            self.streams.wait(away.arrival)  # (4)
+            if away.arrival is not None:
+                self.streams.wait(away.arrival)  # (4)
             self._watch.waited(before)
             tensors = [loaded.as_strided(one.shape, one.stride) for one, loaded in zip(away.layouts, away.loaded)]
             away.loaded = None
@@ -201,7 +202,8 @@ class Offload:
 
     def _unload(self, away: _Away) -> None:
         if away.loaded is not None:
-            self.streams.wait(away.arrival)  # (4)
+            if away.arrival is not None:
+                self.streams.wait(away.arrival)  # (4)
             away.loaded = None
             self._loaded -= 1
 
@@ -254,10 +256,35 @@ class Offload:
             self.turn_off(f"{reason}, and the device has room for what was moved")
 
     def settle(self) -> None:
-        """Before graphs are captured, behind a pass of all that will be: the number of buffers stays, and so do the
-        blocks of host memory. `close` only after the graphs are gone."""
+        """Before graphs are captured, behind a pass of all that will be: the number of buffers stays, and host memory
+        is set apart for the graphs. `reset` and `close` only after they are gone."""
+        self._forget_dropped()
         self.buffers.settle(self._largest, self.streams.free_bytes)
-        self.pool.frozen = True
+        self.pool.set_apart()
+
+    def seam(self) -> None:
+        """The current stream waits for all copies; what is loaded ahead stays. See [Note: copies between graphs]."""
+        self._forget_dropped()
+        while self._held:
+            self._let_go(self._held.popleft())
+        for away in self._away.values():
+            if away.arrival is not None:
+                self.streams.wait(away.arrival)
+                away.arrival = None
+
+    def loaded_ahead(self) -> Callable[[], None] | None:
+        """Copies what is loaded ahead once more, into the same memory, on the current stream; None if nothing is."""
+        pairs = [
+            (loaded, layout.part_of(away.block))
+            for away in self._away.values()
+            for loaded, layout in zip(away.loaded or (), away.layouts)
+        ]
+
+        def again() -> None:
+            for loaded, source in pairs:
+                self.streams.copy(loaded, source)
+
+        return again if pairs else None
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
@@ -266,17 +293,17 @@ class Offload:
         try:
             yield
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         self.join()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """A pass has failed, perhaps inside a capture, whose marks nobody may wait for: the host waits for the copies
         instead, unless they were only recorded."""
         if not self.streams.capturing():
             self.streams.synchronize()
         for away in self._away.values():
-            away.sources, away.loaded = None, None
+            away.sources, away.loaded, away.arrival = None, None, None
         self._held.clear()
         self._loaded = 0
 

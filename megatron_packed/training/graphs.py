@@ -67,6 +67,7 @@ def build_graphs(
         "device": groups.device,
         "tables": job.model.tables,
         "check": job.model.check,
+        "copies": job.model.offload,
         "engine": engine,
         "warmup_steps": options.cuda_graph_warmup_steps,
         "strict": options.cuda_graph_strict,
@@ -137,8 +138,6 @@ def capture_graphs(
         if first:
             tune = partial(graphs.tune, make_dummy)
             in_turns(groups, tune) if for_others else tune()
-        if step.model.offload is not None:
-            step.model.offload.settle()
         graphs.capture(make_dummy)
         return
     if first and for_others:

@@ -27,6 +27,7 @@ SMALL_PARTS = MemoryConfig(
 )
 MOVED = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 INPUTS = dataclasses.replace(GROUPS_OF_3, offload_layer_inputs=True, **MOVED)
+EACH_INPUT = dataclasses.replace(LAYERS, offload_layer_inputs=True, **MOVED)
 TRAVELLERS = MemoryConfig(
     fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **MOVED
 )
@@ -69,6 +70,8 @@ def expected():
         pytest.param("full_iteration", PARTS, id="whole steps, parts"),
         pytest.param("none", INPUTS, id="eager, inputs offloaded"),
         pytest.param("none", TRAVELLERS, id="eager, parts offloaded"),
+        pytest.param("local", EACH_INPUT, id="captured layers, inputs offloaded"),
+        pytest.param("local", TRAVELLERS, id="captured layers, parts offloaded"),
         pytest.param("full_iteration", INPUTS, id="whole steps, inputs offloaded"),
         pytest.param("full_iteration", TRAVELLERS, id="whole steps, parts offloaded"),
     ],

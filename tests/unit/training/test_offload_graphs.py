@@ -1,0 +1,111 @@
+"""Offload with a graph for each layer: hidden states that left are nobody's memory any more, and graphs that copy for
+each other may also be replayed alone."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_build_graphs import RecordingEngine, config_of, micro_batch
+from test_recompute_steps import EACH_INPUT, LAYERS, STEPS, TRAVELLERS, Run, expected  # noqa: F401
+from test_recompute_steps import state_hash as digest_of
+from test_train_step import SLOTS
+
+from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.packed.capacity import Ladder
+from megatron_packed.training.graphs import audit_graphs
+
+
+class BorrowingEngine(RecordingEngine):
+    """Memory that is borrowed is an alias, as on a GPU."""
+
+    def borrowed(self, tensor):
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """The captured modules that gave up their input; it is dirty as soon as their forward graph has run."""
+    found = []
+    release, replay = CapturedModule._release_input, CapturedModule.replay_forward
+
+    def releasing(self, before):
+        release(self, before)
+        found.append(self)
+
+    def replaying(self, hidden):
+        outputs = replay(self, hidden)
+        if self in found:
+            with torch.no_grad():
+                self.input.fill_(float("nan"))
+        return outputs
+
+    monkeypatch.setattr(CapturedModule, "_release_input", releasing)
+    monkeypatch.setattr(CapturedModule, "replay_forward", replaying)
+    return found
+
+
+def run_all(run, expected):  # noqa: F811
+    for number, (metrics, digest) in enumerate(expected):
+        assert torch.equal(run.step(number), metrics) and digest_of(run.job) == digest, number
+
+
+NORMS = dataclasses.replace(TRAVELLERS, offload_modules=("attn_norm", "mamba_norm"))
+
+
+@pytest.mark.parametrize(("memory", "layers"), [(EACH_INPUT, [1, 2, 3]), (TRAVELLERS, [1, 2, 3]), (NORMS, [1])],
+                         ids=["inputs", "parts", "two norms"])  # fmt: skip
+def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, released):  # noqa: F811
+    """The first layer's input is the embedding's business; what stays on the device keeps its memory."""
+    run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingEngine())
+    cells = [module.captured for module in run.graphs.modules]
+    assert {id(captured) for captured in released} == {id(one) for n in layers for one in cells[n].values()}
+    run_all(run, expected)
+    assert not run.graphs.counters.module_fallbacks
+
+
+def test_without_offload_none_is_given_up(released):
+    Run(config_of(cuda_graph_impl="local"), LAYERS, BorrowingEngine())
+    Run(config_of(cuda_graph_impl="local"), MemoryConfig(), BorrowingEngine())
+    assert released == []
+
+
+def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected):  # noqa: F811
+    run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine())
+    largest = run.graphs.ladder.cells[-1]
+    layers = [module.captured[largest] for module in run.graphs.modules]
+    loads = [captured._load for captured in layers]
+    assert [load is not None for load in loads] == [True, True, True, False]  # the last one loads for itself
+    run_all(run, expected)
+    assert not any(load is not None and load.replays for load in loads)
+    run.job.buffers.zero_grad()
+    assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
+    assert all(load is None or load.replays for load in loads)
+    before = loads[1].replays
+    run.graphs.modules[2].forget()  # from now on it runs eagerly among the others
+    run.step(0)
+    assert run.graphs.counters.module_fallbacks and loads[1].replays > before
+    plain = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
+    for number in (*range(len(STEPS)), 0):
+        plain.step(number)
+    assert digest_of(run.job) == digest_of(plain.job)
+
+
+def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
+    for fail_at in (3, 7, 9):
+        run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine(fail_at=[fail_at]))
+        offload = run.job.model.offload
+        assert not offload._held and offload._loaded == 0 and run.graphs.refusals
+        run_all(run, expected)
+
+
+def test_slots_would_share_host_memory():
+    run = Run(config_of(cuda_graph_impl="none"), EACH_INPUT)
+    with pytest.raises(ValueError, match="must be 1 where graphs copy to the host"):
+        GraphRunner(
+            {}, total_tokens=SLOTS, ladder=Ladder.of([2], SLOTS), device=torch.device("cpu"), num_slots=2,
+            engine=RecordingEngine(), copies=run.job.model.offload,
+        )  # fmt: skip
