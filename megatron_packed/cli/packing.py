@@ -30,19 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False)
-    from megatron_packed.data.chat import chat_format
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import build_tokenizer, plan_training, tokenized
+    from megatron_packed.training.data import blend_sentences, build_tokenizer, plan_training
+    from megatron_packed.training.documents import open_documents
 
-    options = config.data
     try:
-        tokenizer = build_tokenizer(options)
-        chat = chat_format("default", tokenizer, options.chat_template)
-        dataset = tokenized(options, options.train_paths, tokenizer, chat)
-        *_, report = plan_training(config, dataset)
+        documents = open_documents(config.data, build_tokenizer(config.data), validates=False)
+        plan, _, report = plan_training(config, documents.train)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    print("\n".join([*dataset.report.lines_of_text(), *report.sentences()]))
+    print("\n".join([*documents.sentences, *blend_sentences(config, plan), *report.sentences()]))
     return 0
 
 

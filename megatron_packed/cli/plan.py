@@ -79,9 +79,9 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     import numpy as np
 
     from megatron_packed.data.bpe import MIN_VOCAB_SIZE
-    from megatron_packed.data.chat import chat_format
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import build_tokenizer, tokenized
+    from megatron_packed.training.data import build_tokenizer
+    from megatron_packed.training.documents import open_documents
 
     options, lengths, reason = config.data, None, "no data was named"
     vocab_size = config.model.vocab_size
@@ -89,8 +89,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         tokenizer = build_tokenizer(options, build_missing=False)
         vocab_size = vocab_size or tokenizer.vocab_size
         if options.train_paths != NO_DATA[1:]:
-            chat = chat_format("default", tokenizer, options.chat_template)
-            lengths = tokenized(options, options.train_paths, tokenizer, chat, show=False, build_missing=False).lengths
+            lengths = open_documents(options, tokenizer, validates=False, show=False, build_missing=False).train.lengths
     except (DataError, OSError) as error:
         reason = str(error).rstrip(".")
     if vocab_size is None:

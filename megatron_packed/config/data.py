@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
+from megatron_packed.config.blend import Blend, blend_fault, split_shares
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
@@ -29,13 +31,18 @@ class DataConfig(Section, title="data"):
 
     data_path: tuple[str, ...] = option(
         (), "Documents to train on: files (.jsonl, .jsonl.gz with messages, prompt/completion or text), directories of "
-        "them, or patterns with *.", group="files", path="input_data",
+        "them, patterns with *, or prefixes of indexed data sets (.bin and .idx); with a weight before each, a blend.",
+        group="files", path="input_data",
     )
     train_data_path: tuple[str, ...] = option(
         (), "The same as --data-path, beside --valid-data-path.", group="files", path="input_data"
     )
     valid_data_path: tuple[str, ...] = option(
         (), "Documents to validate on, named likewise.", group="files", path="input_data"
+    )
+    split: str | None = option(
+        None, "Divide the documents of every --data-path by these proportions into training, validation and test, for "
+        "example 969,30,1; test documents are left out. Without it all of them train.", group="files",
     )
     sft: bool = option(
         False, "Fine-tuning: documents are conversations or prompts with answers, and only the answers are learned.",
@@ -71,23 +78,44 @@ class DataConfig(Section, title="data"):
     )
 
     @property
+    def train_blend(self) -> Blend:
+        """What to train on, whichever option named it."""
+        return Blend.of(self.train_data_path or self.data_path)
+
+    @property
     def train_paths(self) -> tuple[str, ...]:
-        """The files to train on, whichever option named them."""
-        return self.train_data_path or self.data_path
+        """The same without weights."""
+        return self.train_blend.paths
+
+    @property
+    def valid_blend(self) -> Blend:
+        """What --valid-data-path names to validate on."""
+        return Blend.of(self.valid_data_path)
+
+    @property
+    def shares(self) -> tuple[Fraction, Fraction, Fraction]:
+        """Shares of documents that train, validate and are left out."""
+        given = None if self.split is None else split_shares(self.split)
+        return given or (Fraction(1), Fraction(0), Fraction(0))
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are documents to validate on."""
+        return bool(self.valid_data_path) or bool(self.shares[1])
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound("data_path", "train_data_path"):
             if self.data_path and self.train_data_path:
                 yield Problem("--data-path", " ".join(self.data_path), "contradicts --train-data-path: both name the "
                               "training data", "put all training files behind one of them")
-            if not self.train_paths:
+            if not (self.data_path or self.train_data_path):
                 yield Problem("--data-path", "", "is required: there is nothing to train on",
                               "give --data-path FILE [FILE ...]")
         for name in ("data_path", "train_data_path", "valid_data_path"):
-            paths = getattr(self, name)
-            if sound(name) and len(set(paths)) < len(paths):
-                twice = sorted({path for path in paths if paths.count(path) > 1})
-                yield Problem(self.flag(name), " ".join(twice), "is listed twice", "list every file once")
+            if sound(name):
+                yield from self._path_rules(self.flag(name), getattr(self, name))
+        if sound("split") and self.split is not None:
+            yield from self._split_rules(self.split)
         if sound("tokenizer_type", "tokenizer_model"):
             if self.tokenizer_type == HUGGING_FACE and self.tokenizer_model is None:
                 yield Problem("--tokenizer-model", "", f"is required with --tokenizer-type {HUGGING_FACE}",
@@ -98,3 +126,20 @@ class DataConfig(Section, title="data"):
         if self.chat_template is not None and not self.sft:
             yield Problem("--chat-template", self.chat_template, "templates are applied to conversations only",
                           "add --sft, or leave it out")
+
+    def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
+        fault, paths = blend_fault(words), Blend.of(words).paths
+        if fault:
+            yield Problem(flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths alone")
+        if len(set(paths)) < len(paths):
+            twice = sorted({path for path in paths if paths.count(path) > 1})
+            yield Problem(flag, " ".join(twice), "is listed twice", "list every file once")
+
+    def _split_rules(self, split: str) -> Iterator[Problem]:
+        if split_shares(split) is None:
+            yield Problem("--split", split, "must be one to three proportions, for training, validation and test; the "
+                          "first above 0", "give for example 969,30,1")
+        for name in ("train_data_path", "valid_data_path"):
+            if getattr(self, name):
+                yield Problem("--split", split, f"divides --data-path, and {self.flag(name)} is not to be divided",
+                              "give one or the other")

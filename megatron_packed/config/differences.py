@@ -8,7 +8,7 @@ from megatron_packed.config.registry import every_field
 _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
     ("--distributed-backend", "nccl", "nccl on GPUs, gloo on CPUs", "the same command runs on a CPU"),
     ("--num-query-groups", "ignored without --group-query-attention", "always meant", "a number is given on purpose"),
-    ("--data-path", "divided into train, valid and test", "all of it trains", "validation data is named, not cut off"),
+    ("--data-path", "divided 969, 30, 1", "all of it trains", "nothing is cut off that --split does not ask for"),
     ("--moe-router-dtype", "the model's", "always fp32", "routing in bf16 changes which experts are chosen"),
     ("--calculate-per-token-loss", "off", "always on", "documents count by their target tokens, whatever their pack"),
     ("--exit-signal-handler", "off", "always on", "a job that is told to stop keeps its work"),

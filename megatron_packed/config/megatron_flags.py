@@ -232,13 +232,13 @@ REFUSED: tuple[Refused, ...] = (
          "--tokenizer-library", "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
     ),
     Refused(
-        "data is not divided by proportions, and there is no test set",
-        "name files by --train-data-path and --valid-data-path",
-        ("--split", "--test-data-path", "--data-args-path", "--per-split-data-args-path", "--multiple-validation-sets"),
+        "there is no test set, one validation set, and paths are on the command line",
+        "name data by --data-path and --split, or --train-data-path and --valid-data-path",
+        ("--test-data-path", "--data-args-path", "--per-split-data-args-path", "--multiple-validation-sets"),
     ),
     Refused(
-        "indexed datasets and their loaders are not built",
-        "give JSONL files by --data-path; they are tokenised once and cached",
+        "data is read in one way: mapped into memory, its order a function of --seed",
+        "name JSONL files or indexed data sets by --data-path",
         ("--no-mmap-bin-files", "--dataloader-type", "--num-dataset-builder-threads", "--object-storage-cache-path",
          "--mid-level-dataset-surplus", "--dataloader-fast-cache-load", "--fim-data", "--use-varlen-dataset",
          "--varlen-sbhd-validation"),

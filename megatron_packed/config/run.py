@@ -145,15 +145,15 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
             yield Problem("--moe-router-topk", str(model.moe_router_topk),
                           f"makes {rows} rows of a pack of {packing.tokens_per_pack} tokens, and offsets are 32-bit",
                           "make the pack smaller by --seq-length or --micro-batch-size")
-    if sound("training.eval_interval", "training.eval_iters", "data.valid_data_path"):
-        if training.validation_interval is not None and not data.valid_data_path:
+    if sound("training.eval_interval", "training.eval_iters", "data.valid_data_path", "data.split"):
+        if training.validation_interval is not None and not data.has_validation:
             yield Problem("--eval-interval", str(training.eval_interval), "there is no validation data",
-                          "give --valid-data-path FILE [FILE ...], or leave it out")
+                          "give --valid-data-path FILE [FILE ...] or --split, or leave it out")
         if training.eval_iters and training.eval_interval is None and data.valid_data_path:
             yield Problem("--valid-data-path", " ".join(data.valid_data_path), "is never used without --eval-interval",
                           "give --eval-interval N, or leave it out")
     if sound("data.train_data_path", "data.data_path", "data.valid_data_path"):
-        both = sorted(set(data.train_paths) & set(data.valid_data_path))
+        both = sorted(set(data.train_paths) & set(data.valid_blend.paths))
         if both:
             yield Problem("--valid-data-path", " ".join(both), "is training data too, so it would validate nothing",
                           "name files that are not trained on")

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from megatron_packed.config.blend import Blend
 from megatron_packed.config.cuda_graph import ENGINE
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.config.errors import Problem
@@ -48,6 +49,8 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         if use is None or not sound(described.key):
             continue
         value = getattr(getattr(run, described.section), described.name)
+        if use == "input_data":
+            value = Blend.of(value).paths
         for path in value if isinstance(value, tuple) else () if value is None else (value,):
             if described.key == "checkpoint.load":
                 wrong = _tried(_load_problem, path, run.checkpoint.save)
@@ -120,7 +123,8 @@ def _input_file(path: str) -> tuple[str, str] | None:
 
 
 def _input_data(path: str) -> tuple[str, str] | None:
-    """A file, a directory that holds .jsonl or .jsonl.gz, or a pattern that matches something."""
+    """A file, a directory that holds .jsonl or .jsonl.gz, a pattern that matches something, or the prefix of an
+    indexed data set."""
     if os.path.isdir(path):
         held = (name for _, _, names in os.walk(path) for name in names)
         if any(name.endswith((".jsonl", ".jsonl.gz")) for name in held):
@@ -130,18 +134,29 @@ def _input_data(path: str) -> tuple[str, str] | None:
         if next(glob.iglob(path, recursive=True), None) is None:
             return "matches no file", "correct the pattern, and quote it so that the shell leaves it alone"
         return None
+    if path.endswith((".idx", ".bin")) and os.path.exists(path):
+        return "is one file of an indexed data set", f"give the prefix of both, {path[:-4]}"
+    if not os.path.exists(path) and (os.path.exists(path + ".idx") or os.path.exists(path + ".bin")):
+        return _indexed(path)
     return _input_file(path)
 
 
+def _indexed(prefix: str) -> tuple[str, str] | None:
+    """Of an indexed data set both files are needed."""
+    for suffix in (".idx", ".bin"):
+        wrong = _input_file(prefix + suffix)
+        if wrong is not None and not (suffix == ".bin" and wrong[0] == "is empty"):
+            return f"is an indexed data set whose {suffix} file {wrong[0]}", "make or copy both files"
+    return None
+
+
 def _missing(path: str) -> tuple[str, str]:
-    if Path(path + ".idx").exists() or Path(path + ".bin").exists():
-        return "is the prefix of an indexed dataset (.bin, .idx), which is not built yet", "give JSONL files"
     try:
         float(path)
     except ValueError:
         where = "" if path.startswith("/") else f" (looked in {Path.cwd()})"
         return f"does not exist{where}", "correct the path"
-    return "is a weight, and blending by weights is not built", "list the files only"
+    return "is a weight without a path behind it", "give WEIGHT PATH [WEIGHT PATH ...], or paths alone"
 
 
 def _input_directory(path: str) -> tuple[str, str] | None:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.data.dataset import TokenizedDataset
+from megatron_packed.data.documents import Documents
 from megatron_packed.data.segments import Segments
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 
 
 def collate(
-    dataset: TokenizedDataset,
+    dataset: Documents,
     segments: Segments,
     pieces: Sequence[int] | NDArray[np.integer],
     *,

@@ -114,6 +114,10 @@ class TokenizedDataset:
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
+    def sentences(self) -> list[str]:
+        """What was read, for people."""
+        return self.report.lines_of_text()
+
     def verify(self) -> None:
         """Check every byte now; without it each block is checked when it is first read.
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from megatron_packed.data.collate import collate
-from megatron_packed.data.dataset import TokenizedDataset
+from megatron_packed.data.documents import Documents
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, Pieces, StepPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.packed.capacity import Ladder
@@ -41,7 +41,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TokenizedDataset,
+        dataset: Documents,
         plan: Plan,
         *,
         dp_rank: int,
@@ -150,7 +150,7 @@ class Loader:
             torch.cuda.set_device(self._device)
 
 
-def _check_segments(segments: Segments, dataset: TokenizedDataset) -> None:
+def _check_segments(segments: Segments, dataset: Documents) -> None:
     last = int(segments.document.max(initial=-1))
     if last >= len(dataset):
         raise ValueError(f"the plan names document {last}, but the data set has {len(dataset)} documents.")

@@ -34,7 +34,7 @@ class PackingReport:
     """Share of packs with at most so many documents, by capacity."""
     counts: TokenCounts
     padded_tokens: int
-    """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens``."""
+    """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens`` without a blend."""
     alignment: int = 1
     """Documents begin and end at multiples of it."""
     alignment_padding: int = 0
@@ -54,25 +54,27 @@ class PackingReport:
         packer: Packer,
         capacities: Sequence[int] = CAPACITIES,
         ladder: Ladder | None = None,
+        blended: bool = False,
     ) -> PackingReport:
         """Measure the packs that ``packer`` made of ``segments``.
 
         Args:
             capacities: what to report the coverage of.
             ladder: of the CUDA graphs, if there are any.
+            blended: the packs hold what a blend drew of the pieces, and not each of them once.
 
         Raises:
             ValueError: the packs do not hold every token exactly once; the numbers would be of something else.
         """
         tokens = packs.sums(segments.length)
-        if int(tokens.sum()) != segments.counts.tokens_kept:
+        if not blended and int(tokens.sum()) != segments.counts.tokens_kept:
             raise ValueError(
                 f"the packs hold {int(tokens.sum())} tokens, but {segments.counts.tokens_kept} were to be packed; "
                 "they were made of other pieces."
             )
         per_pack = packs.documents_per_pack
         total = len(packs) * packer.slots
-        taken = int(aligned(segments.length, packer.alignment).sum())
+        taken = int(aligned(segments.length[packs.order], packer.alignment).sum())
         one_more = taken * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
         return cls(
             method=packer.method,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.data.blend import Blend
 from megatron_packed.data.packing import Packer, Packs
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.spread import BY_TOKENS, PackCost, spread
@@ -65,7 +66,13 @@ class _Table:
     """The pieces, and what is known of each."""
 
     def __init__(
-        self, segments: Segments, targets: NDArray[np.integer], packer: Packer, seed: int, cost: PackCost
+        self,
+        segments: Segments,
+        targets: NDArray[np.integer],
+        packer: Packer,
+        seed: int,
+        cost: PackCost,
+        blend: Blend | None,
     ) -> None:
         if len(targets) != len(segments):
             raise ValueError(
@@ -79,6 +86,15 @@ class _Table:
         self.cost = cost
         self.packer = packer
         self.seed = seed
+        self.blend = blend
+
+    def pack(self, epoch: int) -> Packs:
+        """The packs of an epoch, of all pieces or of those that a blend draws."""
+        if self.blend is None:
+            return self.packer.pack(self.segments.length, self.seed, epoch)
+        drawn = self.blend.epoch(epoch)
+        packs = self.packer.pack(self.segments.length[drawn], self.seed, epoch)
+        return Packs(drawn[packs.order], packs.offsets)
 
     def hash(self, packs_per_step: int) -> str:
         """64 hexadecimal digits of lengths, targets, rules and seed; the number of ranks is no part of it."""
@@ -95,6 +111,8 @@ class _Table:
             rules["room"] = self.packer.room
         if self.packer.alignment > 1:
             rules["alignment"] = self.packer.alignment
+        if self.blend is not None:
+            rules["blend"] = [self.blend.quotas, self.blend.sizes]
         digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode())
         for array in (self.segments.document, self.segments.start, self.segments.length, self.targets):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
@@ -129,6 +147,7 @@ class PackPlan:
         seed: of the data order.
         cost: estimated work on a pack, by which a step's packs are dealt out to the ranks. No part of ``hash``: it
             decides who computes, not what.
+        blend: which pieces each epoch holds; None for every piece once.
         epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run that resumes in a
             late epoch from packing the earlier ones again. Changes no result.
     Raises:
@@ -145,10 +164,11 @@ class PackPlan:
         dp_size: int = 1,
         seed: int = 0,
         cost: PackCost = BY_TOKENS,
+        blend: Blend | None = None,
         epoch_starts: Sequence[int] = (0,),
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed, cost)
+        self._table = _Table(segments, targets, packer, seed, cost, blend)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
@@ -160,6 +180,10 @@ class PackPlan:
     @property
     def segments(self) -> Segments:
         return self._table.segments
+
+    @property
+    def blend(self) -> Blend | None:
+        return self._table.blend
 
     @property
     def alignment(self) -> int:
@@ -219,6 +243,7 @@ class PackPlan:
             dp_size=self.dp_size,
             seed=table.seed,
             cost=table.cost,
+            blend=table.blend,
         )
         with self._lock:
             first = self._epochs.get(0)
@@ -238,6 +263,7 @@ class PackPlan:
             dp_size=self.dp_size,
             seed=table.seed,
             cost=table.cost,
+            blend=table.blend,
             max_steps=max_steps,
         )
 
@@ -250,7 +276,7 @@ class PackPlan:
     def _epoch(self, epoch: int) -> Packs:
         packs = self._epochs.get(epoch)
         if packs is None:
-            packs = self._table.packer.pack(self.segments.length, self._table.seed, epoch)
+            packs = self._table.pack(epoch)
             self._epochs[epoch] = packs
             while len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
@@ -266,7 +292,8 @@ class PackPlan:
 
 
 class EvaluationPlan:
-    """A finite plan: every document once, or the first ``max_steps`` steps of that; the same packs at every evaluation.
+    """A finite plan: every document once (of a blend: its first epoch), or the first ``max_steps`` steps of that; the
+    same packs at every evaluation.
 
     The last step is filled up with empty packs, so that every rank runs equally many. Arguments and errors as
     `PackPlan`.
@@ -282,11 +309,12 @@ class EvaluationPlan:
         dp_size: int = 1,
         seed: int = 0,
         cost: PackCost = BY_TOKENS,
+        blend: Blend | None = None,
         max_steps: int | None = None,
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed, cost)
-        self._packs = packer.pack(segments.length, seed)
+        self._table = _Table(segments, targets, packer, seed, cost, blend)
+        self._packs = self._table.pack(0)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         steps = -(-len(self._packs) // packs_per_step)

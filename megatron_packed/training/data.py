@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
+from megatron_packed.data.blend import Blend
 from megatron_packed.data.bpe import train_bpe
-from megatron_packed.data.chat import ChatFormat, chat_format
-from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, TokenizedDataset, open_dataset
+from megatron_packed.data.dataset import DEFAULT_CACHE_NAME
+from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.loader import Loader
@@ -27,13 +28,14 @@ from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
+from megatron_packed.training.documents import names_indexed, open_documents
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
     """Documents in the order of a plan."""
 
-    dataset: TokenizedDataset
+    dataset: Documents
     plan: PackPlan | EvaluationPlan
     loader: Loader
 
@@ -48,7 +50,6 @@ class RunData:
     """What a run trains and validates on."""
 
     tokenizer: Tokenizer
-    chat: ChatFormat
     vocab_size: int
     train: Stream
     valid: Stream | None
@@ -76,6 +77,12 @@ def build_tokenizer(
     if options.tokenizer_type == HUGGING_FACE:
         assert options.tokenizer_model is not None  # a rule of the configuration
         return HuggingFaceTokenizer(options.tokenizer_model)
+    indexed = [path for path in options.train_paths if names_indexed(path)]
+    if indexed:
+        raise DataError(
+            f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
+            "tokenizer that it was made with."
+        )
     return train_bpe(
         options.train_paths,
         options.tokenizer_vocab_size,
@@ -93,21 +100,17 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     """
     options, show = config.data, groups.rank == 0
     tokenizer = build_tokenizer(options, say)
-    chat = chat_format("default", tokenizer, options.chat_template)
-    train = tokenized(options, options.train_paths, tokenizer, chat, show=show)
-    for line in train.report.lines_of_text():
+    validates = bool(config.training.validation_interval) and options.has_validation
+    documents = open_documents(options, tokenizer, validates=validates, show=show)
+    for line in documents.sentences:
         say(line)
-    valid, evaluation = None, None
+    train, valid, evaluation = documents.train, documents.valid, None
     cost = pack_cost(config, tokenizer.vocab_size)
-    if options.valid_data_path and config.training.validation_interval:
-        try:
-            valid = tokenized(options, options.valid_data_path, tokenizer, chat, show=show)
-        except DataError as error:
-            raise DataError(f"--valid-data-path: {error}") from None
+    if valid is not None:
         evaluation = plan_validation(config, valid, groups.dp_size, cost)
     plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation, cost)
     beyond = _beyond_in_validation(ladder, evaluation)
-    for line in [*packing.sentences(), *beyond, *spread_sentences(plan)]:
+    for line in [*blend_sentences(config, plan), *packing.sentences(), *beyond, *spread_sentences(plan)]:
         say(line)
     if config.cuda_graph.cuda_graph_strict and ladder is not None and (packing.packs_beyond or beyond):
         raise GraphFallbackError(
@@ -118,38 +121,11 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         )
     return RunData(
         tokenizer=tokenizer,
-        chat=chat,
         vocab_size=tokenizer.vocab_size,
         train=_stream(config, groups, train, plan, ladder),
         valid=None if evaluation is None else _stream(config, groups, valid, evaluation, ladder),
         packing=packing,
         ladder=ladder,
-    )
-
-
-def tokenized(
-    options: DataConfig,
-    paths: Sequence[str],
-    tokenizer: Tokenizer,
-    chat: ChatFormat,
-    *,
-    show: bool = True,
-    build_missing: bool = True,
-) -> TokenizedDataset:
-    """The documents of ``paths`` out of the cache, tokenised first where they are not in it.
-
-    Raises:
-        DataError: the data cannot be used, or is not tokenised yet and ``build_missing`` is False.
-    """
-    return open_dataset(
-        paths,
-        tokenizer,
-        chat,
-        sft=options.sft,
-        cache_root=options.data_cache_path,
-        max_bad_fraction=options.max_bad_fraction,
-        show=show,
-        build_missing=build_missing,
     )
 
 
@@ -170,9 +146,14 @@ def spread_sentences(plan: PackPlan) -> list[str]:
     ]
 
 
+def blend_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
+    """What an epoch holds of each path; nothing without weights."""
+    return [] if plan.blend is None else plan.blend.sentences(config.data.train_paths)
+
+
 def plan_training(
     config: RunConfig,
-    dataset: TokenizedDataset,
+    dataset: Documents,
     dp_size: int = 1,
     evaluation: EvaluationPlan | None = None,
     cost: PackCost = BY_TOKENS,
@@ -196,6 +177,7 @@ def plan_training(
         dp_size=dp_size,
         seed=config.training.seed,
         cost=cost,
+        blend=_blend(config, dataset, segments),
     )
     ladder = None
     if config.cuda_graph.enabled:
@@ -207,11 +189,12 @@ def plan_training(
             if packer.method == "balanced":
                 plan = plan.keeping_to(int(documents.max()))
         ladder = Ladder.of(capacities, config.packing.tokens_per_pack)
-    return plan, ladder, PackingReport.of(segments, plan.epoch(0), packer, ladder=ladder)
+    report = PackingReport.of(segments, plan.epoch(0), packer, ladder=ladder, blended=plan.blend is not None)
+    return plan, ladder, report
 
 
 def plan_validation(
-    config: RunConfig, dataset: TokenizedDataset, dp_size: int = 1, cost: PackCost = BY_TOKENS
+    config: RunConfig, dataset: Documents, dp_size: int = 1, cost: PackCost = BY_TOKENS
 ) -> EvaluationPlan:
     """The finite plan over the validation data.
 
@@ -227,6 +210,7 @@ def plan_validation(
         dp_size=dp_size,
         seed=config.training.seed,
         cost=cost,
+        blend=_blend(config, dataset, segments),
         max_steps=config.training.eval_iters,
     )
 
@@ -252,7 +236,7 @@ def _packer(config: RunConfig) -> Packer:
     return packer
 
 
-def _pieces(config: RunConfig, dataset: TokenizedDataset) -> tuple[Segments, NDArray[np.int64]]:
+def _pieces(config: RunConfig, dataset: Documents) -> tuple[Segments, NDArray[np.int64]]:
     policy = config.packing.overlong_policy
     try:
         segments = Segments.cut(dataset.lengths, config.packing.tokens_per_pack, policy)
@@ -266,10 +250,20 @@ def _pieces(config: RunConfig, dataset: TokenizedDataset) -> tuple[Segments, NDA
     return segments, dataset.count_targets(segments.document, segments.start, segments.length)
 
 
+def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend | None:
+    """What the epochs hold where the data paths have weights."""
+    if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
+        return None
+    try:
+        return Blend(segments.length, dataset.range_of(segments.document), dataset.weights, config.training.seed)
+    except ValueError as error:  # every document of a source was dropped
+        raise DataError(str(error)) from None
+
+
 def _stream(
     config: RunConfig,
     groups: ParallelGroups,
-    dataset: TokenizedDataset,
+    dataset: Documents,
     plan: PackPlan | EvaluationPlan,
     ladder: Ladder | None,
 ) -> Stream:

@@ -24,7 +24,7 @@ from megatron_packed.distributed.heartbeat import Heartbeat
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.training import data as run_data
+from megatron_packed.training import documents as run_documents
 from megatron_packed.training import failures, pretrain
 from megatron_packed.training import state as run_state
 from megatron_packed.training.train_step import TrainStep
@@ -234,7 +234,7 @@ def unreadable_data(rank: int) -> None:
         raise DataError("shard_7.jsonl cannot be read by this machine.")
 
     if int(os.environ["RANK"]) == rank:
-        run_data.open_dataset = fail
+        run_documents.open_dataset = fail
 
 
 def on_rank(rank: int, site: str, call: int, action: Callable[[Any], None]) -> None:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
+from fractions import Fraction
 
 import pytest
 
+from megatron_packed.config.blend import Blend
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse, parse_with_sources
@@ -215,6 +217,16 @@ def test_data_may_be_files_directories_and_patterns(right) -> None:
     right["--data-path"] = "t*.jsonl"
     config = parse([*words(right), "--sft", "--chat-template", "chatml", "--tokenizer-type", "TrainedBPETokenizer"])
     assert config.data.train_paths == ("t*.jsonl",)
+
+
+def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
+    (tmp_path / "corpus_text.idx").write_bytes(b"1")
+    right["--data-path"] = "3"
+    blend = ["train.jsonl", "1", "corpus_text"]
+    data = parse([*words(right), *blend, "--split", "96, 3, 1", "--eval-interval", "5"]).data
+    assert data.train_blend == Blend(("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4)))
+    assert data.shares == (Fraction(96, 100), Fraction(3, 100), Fraction(1, 100)) and data.has_validation
+    assert Blend.of(("a", "b")).weights is Blend.of(()).weights is None  # as Megatron: two paths are no weights
 
 
 def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(right, tmp_path, monkeypatch) -> None:

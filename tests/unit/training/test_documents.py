@@ -1,0 +1,104 @@
+"""What the data options open: indexed data sets and text, one, joined, blended, divided; and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_run_data import run_config
+
+from megatron_packed.config.data import DataConfig
+from megatron_packed.data.documents import Documents
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.indexed_writer import IndexedWriter
+from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.training.data import blend_sentences, build_tokenizer, plan_training
+from megatron_packed.training.documents import RunDocuments, open_documents
+
+END = ByteTokenizer.eod_id
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """a and b, indexed, of 40 and 60 documents that begin with 1 and 2; and c, text, of 20 documents of two tokens."""
+    monkeypatch.chdir(tmp_path)
+    for prefix, first, count in (("a", 1, 40), ("b", 2, 60)):
+        with IndexedWriter(prefix, "<u2") as writer:
+            for number in range(count):
+                writer.add_document(np.array([first, *[number] * (3 + number % 7), END]), [2, 3 + number % 7])
+    Path("c.jsonl").write_text("".join(json.dumps({"text": "c"}) + "\n" for _ in range(20)))
+
+
+def opened(*paths: str, validates: bool = False, **options) -> RunDocuments:
+    config = DataConfig(data_path=paths, **options)
+    return open_documents(config, ByteTokenizer(), validates=validates, show=False)
+
+
+def tokens(documents: Documents) -> list[list[int]]:
+    return [documents.document(number)[0].tolist() for number in range(len(documents))]
+
+
+def test_an_indexed_data_set() -> None:
+    documents = opened("a").train
+    assert tokens(documents) == [[1, *[n] * (3 + n % 7), END] for n in range(40)]
+    ids, targets = documents.document(8)
+    assert targets.tolist() == [0, *[1] * (len(ids) - 1)] and ids.dtype == np.int32
+    ids, targets = documents.document(8, 2, 3)
+    assert ids.tolist() == [8, 8, 8] and targets[1:].all()
+    places, pieces = np.array([8, 9]), np.array([3, documents.lengths[9]])
+    assert documents.count_targets(places, places * 0, pieces).tolist() == [2, documents.lengths[9] - 1]
+    assert opened("a").sentences == ["a: 40 documents, 315 tokens (uint16); the longest document has 11 tokens"]
+
+
+def test_joined_in_their_order() -> None:
+    joined = opened("b", "c.jsonl", "a").train
+    assert tokens(joined) == [*tokens(opened("b").train), *[[ord("c"), END]] * 20, *tokens(opened("a").train)]
+    each = np.arange(120)
+    assert np.array_equal(joined.count_targets(each, each * 0, joined.lengths), joined.lengths - 1)
+    assert len({opened(*paths).train.content_hash for paths in (("a", "b"), ("b", "a"), ("a",), ("b", "c.jsonl"))}) == 4
+
+
+def test_divided_at_the_documents_where_megatron_divides() -> None:
+    documents = opened("a", "b", split="90,5,5", validates=True)
+    a, b = tokens(opened("a").train), tokens(opened("b").train)
+    assert tokens(documents.train) == [*a[:36], *b[:54]]
+    assert tokens(documents.valid) == [*a[36:38], *b[54:57]]
+    assert "90 documents train, 5 validate, 5 are left out" in documents.sentences[-1]
+    with pytest.raises(DataError, match=r"--split 99,1 leaves no document of a \(40 documents\) to validate on"):
+        opened("a", split="99,1", validates=True)
+
+
+def test_a_blend_in_a_plan() -> None:
+    config = run_config({"cuda_graph_impl": "none"}, {"data_path": ("3", "a", "1", "c.jsonl"), "split": "9,1"}, 32)
+    documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
+    plan, _, report = plan_training(config, documents.train)
+    drawn = [number for epoch in range(8) for number in plan.epoch(epoch).order]
+    of_c = documents.train.lengths[drawn][np.array(drawn) >= 36].sum() / documents.train.lengths[drawn].sum()
+    assert 0.22 < of_c < 0.28
+    assert blend_sentences(config, plan)[1].startswith("  a: 75.00%, ")
+    assert report.sentences()
+
+
+@pytest.mark.parametrize(("paths", "options", "sentence"), [
+    (("a",), {"sft": True}, "a is an indexed data set, which does not say"),
+    (("a",), {"tokenizer_type": "TrainedBPETokenizer"}, "a is tokenised already, so no TrainedBPETokenizer"),
+    (("other",), {}, "document 0 holds tokens from 1 to 300, and the tokenizer has 260"),
+    (("cut",), {}, r"cut\.bin has 2 bytes, but the sequences of cut\.idx take 4"),
+])  # fmt: skip
+def test_what_is_refused(paths: tuple[str, ...], options: dict, sentence: str) -> None:
+    for prefix in ("other", "cut"):
+        with IndexedWriter(prefix, "<u2") as writer:
+            writer.add_document(np.array([1, 300]))
+    Path("cut.bin").write_bytes(b"\1\0")
+    config = DataConfig(data_path=paths, **options)
+    with pytest.raises(DataError, match=sentence):
+        open_documents(config, build_tokenizer(config), validates=False, show=False)
+
+
+def test_documents_that_do_not_end_are_told() -> None:
+    with IndexedWriter("open", "<i4") as writer:
+        for size in (1, 0, 3):
+            writer.add_document(np.arange(size))
+    first, second = opened("open").sentences
+    assert "1 documents, 3 tokens (int32)" in first and "2 of fewer than two left out" in first
+    assert f"ends with token {END}" in second
