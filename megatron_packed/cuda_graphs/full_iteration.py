@@ -42,7 +42,6 @@ from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
 
 MOVED = "weights have moved to other memory"
-ELSEWHERE = "another rank cannot capture it"
 _OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
 
 
@@ -81,7 +80,7 @@ class FullIteration:
         engine: captures; by default torch's CUDA graphs.
         warmup_steps: eager passes before each cell's capture.
         strict: any micro-batch that runs eagerly is an error.
-        agree: whether something holds on all ranks that capture together; a collective.
+        agree: what failed on some rank that captures together, from what failed on this one; a collective.
         say: takes progress, a sentence at a time.
     """
 
@@ -101,7 +100,7 @@ class FullIteration:
         engine: Engine | None = None,
         warmup_steps: int = 3,
         strict: bool = False,
-        agree: Callable[[bool], bool] = lambda holds: holds,
+        agree: Callable[[str | None], str | None] = lambda failed: failed,
         say: Callable[[str], None] = print,
     ) -> None:
         self.parts, self._finish = dict(parts), finish
@@ -198,13 +197,14 @@ class FullIteration:
 
     def _try_finish(self) -> str | None:
         """What failed on this or another rank; None if nothing did."""
-        self._finish_graph, failure = self._try(self._finish)
-        if self._agree(failure is None):
+        self._finish_graph, reason = self._try(self._finish)
+        failure = self._agree(reason)
+        if failure is None:
             self.counters.captures += 1
             return None
         graph, self._finish_graph = self._finish_graph, None
         self._drop([graph])
-        return failure or ELSEWHERE
+        return failure
 
     def _try_cell(self, cell: Cell) -> str | None:
         graphs = self._graphs[cell] = {}
@@ -212,9 +212,10 @@ class FullIteration:
             graph, reason = self._try(partial(self._run_static, part, cell))
             if graph is not None:
                 graphs[name] = graph
-            if not self._agree(reason is None):
+            failure = self._agree(reason)
+            if failure is not None:
                 self._drop(self._graphs.pop(cell).values())
-                return f"{name}: {reason or ELSEWHERE}"
+                return f"{name}: {failure}"
         self.counters.captures += len(graphs)
         return None
 

@@ -14,6 +14,8 @@ pool that it is given. What differs from `CapturedModule`:
   outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
 * Gradients of parameters come by nodes that run on the stream on which they were made. So none may be alive from
   before: a loss that was kept without ``detach()`` fails the capture. See [Note: nodes of parameters].
+* Before it captures, it runs an eager pass of its own, here on the stream of the captures. Ranks whose modules hold
+  collectives begin it together. See [Note: captures that ranks agree on].
 * It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of its own.
 """
 

@@ -17,6 +17,7 @@ from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
 from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.slot_graphs import ALL
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
@@ -92,7 +93,7 @@ def build_graphs(
         step.finish,
         rehearsing=step.rehearsing,
         places=step.places,
-        agree=lambda holds: all(all_gather_json(holds, groups)),
+        agree=lambda failed: failed_anywhere({} if failed is None else {ALL: failed}, groups).get(ALL),
         **common,
     )
 
@@ -199,7 +200,7 @@ def what_is_captured(graphs: Graphs) -> str:
 
 
 def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, str]:
-    """What failed on this rank or on another one, module -> why; a collective.
+    """What failed on this rank or on another one, module (or `ALL`) -> why; a collective.
 
     Example:
         rank 1 gives ``{"layers.2": "OutOfMemoryError: ..."}``; rank 0 gets ``{"layers.2": "rank 1 cannot capture it
