@@ -259,6 +259,7 @@ class Offload:
         """Before graphs are captured, behind a pass of all that will be: the number of buffers stays, and host memory
         is set apart for the graphs. `reset` and `close` only after they are gone."""
         self._forget_dropped()
+        self._watch.forget()
         self.buffers.settle(self._largest, self.streams.free_bytes)
         self.pool.set_apart()
 

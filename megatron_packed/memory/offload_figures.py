@@ -68,7 +68,7 @@ class Stopwatch:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.figures: OffloadFigures | None = None
-        """Of the last step whose times are known."""
+        """Of the last step whose times are known; None where nothing was moved, or by replays alone."""
         self._page, self._before = _Page(), _Page()
 
     def begin(self) -> Any:
@@ -76,11 +76,11 @@ class Stopwatch:
 
     def put(self, begin: Any, num_bytes: int) -> None:
         self._note(self._page.puts, begin)
-        self._page.moved += num_bytes
+        self._page.moved += 0 if self._streams.capturing() else num_bytes
 
     def loaded(self, begin: Any, num_bytes: int) -> None:
         self._note(self._page.loads, begin)
-        self._page.loaded += num_bytes
+        self._page.loaded += 0 if self._streams.capturing() else num_bytes
 
     def waited(self, begin: Any) -> None:
         self._note(self._page.waits, begin)
@@ -94,8 +94,14 @@ class Stopwatch:
         self._page.buffers = buffers
         if self._before.moved:
             self._read(self._before)
+        else:
+            self.figures = None
         self._before, self._page = self._page, _Page()
         return self._before.moved
+
+    def forget(self) -> None:
+        """What was noted since the last step is of none."""
+        self._page = _Page()
 
     def _read(self, page: _Page) -> None:
         last = (*page.puts[-1:], *page.loads[-1:], *page.waits[-1:])

@@ -352,6 +352,11 @@ def test_what_is_measured_is_known_one_step_late():
     assert figures.put_ms == figures.load_ms == 4.0  # of two tensors each
     assert figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
     assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
+    offload.keep([pack(5)]).take()
+    offload.settle()  # that was a rehearsal
+    for _ in range(2):
+        offload.end_step()
+        assert offload.figures is None  # steps without a copy
 
 
 def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
