@@ -12,9 +12,10 @@ from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import open_dataset
 from megatron_packed.data.encode import prompt_tokens
 from megatron_packed.models.generate import generate
+from megatron_packed.training.curves import read_jsonl
 from megatron_packed.training.data import build_tokenizer
 from megatron_packed.training.inference import load_model
-from megatron_packed.training.report import read_jsonl, write_report
+from megatron_packed.training.report import write_report
 
 QUESTIONS = 3
 MARGIN = 0.5
@@ -49,7 +50,7 @@ def main() -> int:
         log,
         Path(log).with_name("report.html"),
         title="Quickstart: Python's standard library, answered by a small hybrid model",
-        reference_losses={"unigram entropy": entropy},
+        levels={"unigram entropy": entropy},
         notes=notes,
     )
     print(f"\nreport: {page}")

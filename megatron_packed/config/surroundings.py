@@ -90,7 +90,7 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     for flag in (flag for flag in asked if asked[flag] and importlib.util.find_spec(ENGINE) is None):
         yield Problem(flag, ENGINE, "needs TransformerEngine, which is not installed",
                       "pip install 'megatron-packed[gpu]', or give local, which computes the same", node_dependent=True)
-    for name, package, extra in (("tensorboard_dir", "tensorboard", "log"), ("report", "matplotlib", "plot")):
+    for name, package, extra in (("tensorboard_dir", "tensorboard", "log"),):
         value = getattr(run.logging, name)
         if value is not None and sound(f"logging.{name}") and importlib.util.find_spec(package) is None:
             yield Problem(run.logging.flag(name), value, f"needs {package}, which is not installed",

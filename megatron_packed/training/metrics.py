@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -46,12 +47,58 @@ def peak_of(device_name: str) -> float | None:
     return next((peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", device_name)), None)
 
 
-def memory_gib(device: torch.device) -> float:
-    """Peak memory of this process in GiB: the allocator's on a GPU, the resident set on a CPU. No device sync."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1024 if sys.platform != "darwin" else 1
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+@dataclass(frozen=True, kw_only=True)
+class MemoryFigures:
+    """Peaks of this process in GiB."""
+
+    used: float
+    """What the allocator gave out on a GPU; the resident set on a CPU."""
+    reserved: float | None
+    """What the allocator took from the GPU; None on a CPU."""
+    host: float
+    """Resident set."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> MemoryFigures:
+        """Without a device sync."""
+        unit = 1024 if sys.platform != "darwin" else 1
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        if device.type != "cuda":
+            return cls(used=host, reserved=None, host=host)
+        peaks = torch.cuda.memory_stats(device)
+        used, reserved = (peaks.get(f"{what}_bytes.all.peak", 0) / 2**30 for what in ("allocated", "reserved"))
+        return cls(used=used, reserved=reserved, host=host)
+
+
+LOADS_PER_LINE = 512
+"""Loads of single experts that a line of the log holds on average, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFigures:
+    """Assignments of tokens to experts in one step on all ranks; 1 is the mean of the experts of a layer."""
+
+    load_max: float
+    """The busiest expert of any layer."""
+    load_min: float
+    """The idlest expert of any layer."""
+    load: list[list[float]] | None
+    """``[E layers][experts]``; None in most steps of a model with more than `LOADS_PER_LINE` of them."""
+
+    @classmethod
+    def of(cls, counts: Sequence[float], layers: int, iteration: int) -> ExpertFigures | None:
+        """From the assignments of each expert, layer by layer; None without experts."""
+        if not counts:
+            return None
+        experts = len(counts) // layers
+        of_layers = (counts[first : first + experts] for first in range(0, len(counts), experts))
+        load = [[count * experts / max(sum(layer), 1) for count in layer] for layer in of_layers]
+        shown = iteration % -(-len(counts) // LOADS_PER_LINE) == 0
+        return cls(
+            load_max=max(map(max, load)),
+            load_min=min(map(min, load)),
+            load=[[round(value, 3) for value in layer] for layer in load] if shown else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +151,8 @@ class StepFacts:
     plan_hash: str
     dp_imbalance: float = 1.0
     """Estimated work of the busiest data-parallel rank over the mean of all."""
+    data_wait_ms: float = 0.0
+    """How long this rank's host waited for its micro-batches."""
     graphs: GraphFigures | None = None
     """Of this rank; None without graphs."""
     offload: OffloadFigures | None = None
@@ -137,17 +186,24 @@ class StepRecord:
     tokens_per_second: float
     tflops_per_gpu: float
     mfu: float | None
+    data_wait_ms: float
     memory_gib: float
+    memory_reserved_gib: float | None
+    host_memory_gib: float
     skipped: bool
     plan_hash: str
+    experts: ExpertFigures | None
     graphs: GraphFigures | None
     offload: OffloadFigures | None
 
     def as_dict(self) -> dict[str, object]:
-        """One flat object; nothing about graphs and offload where there are none."""
+        """One flat object; nothing about experts, graphs and offload where there are none."""
         values = asdict(self)
-        for prefix, group in (("graph", values.pop("graphs")), ("offload", values.pop("offload"))):
+        groups = {"expert": values.pop("experts"), "graph": values.pop("graphs"), "offload": values.pop("offload")}
+        for prefix, group in groups.items():
             values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
+        if values.get("expert_load", ()) is None:
+            del values["expert_load"]
         return values
 
 
@@ -161,7 +217,8 @@ def step_record(
     seconds: float,
     world_size: int,
     peak: float | None,
-    memory: float,
+    memory: MemoryFigures,
+    experts: ExpertFigures | None = None,
 ) -> StepRecord:
     """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of this one."""
     flops_per_second = facts.flops / seconds / world_size
@@ -184,9 +241,13 @@ def step_record(
         tokens_per_second=facts.real_tokens / seconds,
         tflops_per_gpu=flops_per_second / 1e12,
         mfu=flops_per_second / peak if peak else None,
-        memory_gib=memory,
+        data_wait_ms=facts.data_wait_ms,
+        memory_gib=memory.used,
+        memory_reserved_gib=memory.reserved,
+        host_memory_gib=memory.host,
         skipped=skipped,
         plan_hash=facts.plan_hash,
+        experts=experts,
         graphs=facts.graphs,
         offload=facts.offload,
     )

@@ -1,89 +1,83 @@
-"""One self-contained HTML page about a run, from its JSONL: what was trained, the curves, the numbers.
+"""One self-contained HTML page about a run, or several beside each other, from their logs: numbers and curves.
 
-``write_report(jsonl, html)`` needs matplotlib (extra ``plot``) for the curves, and nothing from the network to be read.
+Nothing but a browser is needed to read it, and no package to write it.
 """
 
 from __future__ import annotations
 
 import html
-import io
-import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_packed.training.curves import Panel, Record, Run, panels_of, points, read_run
+from megatron_packed.training.svg import COLOURS, DASHES, Line, heat_map, line_chart
+
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 table { border-collapse: collapse }
 td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top }
 pre { background: #f5f5f5; padding: 1em; overflow-x: auto }
-svg { max-width: 100%; height: auto }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1em 1.5em }
+figure { margin: 0 } figcaption span { margin-left: 1em; white-space: nowrap; font-size: .85em }
+figure > svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: #444 }
+.key { width: 22px; height: 10px }
 """
 
-# title, y label, [(field of the JSONL, legend)]
-_CURVES: list[tuple[str, str, list[tuple[str, str]]]] = [
-    ("Loss", "nats per target token", [("lm_loss", "training"), ("valid_loss", "validation")]),
-    ("Gradient norm", "before clipping", [("grad_norm", "")]),
-    ("Learning rate", "", [("learning_rate", "")]),
-    ("Throughput", "real tokens per second", [("tokens_per_second", "")]),
-    ("Pack fill", "share of slots with a real token", [("pack_fill", "")]),
-    ("Documents per pack", "mean of the step", [("docs_per_pack", "")]),
-]
+
+def charts(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> str:
+    """All curves of the runs as HTML: one run in a colour for each curve, several in a colour each.
+
+    Args:
+        levels: horizontal lines of the loss, name -> nats.
+    """
+    found = [_chart(panel, runs, levels or {}) for panel in panels_of(runs)]
+    for run in runs:
+        with_loads = [step for step in run.steps if step.get("expert_load")]
+        if with_loads:
+            title = f"Load of each expert{_of(run, runs)}"
+            unit = f"step {with_loads[-1]['iteration']}, over the mean of its layer (rows: E layers)"
+            loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
+            found.append(heat_map(title, unit, loads, row="E layer", column="expert"))
+    return f'<div class="charts">{"".join(found)}</div>'
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, object]]:
-    """The records of a run's log; a line that a killed run cut off is passed over."""
-    records = []
-    for line in Path(path).read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+def _of(run: Run, runs: Sequence[Run]) -> str:
+    return f" of {run.name}" if len(runs) > 1 else ""
 
 
-def _points(records: Sequence[dict[str, object]], name: str) -> tuple[list[int], list[float]]:
-    pairs = [(r["iteration"], r[name]) for r in records if isinstance(r.get(name), (int, float))]
-    return [x for x, _ in pairs], [y for _, y in pairs]  # type: ignore[misc]
+def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> str:
+    lines = []
+    for number, run in enumerate(runs):
+        for place, curve in enumerate(panel.curves):
+            alone = len(runs) == 1
+            words = [curve.legend] if alone else [run.name, curve.legend]
+            lines.append(
+                Line(
+                    points(run.records, curve),
+                    COLOURS[(place if alone else number) % len(COLOURS)],
+                    " ".join(filter(None, words)),
+                    "" if alone else DASHES[place % len(DASHES)],
+                    curve.dots,
+                )
+            )
+    lines = [line for line in lines if line.points]
+    if panel.title != "Loss":
+        return line_chart(panel.title, panel.unit, lines)
+    skipped = [(float(str(step["iteration"])), 0.0) for run in runs for step in run.steps if step.get("skipped")]
+    return line_chart(panel.title, panel.unit, lines, levels=list(levels.items()), marks=skipped)
 
 
-def _curves_svg(records: Sequence[dict[str, object]], reference_losses: dict[str, float]) -> str:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 10), layout="constrained")
-    axes = figure.subplots(3, 2).ravel()
-    for axis, (title, label, fields) in zip(axes, _CURVES):
-        for name, legend in fields:
-            steps, values = _points(records, name)
-            if steps:
-                axis.plot(steps, values, marker="o" if name == "valid_loss" else "", markersize=4, label=legend or None)
-        if title == "Loss":
-            for text, value in reference_losses.items():
-                axis.axhline(value, linestyle="--", linewidth=1, color="gray", label=f"{text} {value:.2f}")
-            axis.legend()
-        axis.set(title=title, ylabel=label, xlabel="step")
-        axis.grid(alpha=0.3)
-    target = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(target)
-    svg = target.getvalue()
-    return svg[svg.index("<svg") :]
-
-
-def _number(record: dict[str, object], name: str) -> float:
+def _number(record: Record, name: str) -> float:
     """A field as a number; non-finite ones stand as text in the log, since JSON has none."""
     return float(record[name])  # type: ignore[arg-type]
 
 
-def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
+def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     steps = [r for r in records if "lm_loss" in r]
     validations = [r for r in records if "valid_loss" in r]
-    if not steps:
-        return [("steps", "0")]
     last = steps[-1]
     # The first steps compile and warm up.
     steady = steps[min(5, len(steps) - 1) :]
@@ -108,6 +102,10 @@ def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
     if imbalances and imbalances[-1] > 1:
         text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
         rows.append(("work of the busiest data-parallel rank over the mean", text))
+    waits = [r for r in steady if "data_wait_ms" in r]
+    if waits:
+        share = sum(_number(r, "data_wait_ms") for r in waits) / sum(_number(r, "step_time_ms") for r in waits)
+        rows.append(("waiting for data", f"{100 * share:.1f} % of the time of steps"))
     graphed = [r for r in steps if "graph_replays" in r]
     if graphed:
         replays = sum(int(_number(r, "graph_replays")) for r in graphed)
@@ -121,38 +119,54 @@ def _summary(records: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
     return rows
 
 
-def write_report(
-    jsonl: str | os.PathLike[str],
+def write_page(
+    runs: Sequence[Run],
     page: str | os.PathLike[str],
     *,
-    title: str = "megatron_packed run",
-    reference_losses: dict[str, float] | None = None,
+    title: str,
+    levels: Mapping[str, float] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Writes the page and returns its path.
+    """Writes a page about runs and returns its path: a column of numbers for each of them, and their curves.
 
     Args:
-        jsonl: the run's ``--log-jsonl`` file.
-        page: where the HTML goes.
-        reference_losses: horizontal lines of the loss plot, name -> nats, such as the unigram entropy of the data.
+        runs: each with at least one step.
+        levels: horizontal lines of the loss, name -> nats, such as the unigram entropy of the data.
         notes: (heading, text) blocks below the curves, shown as they are.
     Raises:
-        ValueError: matplotlib is not installed, or the log holds no step.
+        OSError: the page cannot be written.
     """
-    records = read_jsonl(jsonl)
-    if not any("lm_loss" in record for record in records):
-        raise ValueError(f"{jsonl} holds no training step; a report needs at least one.")
-    try:
-        svg = _curves_svg(records, reference_losses or {})
-    except ImportError as error:
-        cure = "pip install 'megatron-packed[plot]'"
-        raise ValueError(f"the report's curves need matplotlib: {cure} ({error}).") from error
-    rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in _summary(records))
+    columns = [dict(_summary(run.records)) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    head = "<tr><td></td>" + "".join(f"<th>{html.escape(run.name)}</th>" for run in runs) + "</tr>"
+    rows = ["" if len(runs) == 1 else head]
+    for name in names:
+        cells = "".join(f"<td>{html.escape(column.get(name, ''))}</td>" for column in columns)
+        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
     blocks = "".join(f"<h2>{html.escape(k)}</h2><pre>{html.escape(v)}</pre>" for k, v in notes)
     page = Path(page)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><table>{rows}</table><h2>Curves</h2>{svg}{blocks}</html>\n"
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><table>{''.join(rows)}</table><h2>Curves</h2>"
+        f"{charts(runs, levels)}{blocks}</html>\n",
+        encoding="utf-8",
     )
     return page
+
+
+def write_report(
+    log: str | os.PathLike[str],
+    page: str | os.PathLike[str],
+    *,
+    title: str = "megatron_packed run",
+    levels: Mapping[str, float] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+) -> Path:
+    """The page about one run, from its ``--log-jsonl`` file; other arguments as of `write_page`.
+
+    Raises:
+        OSError: the log cannot be read, or the page not written.
+        ValueError: the log holds no step.
+    """
+    return write_page([read_run(log)], page, title=title, levels=levels, notes=notes)

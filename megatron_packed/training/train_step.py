@@ -121,7 +121,10 @@ class TrainStep:
         self.overlapped: OverlappedReduce | None = None
         if overlap:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
-        self.metrics = torch.zeros(5 + _SIGNS + groups.world_size, dtype=torch.float32, device=self.device)
+        size, counts = 5 + _SIGNS + groups.world_size, sum(counter_slots(model).values())
+        self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
+        """What one copy takes to the host: ``metrics``, and behind them how many tokens each expert got, by layer."""
+        self.metrics = self.numbers[:size]
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
@@ -246,7 +249,9 @@ class TrainStep:
         with record_function("optim::step"):
             stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0])
         if self.model.num_moe_layers:
-            self.model.update_expert_bias(self.buffers.counters["expert_counts"].value(), skip=stats.skipped.bool())
+            counts = self.buffers.counters["expert_counts"].value()
+            self.numbers[self.metrics.numel() :].copy_(counts)
+            self.model.update_expert_bias(counts, skip=stats.skipped.bool())
         torch.cat(
             [
                 extras["loss"],
@@ -265,7 +270,7 @@ class TrainStep:
 
         Gradients are zero afterwards.
         """
-        with kept([self._held, self.metrics, self.validation_loss, *self.model.buffers()]):
+        with kept([self._held, self.numbers, self.validation_loss, *self.model.buffers()]):
             self._held.fill_(1.0)
             yield
         self.buffers.zero_grad()

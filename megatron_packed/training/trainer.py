@@ -26,9 +26,10 @@ from megatron_packed.training.garbage import Garbage
 from megatron_packed.training.graphs import audit_graphs, capture_graphs
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import (
+    ExpertFigures,
     GraphFigures,
+    MemoryFigures,
     StepFacts,
-    memory_gib,
     peak_flops,
     replays_and_fallbacks,
     step_record,
@@ -66,7 +67,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         told = {} if self.heartbeat is None else {"waits": self.heartbeat.waits}
-        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.metrics.numel(), self.groups.device, **told)
+        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.numbers.numel(), self.groups.device, **told)
         if self.heartbeat is not None:
             self.step.beat = self.heartbeat.beat
         self._garbage = Garbage(self.config.training)
@@ -198,11 +199,13 @@ class Trainer:
         self.watch.step = progress.iteration + 1
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
+        begun = time.perf_counter()
         micro_batches = self._micro_batches(progress.iteration)
+        facts = replace(facts, data_wait_ms=1e3 * (time.perf_counter() - begun))
         counters = None if self.step.graphs is None else self.step.graphs.counters
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         self._in_flight[facts.iteration] = micro_batches
-        vector = self.step(micro_batches, lr, stop_requested=self._stop_requested())
+        self.step(micro_batches, lr, stop_requested=self._stop_requested())
         self.step.beat()
         facts = replace(facts, offload=self._end_offload())
         if counters is not None:
@@ -210,7 +213,7 @@ class Trainer:
             self._say_new_fallbacks(counters)
         progress.iteration += 1
         progress.consumed_tokens = facts.consumed_tokens
-        return self._late.push(facts, vector)
+        return self._late.push(facts, self.step.numbers)
 
     def _end_offload(self) -> OffloadFigures | None:
         offload = self.step.model.offload
@@ -270,10 +273,13 @@ class Trainer:
         """Takes a finished step, or does it again if it was held; the exit code if it is a reason to stop."""
         if arrived is None:
             return None
-        if StepValues.from_list(arrived.values).held:
+        if self._values(arrived).held:
             return self._redo(arrived.facts)
         del self._in_flight[arrived.facts.iteration]
         return self._handle(arrived)
+
+    def _values(self, arrived: Arrived[StepFacts]) -> StepValues:
+        return StepValues.from_list(arrived.values[: self.step.metrics.numel()])
 
     def _redo(self, facts: StepFacts) -> ExitCode | None:
         """The step again, and behind it the one that was queued meanwhile. Reads: [Note: steps that are done again]."""
@@ -283,22 +289,22 @@ class Trainer:
         )
         behind = self._late.flush()
         self._late.restart()
-        vector = self.step.redo(
+        self.step.redo(
             self._in_flight[facts.iteration], facts.learning_rate, stop_requested=self._stop_requested()
         )
-        self._late.push(facts, vector)
+        self._late.push(facts, self.step.numbers)
         exit_code = self._settle(self._late.flush())
         if behind is not None:  # it counts as done, whatever comes next
             micro_batches = self._in_flight[behind.facts.iteration]
-            vector = self.step(micro_batches, behind.facts.learning_rate, stop_requested=self._stop_requested())
-            self._late.push(behind.facts, vector)
+            self.step(micro_batches, behind.facts.learning_rate, stop_requested=self._stop_requested())
+            self._late.push(behind.facts, self.step.numbers)
         return exit_code
 
     def _handle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
         """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
         if arrived is None:
             return None
-        values = StepValues.from_list(arrived.values)
+        values, counts = self._values(arrived), arrived.values[self.step.metrics.numel() :]
         self._weights_moved |= values.weights_moved
         record = step_record(
             arrived.facts,
@@ -309,7 +315,8 @@ class Trainer:
             seconds=max(arrived.seconds, 1e-9),
             world_size=self.groups.world_size,
             peak=self._peak,
-            memory=memory_gib(self.groups.device),
+            memory=MemoryFigures.now(self.groups.device),
+            experts=ExpertFigures.of(counts, self.step.model.num_moe_layers, arrived.facts.iteration),
         )
         self.console.step(record)
         self._write(record.as_dict())
@@ -354,7 +361,7 @@ class Trainer:
             except OSError as error:
                 if writer not in self._complained:
                     self.console.warn(f"the numbers of this run cannot be written: {error}; it goes on without them.")
-                self._complained.append(writer)
+                    self._complained.append(writer)
 
 
 def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:

@@ -39,7 +39,8 @@ _PRELOAD = [
 ]  # fmt: skip
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
 """Of runs in different layouts, which add in another order."""
-_TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib", "dp_imbalance")
+_TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib", "dp_imbalance",
+            "memory_reserved_gib", "host_memory_gib", "data_wait_ms")  # fmt: skip
 
 WORDS = ["north", "east", "south", "west", "river", "mountain", "harbour", "lantern", "copper", "silver"]
 

@@ -51,6 +51,10 @@ def test_the_numbers_of_a_step_add_up(trained: list[dict[str, Any]]) -> None:
         assert line["tokens_per_second"] == pytest.approx(line["real_tokens"] / line["step_time_ms"] * 1e3)
         assert 0 < line["step_time_ms"] < 60_000 and line["memory_gib"] > 0.05
         assert line["tflops_per_gpu"] > 0 and line["mfu"] is None and line["skipped"] is False
+        assert line["data_wait_ms"] > 0 and line["memory_reserved_gib"] is None and line["host_memory_gib"] > 0.05
+        for load in line["expert_load"]:
+            assert sum(load) == pytest.approx(len(load), abs=0.01) and len(load) > 1
+        assert line["expert_load_max"] == pytest.approx(max(map(max, line["expert_load"])), abs=1e-3)
         assert math.isfinite(line["lm_loss"]) and line["grad_norm"] > 0 and line["aux_loss"] > 0
     assert len({line["plan_hash"] for line in trained}) == 1 and len(trained[0]["plan_hash"]) == 64
 
@@ -132,22 +136,17 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
     assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"
     assert rows["plan hash"] == trained[-1]["plan_hash"]
-    assert text.count("<svg") == 1
+    for title in ("Loss", "Throughput", "Memory", "Load of experts", "Load of each expert", "Waiting for data"):
+        assert text.count(f'aria-label="{title}"') == 1
     assert re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []  # readable without a network
 
 
-@pytest.mark.parametrize(
-    ("package", "option", "value"),
-    [("matplotlib", "report", "report.html"), ("tensorboard", "tensorboard_dir", "board")],
-)
-def test_what_needs_a_missing_package_is_refused_at_the_start(
-    package: str, option: str, value: str, data: Data, tmp_path: Path
-) -> None:
-    options = tiny_options(data, train_iters=6, **in_folder(tmp_path)) | {option: tmp_path / value}
-    finished = run(options, tmp_path, 2, partial(hide_package, package))
+def test_what_needs_a_missing_package_is_refused_at_the_start(data: Data, tmp_path: Path) -> None:
+    options = tiny_options(data, train_iters=6, **in_folder(tmp_path), tensorboard_dir=tmp_path / "board")
+    finished = run(options, tmp_path, 2, partial(hide_package, "tensorboard"))
     assert finished.exit_code == USAGE and "Traceback" not in finished.console
-    assert finished.console.count(f"needs {package}, which is not installed") == 1
-    assert "pip install 'megatron-packed[" in finished.console
+    assert finished.console.count("needs tensorboard, which is not installed") == 1
+    assert "pip install 'megatron-packed[log]'" in finished.console
     assert not (tmp_path / "log.jsonl").exists()
 
 

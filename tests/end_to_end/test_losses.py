@@ -8,8 +8,8 @@ from runs import LAST, Data, assert_same_state, command_line, final_state, in_fo
 
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.curves import read_jsonl
 from megatron_packed.training.data import build_data
-from megatron_packed.training.report import read_jsonl
 
 GOLDEN = [
     5.573924, 5.559096, 5.42179, 5.297947, 5.179139, 5.047776, 4.95333, 4.843734, 4.730845, 4.623879, 4.517558,

@@ -82,7 +82,6 @@ def test_the_quickstart_ends_with_the_flags_of_any_layout(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its last command is one process with the flags of the run before it."""
-    pytest.importorskip("matplotlib")
     options = tiny_options(data, train_iters=HALF, valid_data_path=data.valid, eval_interval=HALF, **SEQUENCE)
     trained(tmp_path, 2, options)
     script = REPOSITORY / "examples" / "quickstart" / "finish.py"

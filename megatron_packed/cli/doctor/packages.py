@@ -67,7 +67,7 @@ PACKAGES = (
     Package(name="datasets", module="datasets", use="Hugging Face datasets on disk"),
     Package(name="pyarrow", module="pyarrow", use="Parquet"),
     Package(name="tensorboard", module="tensorboard", use="--tensorboard-dir"),
-    Package(name="matplotlib", module="matplotlib", use="plots and report pages"),
+    Package(name="matplotlib", module="matplotlib", use="images of curves (plot --png)"),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -143,7 +144,6 @@ def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys
 
 
 def test_report(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     log = tmp_path / "log.jsonl"
     step = {
         "iteration": 1, "lm_loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_time_ms": 9.0,
@@ -157,7 +157,39 @@ def test_report(tmp_path, capsys):
     assert "<h1>A &lt;run&gt;</h1>" in (tmp_path / "r" / "page.html").read_text()
 
 
-@pytest.mark.parametrize("argv", [[], ["plot"], ["report"], ["report", "nowhere.jsonl"], ["report", "a.jsonl", "--x"],
+def test_plot(tmp_path, capsys):
+    """Two runs on one page, the longer one thinned; an image of the same where matplotlib is installed."""
+    for name, steps in (("a<b", 1500), ("c", 2)):
+        (tmp_path / name).mkdir()
+        lines = [
+            {
+                "iteration": step, "lm_loss": 3 - step / 1000, "step_time_ms": 9.0, "docs_per_pack": 2,
+                "skipped": False, "consumed_tokens": 7, "pack_fill": 0.9, "tokens_per_second": 8, "memory_gib": 1,
+                "plan_hash": "f00", "mfu": 0.4, "graph_hit_rate": 1.0, "graph_replays": 2, "graph_fallbacks": 0,
+                "graph_memory_mib": 5, "data_wait_ms": 0.9, "expert_load_max": 1.5, "expert_load_min": 0.5,
+                "expert_load": [[1.5, 0.5]],
+            }
+            for step in range(1, steps + 1)
+        ]  # fmt: skip
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert exit_code(["plot", tmp_path / "a<b", tmp_path / "c" / "log.jsonl", "--out", tmp_path / "p" / "q.html"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "p" / "q.html")
+    page = (tmp_path / "p" / "q.html").read_text()
+    for part in ("Loss", "Throughput", "MFU", "Pack fill", "Documents per pack", "Graph hit rate", "Memory",
+                 "Load of experts", "Load of each expert", "Waiting for data", "10.0 % of the time", "a&lt;b",
+                 "E layer 0, expert 1: 0.50"):  # fmt: skip
+        assert part in page, part
+    assert "http" not in page and "<script" not in page and "a<b" not in page and len(page) < 300_000
+    assert "Gradient norm" not in page  # no run has it
+    tree = ElementTree.fromstring(page[page.index('<div class="charts">') : page.index("</html>")])
+    assert len(tree.findall("figure")) == 10 + 2
+    pytest.importorskip("matplotlib")
+    assert exit_code(["plot", tmp_path / "a<b", "--png", tmp_path / "x.png"]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "a<b" / "plot.html").exists()
+
+
+@pytest.mark.parametrize("argv", [[], ["plot"], ["plot", "."], ["plot", "nowhere"], ["report"],
+                                  ["report", "nowhere.jsonl"], ["report", "a.jsonl", "--x"],
                                   ["generate", "--prompt", "a"], ["generate", *LOOP]])  # fmt: skip
 def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -9,19 +9,21 @@ import pytest
 
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.training.console import Console
-from megatron_packed.training.metrics import GraphFigures, StepFacts, peak_of, step_record
-from megatron_packed.training.report import read_jsonl, write_report
+from megatron_packed.training.curves import read_jsonl
+from megatron_packed.training.metrics import ExpertFigures, GraphFigures, MemoryFigures, StepFacts, peak_of, step_record
+from megatron_packed.training.report import write_report
 from megatron_packed.training.writers import JsonlWriter
 
 
-def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs: GraphFigures | None = None):
+def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs=None, experts=None):
     facts = StepFacts(
         iteration=iteration, learning_rate=1e-3, real_tokens=900, target_tokens=500, padded_tokens=100,
         consumed_tokens=900 * iteration, num_seqs=12, num_packs=4, epoch=0, flops=4e12, plan_hash="abc",
         graphs=graphs,
     )  # fmt: skip
     values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skipped": skipped}
-    return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, memory=1.5)
+    return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, experts=experts,
+                       memory=MemoryFigures(used=1.5, reserved=2.0, host=0.5))  # fmt: skip
 
 
 def test_rates_follow_from_facts():
@@ -108,8 +110,16 @@ def test_figures_of_graphs_are_of_the_step_and_absent_without_graphs(capsys):
         assert ("| replayed 6/8" in capsys.readouterr().out) == shown
 
 
+def test_loads_of_experts_are_shares_of_the_mean_of_their_layer():
+    made = ExpertFigures.of([1.0, 3.0, 0.0, 4.0, 4.0, 4.0], 2, iteration=7)
+    assert made == ExpertFigures(load_max=2.25, load_min=0.0, load=[[0.75, 2.25, 0.0], [1.0, 1.0, 1.0]])
+    assert record(7, experts=made).as_dict()["expert_load"][0][1] == 2.25
+    many = [ExpertFigures.of([1.0] * 1200, 3, iteration) for iteration in (6, 7)]
+    assert many[0].load is not None and "expert_load" not in record(7, experts=many[1]).as_dict()
+    assert ExpertFigures.of([], 0, 7) is None and not any("expert" in name for name in record(7).as_dict())
+
+
 def test_report_sums_the_replays_of_all_steps(tmp_path):
-    pytest.importorskip("matplotlib")
     log = tmp_path / "log.jsonl"
     lines = [record(1, graphs=figures(6, 2)), record(2, graphs=figures(1_995, 0))]
     log.write_text("".join(json.dumps(line.as_dict()) + "\n" for line in lines))
@@ -125,21 +135,19 @@ def test_console_shows_no_control_characters(capsys):
 
 
 def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
-    pytest.importorskip("matplotlib")
     log = tmp_path / "log.jsonl"
     lines = [record(i, loss=5 - 0.3 * i).as_dict() for i in range(1, 11)]
     lines.insert(5, {"iteration": 5, "valid_loss": 3.25})
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
     assert len(read_jsonl(log)) == 11
     page = write_report(
-        log, tmp_path / "r" / "report.html", reference_losses={"unigram entropy": 4.5}, notes=[("Answer", "<b>&")]
+        log, tmp_path / "r" / "report.html", levels={"unigram entropy": 4.5}, notes=[("Answer", "<b>&")]
     ).read_text()
     for part in ("<svg", "4.7000 → 2.0000", "unigram entropy 4.50", "&lt;b&gt;&amp;", "3.2500"):
         assert part in page, part
 
 
 def test_report_of_a_run_that_ended_in_nan(tmp_path):
-    pytest.importorskip("matplotlib")
     writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1)
     for made in (record(1), record(2, loss=math.nan, skipped=True)):
         writer.write(made.as_dict())

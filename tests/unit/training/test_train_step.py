@@ -32,6 +32,8 @@ def one_step(groups: ParallelGroups, packs: list[list[list[int]]]) -> tuple[Step
     buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
     step = TrainStep(model, buffers, Optimizer(buffers), groups)
     vector = step([MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2)
+    tokens = sum(n for of_rank in packs for pack in of_rank for n in pack)
+    assert step.numbers[vector.numel() :].sum() == tokens * CONFIG.moe_router_topk  # each goes to so many experts
     return StepValues.from_list(vector.tolist()), {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -1,0 +1,129 @@
+"""The curves of a run: which fields of its log are drawn together, and how a log is found and read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Record = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A field of the log, times ``scale``."""
+
+    field: str
+    legend: str = ""
+    scale: float = 1.0
+    dots: bool = False
+    """For values that only a few steps have."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over the steps that share axes."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The log of one run."""
+
+    name: str
+    records: list[Record]
+
+    @property
+    def steps(self) -> list[Record]:
+        """Records of training steps, without validations."""
+        return [record for record in self.records if "lm_loss" in record]
+
+
+PANELS = (
+    Panel(
+        "Loss",
+        "nats per target token",
+        (Curve("lm_loss", "training"), Curve("valid_loss", "validation", dots=True)),
+    ),
+    Panel("Throughput", "real tokens per second", (Curve("tokens_per_second"),)),
+    Panel("MFU", "% of the dense bf16 peak", (Curve("mfu", scale=100),)),
+    Panel("Pack fill", "% of slots with a real token", (Curve("pack_fill", scale=100),)),
+    Panel("Documents per pack", "mean of the step", (Curve("docs_per_pack"),)),
+    Panel("Graph hit rate", "% of micro-batches replayed", (Curve("graph_hit_rate", scale=100),)),
+    Panel(
+        "Memory",
+        "peak in GiB",
+        (Curve("memory_gib", "used"), Curve("memory_reserved_gib", "reserved"), Curve("host_memory_gib", "host")),
+    ),
+    Panel(
+        "Load of experts",
+        "over the mean of the layer",
+        (Curve("expert_load_max", "busiest"), Curve("expert_load_min", "idlest")),
+    ),
+    Panel("Waiting for data", "ms of a step", (Curve("data_wait_ms"),)),
+    Panel("Step time", "ms", (Curve("step_time_ms"),)),
+    Panel("Gradient norm", "before clipping", (Curve("grad_norm"),)),
+    Panel("Learning rate", "", (Curve("learning_rate"),)),
+)
+
+
+def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]:
+    """(step, value) where the log has a finite number; non-finite ones stand as text in it."""
+    return [
+        (float(record["iteration"]), float(record[curve.field]) * curve.scale)  # type: ignore[arg-type]
+        for record in records
+        if isinstance(record.get(curve.field), (int, float)) and isinstance(record.get("iteration"), int)
+    ]
+
+
+def panels_of(runs: Sequence[Run]) -> list[Panel]:
+    """Those for which some run has numbers, with the curves that have some."""
+    found = []
+    for panel in PANELS:
+        curves = tuple(curve for curve in panel.curves if any(points(run.records, curve) for run in runs))
+        if curves:
+            found.append(Panel(panel.title, panel.unit, curves))
+    return found
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
+    """The records of a run's log; a line that a killed run cut off is passed over."""
+    records = []
+    with open(path, errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
+    """A run from its log.
+
+    Args:
+        path: the ``--log-jsonl`` file, or the folder that it is in, as ``log.jsonl`` or as the only ``.jsonl``.
+        name: in legends; by default the path.
+    Raises:
+        OSError: it cannot be read.
+        ValueError: there is no log, or it holds no training step.
+    """
+    log = Path(path)
+    if log.is_dir():
+        logs = sorted(log.glob("*.jsonl"))
+        named = [one for one in logs if one.name == "log.jsonl"]
+        if len(named or logs) != 1:
+            found = f"{len(logs)} .jsonl files and no log.jsonl" if logs else "no .jsonl file"
+            raise ValueError(f"{log} holds {found}; name the file that the run wrote to --log-jsonl.")
+        log = (named or logs)[0]
+    run = Run(str(path) if name is None else name, read_jsonl(log))
+    if not run.steps:
+        raise ValueError(f"{log} holds no training step; it takes at least one.")
+    return run
