@@ -30,6 +30,10 @@ class CheckpointConfig(Section, title="checkpoint"):
     )
     ckpt_step: int | None = option(None, "Load the checkpoint of this iteration.", unit="iteration", minimum=0)
     finetune: bool = option(False, "Load only the weights, and start at iteration 0.")
+    pretrained_checkpoint: str | None = option(
+        None, "Directory whose newest valid checkpoint gives the weights that the run begins with; the same command "
+        "resumes from --load, once there is a checkpoint of the run itself.", path="input_directory",
+    )
     dist_ckpt_strictness: str = option(
         "raise_all", "What follows when the checkpoint has other tensors than the run. Unexpected ones, which the run "
         "wants and the checkpoint lacks, keep their start values where they are not an error; missing ones, which only "
@@ -55,6 +59,9 @@ class CheckpointConfig(Section, title="checkpoint"):
             if sound(name, "save") and value not in (None, False) and self.save is None:
                 shown = "" if value is True else str(value)
                 yield Problem(self.flag(name), shown, "needs --save", "give --save DIRECTORY")
+        if sound("finetune", "pretrained_checkpoint") and self.finetune and self.pretrained_checkpoint is not None:
+            yield Problem("--pretrained-checkpoint", self.pretrained_checkpoint,
+                          "contradicts --finetune, which takes the weights of --load", "give one of the two")
         for name in ("ckpt_step", "finetune"):
             value = getattr(self, name)
             if sound(name, "load") and value not in (None, False) and self.load is None:

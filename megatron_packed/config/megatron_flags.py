@@ -334,8 +334,9 @@ REFUSED: tuple[Refused, ...] = (
          "--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
     ),
     Refused(
-        "a checkpoint is saved and loaded whole", "use --load; with --finetune only its weights are taken",
-        ("--pretrained-checkpoint", "--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"),
+        "a checkpoint is saved and loaded whole",
+        "use --load; --finetune and --pretrained-checkpoint take weights alone",
+        ("--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"),
     ),
     Refused(
         "a --load that is missing is always an error, unless it is also --save", "leave it out",

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -195,17 +196,21 @@ def _write_page(log: str, page: str, notes: Sequence[tuple[str, str]], console: 
 
 
 def _restore(config: RunConfig, state: RunState, console: Console) -> None:
-    """Resumes from ``--load`` if there is something to resume from."""
-    options = config.checkpoint
-    if options.load is None:
-        return
-    try:
+    """Resumes from ``--load`` if there is something to resume from, else begins with ``--pretrained-checkpoint``."""
+    options, loaded = config.checkpoint, None
+    if options.load is not None:
+        try:
+            loaded = state.load(options)
+        except NoCheckpointError:
+            is_own = options.save is not None and Path(options.load).absolute() == Path(options.save).absolute()
+            if not is_own or options.finetune or options.ckpt_step is not None:
+                raise
+            others = "random" if options.pretrained_checkpoint is None else "other"
+            console.say(f"No checkpoint in {options.load} yet: starting from {others} weights.")
+    if loaded is None and options.pretrained_checkpoint is not None:
+        options = replace(options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True)
         loaded = state.load(options)
-    except NoCheckpointError:
-        is_own = options.save is not None and Path(options.load).absolute() == Path(options.save).absolute()
-        if not is_own or options.finetune or options.ckpt_step is not None:
-            raise
-        console.say(f"No checkpoint in {options.load} yet: starting from random weights.")
+    if loaded is None:
         return
     what = "weights of" if options.finetune else "resuming from"
     console.say(f"{what} {loaded.path} (iteration {loaded.step})")
@@ -221,8 +226,8 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
     if state.progress.iteration >= config.training.train_iters:
         console.say(f"--train-iters {config.training.train_iters} is reached: there is nothing left to train.")
     refusal = model_refusal(loaded.metadata, config.model)
-    if refusal is not None:  # only --finetune comes this far
-        console.warn(f"{loaded.path} {refusal}; --finetune takes its weights as they are.")
+    if refusal is not None:  # only fine-tuning comes this far
+        console.warn(f"{loaded.path} {refusal}; fine-tuning takes its weights as they are.")
 
 
 def _some(names: Sequence[str]) -> str:

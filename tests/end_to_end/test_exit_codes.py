@@ -226,6 +226,21 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     assert "--squared-relu is off" in anew.console and "takes its weights as they are" in anew.console
 
 
+def test_a_pretrained_checkpoint_is_where_a_run_begins_once(trained: Path, data: Data, tmp_path: Path) -> None:
+    """The same command goes on with the run's own checkpoint: nothing is learned twice when a job has another turn."""
+    options = tiny_options(data, train_iters=8, exit_interval=1, **in_folder(tmp_path)) | {
+        "pretrained_checkpoint": trained / "checkpoints"
+    }
+    first, second = run(options, tmp_path), run(options, tmp_path)
+    assert first.exit_code == second.exit_code == DONE, first.console + second.console
+    assert "yet: starting from other weights." in first.console
+    assert f"weights of {trained / 'checkpoints' / 'step_00000004'} (iteration 4)" in first.console
+    assert f"resuming from {tmp_path / 'checkpoints' / 'step_00000001'} (iteration 1)" in second.console
+    assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 2]
+    fresh, pretrained = (steps(folder / "log.jsonl")[0]["lm_loss"] for folder in (trained, tmp_path))
+    assert pretrained < fresh
+
+
 def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path: Path) -> None:
     """Its first step is 1, on other data; before it, weights and expert biases are the checkpoint's, the rest is new.
 

@@ -37,8 +37,10 @@ def job_number() -> int:
 class Job:
     """A job of two nodes with one process each, begun as often as SLURM begins it."""
 
-    def __init__(self, folder: Path, arguments: list[str], commands: Path = FAKES) -> None:
-        self.folder, self._arguments, self._commands = folder, arguments, commands
+    def __init__(
+        self, folder: Path, arguments: list[str], commands: Path = FAKES, template: Path = TEMPLATE
+    ) -> None:
+        self.folder, self._arguments, self._commands, self._template = folder, arguments, commands, template
         self._number, self._turns = job_number(), 0
 
     def begin(self, **variables: str) -> subprocess.Popen[str]:
@@ -52,7 +54,7 @@ class Job:
         self._turns += 1
         with open(self.folder / "slurm.out", "a") as output:
             return subprocess.Popen(
-                ["bash", str(TEMPLATE), str(self.folder / "run"), *self._arguments],
+                ["bash", str(self._template), str(self.folder / "run"), *self._arguments],
                 cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
 
@@ -129,6 +131,34 @@ def test_only_a_run_that_was_asked_to_stop_has_another_turn(
     assert job.requeued == requeued
 
 
+def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
+    """One job of an array for each, by the other template; a number beyond them is refused."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    log = 'f"{sys.argv[sys.argv.index(\'--log-jsonl\') + 1]}"'
+    (commands / "srun").write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nline = dict(lm_loss=1, tokens_per_second=len(sys.argv))\n"
+        f"open({log}, 'w').write(json.dumps(line) + '\\n')\n"
+        "json.dump(sys.argv, open(os.environ['FAKE_SLURM'] + '/words', 'w'))\n"
+    )
+    (commands / "srun").chmod(0o755)
+    job = Job(tmp_path, ["@run.args", "--seed", "3"], commands, TEMPLATE.with_name("sweep_capacities.sbatch"))
+    for number, capacities in (("1", ["64"]), ("2", ["16", "64"])):
+        assert job.begin(SLURM_ARRAY_TASK_ID=number, CAPACITIES="auto 64 16,64").wait(30) == 1, job.output  # no marker
+        words = json.loads((tmp_path / "words").read_text())
+        given = words.index("@run.args")
+        assert words[given : given + 4 + len(capacities)] == [
+            "@run.args", "--seed", "3", "--cuda-graph-max-packed-seqs", *capacities
+        ]  # fmt: skip
+        assert words[given + 4 + len(capacities) :][:2] == ["--exit-interval", "100"]
+        assert words[-1] == str(tmp_path / "run" / f"capacity_{','.join(capacities)}" / "log.jsonl")
+    assert job.begin(SLURM_ARRAY_TASK_ID="3", CAPACITIES="auto 64 16,64").wait(30) == 2
+    assert "usage: sbatch --array 0-2" in job.output
+    script = [sys.executable, str(TEMPLATE.with_name("capacities.py")), str(tmp_path / "run")]
+    lines = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["capacity", "16,64", "64"]
+
+
 def test_shellcheck() -> None:
     """Of every script of the repository."""
     try:
@@ -138,7 +168,8 @@ def test_shellcheck() -> None:
     [shellcheck] = [file.locate() for file in files if file.name == "shellcheck"]
     folders = (".ci", "examples", "tests", "benchmarks")
     scripts = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if is_shell_script(path)]
-    assert {path.name for path in scripts} >= {"pretrain.sbatch", "run.sh", "environment.sh", "scontrol"}
+    known = {"pretrain.sbatch", "sweep_capacities.sbatch", "run.sh", "environment.sh", "scontrol"}
+    assert {path.name for path in scripts} >= known
     command = [str(shellcheck), "--external-sources", "--source-path=SCRIPTDIR", *map(str, scripts)]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -107,6 +107,7 @@ INVALID = [
     ("--lr-decay-iters 9 --lr-decay-samples 9", {"--lr-decay-samples": "one of the two"}),
     ("--global-batch-size 2 --lr-warmup-samples 45", {"--lr-warmup-samples": "22.5 iterations"}),
     ("--lr-warmup-samples 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
+    ("--load empty --finetune --pretrained-checkpoint empty", {"--pretrained-checkpoint": "one of the two"}),
     ("--manual-gc-interval 5", {"--manual-gc-interval": "add --manual-gc"}),
     ("--no-manual-gc-eval", {"--no-manual-gc-eval": "add --manual-gc"}),
     ("--optimizer-cuda-graph", {"--optimizer-cuda-graph": "full_iteration"}),

@@ -1,0 +1,46 @@
+"""The recipes: whole command lines that are right, and fit where they say so."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.cli.main import main
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.gather import gather
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.args"))
+USABLE_GIB = {"80": 79.0, "141": 139.0}
+"""What an H100 and an H200 have for a program, of the GB in their names."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_fits_as_it_says(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    argument = f"@{recipe.relative_to(ROOT)}"
+    said = re.search(r"^# plan: (\d+) GPUs? of (80|141) GB, ([\d.]+) GiB each$", recipe.read_text(), re.MULTILINE)
+    assert said is not None
+    gpus, size, gib = said.groups()
+    config = parse_or_exit([argument], launched=False, world_size=int(gpus), here=False)  # the whole of it, as training
+    assert gather([argument]).warnings == []
+    assert (config.checkpoint.pretrained_checkpoint is not None) == config.data.sft == (".sft." in recipe.name)
+    assert main(["plan", argument, "--world-size", gpus, "--gpu-memory-gib", str(USABLE_GIB[size]), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(found["fits"].values()), found["ranks"]
+    totals = [rank["bytes"]["total"] / 2**30 for rank in found["ranks"].values()]
+    assert totals[0] == pytest.approx(float(gib), abs=0.06), "write the new number into the recipe and into the README"
+    page = (recipe.parent / "README.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith(f"| `{recipe.name}`")]
+    assert f"| {gpus} of {size} GB | {gib} GiB" in row
+    assert len(totals) == 1 or f"{totals[1]:.1f} if all" in row
+
+
+def test_there_is_a_recipe_for_each_model_and_kind() -> None:
+    models = {path.stem for path in (RECIPES[0].parent / "models").glob("*.args")}
+    assert len(models) == 3
+    kinds = ("pretrain", "sft")
+    assert {recipe.stem for recipe in RECIPES} == {f"{model}.{kind}" for model in models for kind in kinds}
