@@ -24,7 +24,7 @@ import torch
 import harness
 from harness import Spread
 from layouts import quick
-from megatron_packed.config.cuda_graph import FULL_ITERATION, CudaGraphConfig
+from megatron_packed.config.cuda_graph import FULL_ITERATION, LOCAL, CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.memory import MemoryConfig
@@ -52,7 +52,7 @@ SIDES: dict[str, dict[str, Any]] = {
     NONE: {}, RECOMPUTE: WHOLE, ONE: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 1},
     TWO: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 2},
 }  # fmt: skip
-IMPLS = (FULL_ITERATION,)
+IMPLS = (LOCAL, FULL_ITERATION)
 """Graphs that offload goes together with."""
 WARM, PROFILED = 3, 2
 ROUNDS, QUICK_ROUNDS = 8, 1

@@ -21,19 +21,20 @@ COPIES = {
 
 def test_all_sides_compute_the_same_on_shared_weights():
     result = offload.run(
-        quick(offload.MODELS["hybrid1b"]), CPU, rounds=2, impls=(FULL_ITERATION,), engine=stand_in.RecordingEngine
+        quick(offload.MODELS["hybrid1b"]), CPU, rounds=2, impls=offload.IMPLS, engine=stand_in.RecordingEngine
     )
     plain = {"tiny": harness.plain(result)}
-    assert list(result["sides"]) == list(SIDES) and list(result["graphs"][FULL_ITERATION]) == [RECOMPUTE, TWO]
+    assert list(result["sides"]) == list(SIDES) and list(result["graphs"]) == list(offload.IMPLS)
     assert offload.problems_of(plain) == []
-    sides = [*result["sides"].values(), *result["graphs"][FULL_ITERATION].values()]
+    sides = [*result["sides"].values(), *(side for found in result["graphs"].values() for side in found.values())]
+    assert len(sides) == len(SIDES) + 2 * len(offload.IMPLS)
     assert all(side["losses"] == sides[0]["losses"] and min(side["losses"]) > 1 for side in sides)
     assert len(set(sides[0]["losses"])) == 2  # packs in turn
     assert [row["kept"] for row in offload.rows_of(plain)] == list(SIDES)
     moved = {name: figures["moved_mib"] for name, figures in result["figures"].items()}
     assert moved == dict.fromkeys((ONE, TWO), 2 * result["layers"] * result["input_mib"])  # float32 here
     assert [figures["buffers"] for figures in result["figures"].values()] == [1, 2]
-    assert len(offload.graph_rows_of(plain)) == 2 and offload.copy_rows_of(plain) == []
+    assert len(offload.graph_rows_of(plain)) == 4 and offload.copy_rows_of(plain) == []
 
 
 def test_what_is_judged():
