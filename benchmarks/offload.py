@@ -6,7 +6,7 @@ One optimizer step is one pack of 32,768 tokens in 12 documents, AdamW included,
 side sees the same weights in every step. All sides share weights, gradients and optimizer state: what a side's peak has
 beyond another's are activations. Sides take turns, step by step. Copies are measured in a profile of the device: those
 of layers' inputs are the long ones. A copy is hidden while a kernel runs. ``--graphs`` captures recomputation with and
-without offload and lets both take turns again.
+without offload, layer by layer and as whole steps, and lets both take turns again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIDES: dict[str, dict[str, Any]] = {
 IMPLS = (LOCAL, FULL_ITERATION)
 """Graphs that offload goes together with."""
 WARM, PROFILED = 3, 2
-ROUNDS, QUICK_ROUNDS = 8, 1
+ROUNDS, QUICK_ROUNDS = 6, 1
 LEAST_MOVED, LEAST_HIDDEN, MOST_OF_ONE_BUFFER, MOST_OF_GRAPHS = 0.8, 0.8, 1.01, 1.03
 NORM_BOUND = 1e-3
 """Kernels add up in an order of their own."""
