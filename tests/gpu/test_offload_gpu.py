@@ -74,7 +74,7 @@ MODES = {
 }  # fmt: skip
 
 
-IMPLS = ("full_iteration",)
+IMPLS = ("local", "full_iteration")
 """Graphs that offload goes together with."""
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.training.console import Console
 from megatron_packed.training.curves import read_jsonl
 from megatron_packed.training.metrics import ExpertFigures, GraphFigures, MemoryFigures, StepFacts, peak_of, step_record
@@ -15,11 +16,11 @@ from megatron_packed.training.report import write_report
 from megatron_packed.training.writers import JsonlWriter
 
 
-def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs=None, experts=None):
+def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs=None, experts=None, offload=None):
     facts = StepFacts(
         iteration=iteration, learning_rate=1e-3, real_tokens=900, target_tokens=500, padded_tokens=100,
         consumed_tokens=900 * iteration, num_seqs=12, num_packs=4, epoch=0, flops=4e12, plan_hash="abc",
-        graphs=graphs,
+        graphs=graphs, offload=offload,
     )  # fmt: skip
     values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skipped": skipped}
     return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, experts=experts,
@@ -117,6 +118,17 @@ def test_loads_of_experts_are_shares_of_the_mean_of_their_layer():
     many = [ExpertFigures.of([1.0] * 1200, 3, iteration) for iteration in (6, 7)]
     assert many[0].load is not None and "expert_load" not in record(7, experts=many[1]).as_dict()
     assert ExpertFigures.of([], 0, 7) is None and not any("expert" in name for name in record(7).as_dict())
+
+
+def test_figures_of_offload(capsys):
+    known = OffloadFigures(buffers=2, moved_mib=64.0, loaded_mib=56.0)
+    timed = OffloadFigures(buffers=2, moved_mib=64.0, loaded_mib=56.0, put_ms=2.0, load_ms=1.0, hidden=0.875)
+    line = record(3, offload=known).as_dict()
+    assert (line["offload_buffers"], line["offload_moved_mib"], line["offload_hidden"]) == (2, 64.0, None)
+    assert not any("offload" in name for name in record(3).as_dict())
+    for offload, shown in ((known, "| offloaded 64 MiB\n"), (timed, "| offloaded 64 MiB, 88% hidden")):
+        Console(rank=0, total_steps=10).step(record(3, offload=offload))
+        assert shown in capsys.readouterr().out
 
 
 def test_report_sums_the_replays_of_all_steps(tmp_path):
