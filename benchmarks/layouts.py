@@ -155,6 +155,7 @@ def train(config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch
         whole = asks_nothing(config) and not config.parallel.overlap_param_gather
         kinds = (LOCAL, FULL_ITERATION) if whole else (LOCAL,)
         found["graphs"] = {impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds}
+        job.buffers.wait_params()  # else the process group holds the weights that it was gathering
     return found
 
 
