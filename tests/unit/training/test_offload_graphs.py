@@ -2,17 +2,20 @@
 each other may also be replayed alone."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
 from test_build_graphs import RecordingEngine, config_of, micro_batch
-from test_recompute_steps import EACH_INPUT, LAYERS, STEPS, TRAVELLERS, Run, expected  # noqa: F401
+from test_recompute_steps import EACH_INPUT, INPUTS, LAYERS, STEPS, TRAVELLERS, Run, expected  # noqa: F401
 from test_recompute_steps import state_hash as digest_of
 from test_train_step import SLOTS
 
 from megatron_packed.config.memory import MemoryConfig
 from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.memory import offload as offload_module
+from megatron_packed.memory.streams import HostStreams
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.training.graphs import audit_graphs
 
@@ -24,6 +27,86 @@ class BorrowingEngine(RecordingEngine):
         return torch.empty(0, dtype=tensor.dtype).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
+
+
+class GraphStreams(HostStreams):
+    """What a capture demands of streams: a wait is for a mark of the same graph, a stream joins a graph by waiting for
+    one of its marks, and has been waited for at its end. Memory cannot be pinned in it."""
+
+    def __init__(self):
+        self.graph, self.graphs, self.current = 0, 0, "compute"
+        self.copied, self.waited, self.joined = {}, {}, set()
+        self.copies_in_graphs = 0
+
+    @contextmanager
+    def one_graph(self):
+        self.graphs += 1
+        self.graph, self.copied, self.waited, self.joined = self.graphs, {}, {}, {"compute"}
+        yield
+        assert {name: n for name, n in self.copied.items() if name != "compute"} == self.waited, "not joined"
+        self.graph = 0
+
+    def capturing(self):
+        return self.graph > 0
+
+    def mark(self):
+        return self.graph, self.current, self.copied.get(self.current, 0)
+
+    def wait(self, mark):
+        graph, name, number = mark
+        assert graph == self.graph, "a wait across the border of a graph"
+        if self.current == "compute":
+            self.waited[name] = max(number, self.waited.get(name, 0))
+        elif name == "compute":
+            self.joined.add(self.current)
+
+    @contextmanager
+    def _on(self, name):
+        self.current = name
+        yield
+        self.current = "compute"
+
+    def outward(self):
+        return self._on("out")
+
+    def inward(self):
+        return self._on("in")
+
+    def copy(self, target, source):
+        assert not self.graph or self.current in self.joined
+        self.copied[self.current] = self.copied.get(self.current, 0) + 1
+        self.copies_in_graphs += self.graph > 0
+        super().copy(target, source)
+
+    def host(self, num_bytes):
+        assert not self.graph
+        return super().host(num_bytes)
+
+
+class GraphEngine(BorrowingEngine):
+    streams = None
+
+    def capture(self, function):
+        def one_graph():
+            with self.streams.one_graph():
+                return function()
+
+        return super().capture(one_graph)
+
+
+@pytest.mark.parametrize(("impl", "memory"), [
+    ("local", EACH_INPUT), ("local", TRAVELLERS), ("full_iteration", INPUTS), ("full_iteration", TRAVELLERS),
+], ids=["layers, inputs", "layers, parts", "steps, inputs", "steps, parts"])  # fmt: skip
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_copies_begin_and_end_in_the_graph_that_they_are_in(impl, memory, buffers, expected, monkeypatch):  # noqa: F811
+    engine = GraphEngine()
+    engine.streams = GraphStreams()
+    monkeypatch.setattr(offload_module, "streams_of", lambda device: engine.streams)
+    run = Run(config_of(cuda_graph_impl=impl), dataclasses.replace(memory, offload_buffers=buffers), engine)
+    run_all(run, expected)
+    offload = run.job.model.offload
+    assert engine.streams.copies_in_graphs and offload.buffers.now == buffers and offload.news()[1:] == []
+    assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
 
 
 @pytest.fixture
