@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
+TRACKING = "tracking services"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section, title="logging"):
@@ -23,7 +25,28 @@ class LoggingConfig(Section, title="logging"):
         None, "HTML page about the run, made of the numbers of --log-jsonl when it is done.", path="output_file"
     )
 
+    wandb_project: str | None = option(None, "Project of Weights & Biases; rank 0 sends to it.", group=TRACKING)
+    wandb_exp_name: str | None = option(None, "Name of the run there; by default W&B finds one.", group=TRACKING)
+    wandb_save_dir: str | None = option(
+        None, "Directory for W&B's own files; by default that of --save.", group=TRACKING, path="output_directory"
+    )
+    wandb_entity: str | None = option(None, "User or team whose project it is.", group=TRACKING)
+    mlflow_experiment: str | None = option(None, "Experiment of MLflow; rank 0 sends to it.", group=TRACKING)
+    mlflow_run_name: str | None = option(None, "Name of the run there; by default MLflow finds one.", group=TRACKING)
+    mlflow_tracking_uri: str | None = option(
+        None, "MLflow's server or store; by default what MLFLOW_TRACKING_URI says.", group=TRACKING
+    )
+
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity", "mlflow_run_name", "mlflow_tracking_uri"):
+            needed = "wandb_project" if name.startswith("wandb") else "mlflow_experiment"
+            if sound(name, needed) and getattr(self, name) is not None and getattr(self, needed) is None:
+                yield Problem(self.flag(name), "", f"is never used without {self.flag(needed)}",
+                              f"give {self.flag(needed)} NAME, or leave it out")
+        uri = self.mlflow_tracking_uri if sound("mlflow_tracking_uri") else None
+        if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
+            yield Problem("--mlflow-tracking-uri", "", "holds a name or a password, and options are shown and saved",
+                          "give them as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment")
         if self.report is None or not sound("report"):
             return
         if not self.report.endswith((".html", ".htm")):

@@ -380,8 +380,8 @@ REFUSED: tuple[Refused, ...] = (
         ("--log-world-size-to-tensorboard", "--tensorboard-log-interval", "--tensorboard-queue-size"),
     ),
     Refused(
-        "no tracking service is built in", "use --log-jsonl or --tensorboard-dir",
-        ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir", "--wandb-entity", "--one-logger-project"),
+        "this tracking service is not built in", "use --wandb-project, --mlflow-experiment or --tensorboard-dir",
+        ("--one-logger-project",),
     ),
     Refused(
         "profiling is done from outside", "run under nsys or the PyTorch profiler; benchmarks/ has scripts",

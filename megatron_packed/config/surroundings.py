@@ -90,11 +90,21 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     for flag in (flag for flag in asked if asked[flag] and importlib.util.find_spec(ENGINE) is None):
         yield Problem(flag, ENGINE, "needs TransformerEngine, which is not installed",
                       "pip install 'megatron-packed[gpu]', or give local, which computes the same", node_dependent=True)
-    for name, package, extra in (("tensorboard_dir", "tensorboard", "log"),):
+    for name, package, extra in (
+        ("tensorboard_dir", "tensorboard", "log"),
+        ("wandb_project", "wandb", "wandb"),
+        ("mlflow_experiment", "mlflow", "mlflow"),
+    ):
         value = getattr(run.logging, name)
-        if value is not None and sound(f"logging.{name}") and importlib.util.find_spec(package) is None:
+        if value is not None and sound(f"logging.{name}") and not _installed(package):
             yield Problem(run.logging.flag(name), value, f"needs {package}, which is not installed",
                           f"pip install 'megatron-packed[{extra}]', or leave it out", node_dependent=True)
+
+
+def _installed(package: str) -> bool:
+    """A mere folder of this name, such as the one in which W&B keeps its files, is no package."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _tried(check: Callable[..., tuple[str, str] | None], *arguments: str | None) -> tuple[str, str] | None:

@@ -54,6 +54,7 @@ from megatron_packed.training.implementation import check_implementation
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
+from megatron_packed.training.trackers import TrackerWriter, services
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
 
@@ -148,7 +149,7 @@ def _train(
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
     graphs = job.step.graphs = build_graphs(config, job, data.ladder, groups, console.say)
-    writers = _writers(config, groups, state.progress.iteration)
+    writers = _writers(config, groups, state, console)
     trainer = Trainer(
         config=config,
         groups=groups,
@@ -174,9 +175,12 @@ def _train(
             if graphs is not None:
                 notes.append(("CUDA graphs", "\n".join(sentences_of_all_ranks(graphs, groups))))
                 console.say(notes[-1][1])
-    finally:
+    except BaseException:
         for writer in writers:
-            writer.close()
+            writer.close(failed=True)
+        raise
+    for writer in writers:
+        writer.close(failed=exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED))
     if job.model.offload is not None:  # behind the graphs that copy to its memory
         job.model.offload.close()
     data.close()
@@ -299,10 +303,15 @@ def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
 
 
-def _writers(config: RunConfig, groups: ParallelGroups, iteration: int) -> list[Writer]:
+def _writers(config: RunConfig, groups: ParallelGroups, state: RunState, console: Console) -> list[Writer]:
+    """Of rank 0; none on the others."""
+    options = config.logging
     writers: list[Writer] = []
-    if groups.rank == 0 and config.logging.log_jsonl:
-        writers.append(JsonlWriter(config.logging.log_jsonl, first_iteration=iteration + 1))
-    if groups.rank == 0 and config.logging.tensorboard_dir:
-        writers.append(TensorBoardWriter(config.logging.tensorboard_dir))
-    return writers
+    if groups.rank != 0:
+        return writers
+    if options.log_jsonl:
+        writers.append(JsonlWriter(options.log_jsonl, first_iteration=state.progress.iteration + 1))
+    if options.tensorboard_dir:
+        writers.append(TensorBoardWriter(options.tensorboard_dir))
+    tracked = services(options, save=config.checkpoint.save, run_id=state.run_id, config=state.config)
+    return writers + [TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked]

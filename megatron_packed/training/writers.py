@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside the console: JSONL, and TensorBoard when a folder is given."""
+"""Where a run's numbers go beside the console: JSONL, TensorBoard when a folder is given (services: `trackers.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_LOSS = 20.0
 class Writer(Protocol):
     def write(self, record: dict[str, object]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 def _finite(value: object) -> object:
@@ -68,7 +68,7 @@ class JsonlWriter:
             os.ftruncate(self._file.fileno(), size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._file.close()
 
 
@@ -96,5 +96,5 @@ class TensorBoardWriter:
         if isinstance(loss := record.get("valid_loss"), float):
             self._writer.add_scalar("valid_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()

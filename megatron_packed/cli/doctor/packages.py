@@ -67,6 +67,8 @@ PACKAGES = (
     Package(name="datasets", module="datasets", use="Hugging Face datasets on disk"),
     Package(name="pyarrow", module="pyarrow", use="Parquet"),
     Package(name="tensorboard", module="tensorboard", use="--tensorboard-dir"),
+    Package(name="wandb", module="wandb", use="--wandb-project"),
+    Package(name="mlflow-skinny", module="mlflow", use="--mlflow-experiment"),
     Package(name="matplotlib", module="matplotlib", use="images of curves (plot --png)"),
 )  # fmt: skip
 

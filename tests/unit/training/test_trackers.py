@@ -1,0 +1,170 @@
+"""Tracking services get every number, in the same tracked run after a resume, and can do a run no harm."""
+
+import math
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.logging import LoggingConfig
+from megatron_packed.training import trackers
+from megatron_packed.training.trackers import TrackerWriter, services
+
+LINES = [{"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None} for step in (1, 2, 3)]
+
+
+class Service:
+    """Does what it is told to: wait, or fail."""
+
+    name = "Fake"
+
+    def __init__(self, fails_at: str = "", gate: threading.Event | None = None) -> None:
+        self.fails_at, self.gate, self.calls = fails_at, gate, []
+
+    def _call(self, name: str, value: object = None) -> str:
+        if self.gate is not None:
+            self.gate.wait()
+        if name == self.fails_at:
+            raise ConnectionError("the line is dead.")
+        self.calls.append((name, value))
+        return "somewhere"
+
+    def start(self) -> str:
+        return self._call("start")
+
+    def log(self, records) -> None:
+        for record in records:
+            self._call("log", record)
+
+    def finish(self, *, failed: bool) -> None:
+        self._call("finish", failed)
+
+
+def written(service: Service, *, failed: bool = False) -> tuple[list[str], list[str]]:
+    said, warned = [], []
+    writer = TrackerWriter(service, say=said.append, warn=warned.append)
+    for line in LINES:
+        writer.write(line)
+    writer.close(failed=failed)
+    return said, warned
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_all_lines_arrive_in_order_and_the_end_says_how_it_went(failed: bool) -> None:
+    service = Service()
+    assert written(service, failed=failed) == (["Fake: somewhere"], [])
+    assert service.calls == [("start", None), *(("log", line) for line in LINES), ("finish", failed)]
+
+
+@pytest.mark.parametrize("at", ["start", "log", "finish"])
+def test_a_failure_is_said_once_and_ends_nothing(at: str) -> None:
+    assert written(Service(at))[1] == ["Fake: the line is dead; the run goes on without it."]
+
+
+def test_a_service_that_hangs_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
+    gate, begun = threading.Event(), time.monotonic()
+    _, warned = written(Service(gate=gate))
+    assert warned == ["Fake does not answer; the last numbers may be missing there."]
+    assert time.monotonic() - begun < 2
+    gate.set()
+
+
+class FakeWandb(SimpleNamespace):
+    """The part of the library that is used; ``kept`` is what the service would have of each run."""
+
+    def __init__(self) -> None:
+        super().__init__(kept={}, inits=[], Settings=lambda **values: values)
+
+    def init(self, **options):
+        self.inits.append(options)
+        kept = self.kept.setdefault(options["id"], [])
+        return SimpleNamespace(
+            url="https://there", offline=False, define_metric=lambda *a, **k: None, log=kept.append,
+            finish=lambda exit_code: kept.append(exit_code),
+        )  # fmt: skip
+
+
+def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
+    library = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
+    for _ in range(2):  # the second resumes
+        [service] = services(options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}})
+        assert written(service) == (["W&B: https://there"], [])
+    lines = [{"iteration": line["iteration"], "lm_loss": line["lm_loss"]} for line in LINES]
+    assert library.kept == {"abc": [*lines, 0, *lines, 0]}
+    first = library.inits[0]
+    assert (first["project"], first["name"], first["entity"], first["resume"]) == ("p", "n", "e", "allow")
+    assert first["dir"] == str(tmp_path / "run") and first["config"] == {"optim": {"lr": 1}}
+    [service] = services(LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={})
+    assert service.folder == "w"
+
+
+class FakeMlflowClient:
+    runs: dict[str, dict] = {}  # noqa: RUF012  the service, which outlives its clients
+
+    def __init__(self, uri: str | None) -> None:
+        assert uri == "file:here"
+
+    def get_experiment_by_name(self, name: str):
+        return SimpleNamespace(experiment_id=name) if self.runs else None
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def search_runs(self, places, condition: str, max_results: int):
+        assert condition == "tags.megatron_packed_run = 'abc'"
+        return [SimpleNamespace(info=SimpleNamespace(run_id=name)) for name in self.runs]
+
+    def create_run(self, place: str, tags: dict, run_name: str | None):
+        name = f"run{len(self.runs)}"
+        self.runs[name] = {"tags": tags, "name": run_name, "params": {}, "metrics": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=name))
+
+    def log_param(self, run: str, name: str, value: str) -> None:
+        self.runs[run]["params"][name] = value
+
+    def log_batch(self, run: str, metrics) -> None:
+        self.runs[run]["metrics"] += [(m[0], m[1], m[3]) for m in metrics]
+
+    def update_run(self, run: str, status: str) -> None:
+        self.runs[run]["status"] = status
+
+    def set_terminated(self, run: str, status: str) -> None:
+        self.runs[run]["status"] = status
+
+
+def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
+    monkeypatch.setattr(FakeMlflowClient, "runs", {})
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflowClient))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values))
+    options = LoggingConfig(mlflow_experiment="x", mlflow_run_name="n", mlflow_tracking_uri="file:here")
+    for failed in (False, True):
+        [service] = services(options, save=None, run_id="abc", config={"optim": {"lr": 1}})
+        assert written(service, failed=failed) == (["MLflow: run run0 of experiment x"], [])
+    points = [("lm_loss", line["lm_loss"], line["iteration"]) for line in LINES]
+    assert FakeMlflowClient.runs == {
+        "run0": {"tags": {"megatron_packed_run": "abc"}, "name": "n", "params": {"optim.lr": "1"},
+                 "metrics": points * 2, "status": "FAILED"},
+    }  # fmt: skip
+
+
+def test_what_is_no_number_is_not_sent() -> None:
+    assert trackers._numbers({"a": 1, "b": math.nan, "c": "nan", "d": [1.0], "e": None, "f": True}) == {"a": 1, "f": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [({"wandb_exp_name": "n"}, "is never used without --wandb-project"),
+     ({"mlflow_tracking_uri": "http://a"}, "is never used without --mlflow-experiment"),
+     ({"mlflow_experiment": "x", "mlflow_tracking_uri": "https://user:secret@host/a"}, "holds a name or a password")],
+)  # fmt: skip
+def test_options_that_make_no_sense(given, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as caught:
+        LoggingConfig(**given)
+    assert "secret" not in str(caught.value)
