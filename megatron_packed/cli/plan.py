@@ -15,6 +15,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.gather import gather
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, metavar="N",
                         help="processes of the run (default: the fewest that make its layout)")  # fmt: skip
     parser.add_argument("--gpu-memory-gib", type=float, default=141.0, metavar="G", help="of each GPU (default 141)")
-    parser.add_argument("--lengths", metavar="F", help="tokens of each document, one number a line; by default those "
-                        "of the data if it is tokenised, else documents of --seq-length tokens")  # fmt: skip
+    parser.add_argument("--lengths", metavar="F", help="tokens of each document, one number a line or a histogram; by "
+                        "default those of the data if it is tokenised, else --seq-length for each")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -98,27 +99,11 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         else:
             raise UsageError(f"--vocab-size is required: the tokenizer cannot tell it here ({reason}).", EXIT_DATA)
     if file is not None:
-        return vocab_size, _lengths_of(file), f"the lengths in {file}"
+        return vocab_size, read_numbers("--lengths", file), f"the lengths in {file}"
     if lengths is not None:
         return vocab_size, lengths, f"the tokenised documents of {' '.join(options.train_paths)}"
     whole = np.array([config.packing.seq_length], dtype=np.int64)
     return vocab_size, whole, f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}"
-
-
-def _lengths_of(file: str) -> Lengths:
-    import numpy as np
-
-    try:
-        with open(file, encoding="utf-8") as lines:
-            lengths = np.array([int(line) for line in lines if line.strip()], dtype=np.int64)
-    except OSError as error:
-        raise UsageError(f"--lengths {file}: {error.strerror}; name a file with a number on each line.") from None
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"--lengths {file}: {error}; every line must be a number of tokens.", EXIT_DATA) from None
-    if not lengths.size or int(lengths.min()) < 1:
-        raise UsageError(f"--lengths {file}: every line must be a number of tokens, at least 1, and one there must be.",
-                         EXIT_DATA)  # fmt: skip
-    return lengths
 
 
 def _room(config: RunConfig, work: StepWork) -> int:

@@ -18,6 +18,7 @@ from captures import capture_on_cpu, forget_to_accumulate, move_a_buffer
 from faults import defect, signal_at
 from runs import Data, assert_same_state, command_line, in_folder, run, steps, tiny_options, write_conversations
 
+from megatron_packed.cli.main import main
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.data import RunData, build_data
@@ -252,6 +253,23 @@ def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(graphs: d
     assert finished.console.count("hold more than the 5 documents of the largest capacity") == 2  # data, and the end
     status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())
     assert status["exit_code"] == FALLBACK and status["reason"].startswith("CUDA graph fallback")
+
+
+def test_what_tune_recommends_never_runs_eagerly(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than an epoch and a validation, strictly; the packer is the one with the longest tail of counts."""
+    tuned = ("train_data_path", "data_cache_path", "sft", "seq_length", "global_batch_size", "packing_method")
+    assert main(["tune", *command_line({name: options[name] for name in tuned}), "--json"]) == 0
+    flags = json.loads(capsys.readouterr().out)["recommended"]["flags"]
+    words = " ".join(flags).split("--")[1:]
+    chosen = {name.replace("-", "_"): tuple(values) for name, *values in map(str.split, words)}
+    assert chosen["cuda_graph_impl"] == ("local",) and max(map(int, chosen["cuda_graph_max_packed_seqs"])) > 5
+    run_options = {**options, **chosen, "cuda_graph_strict": True, "train_iters": 12, **in_folder(tmp_path)}
+    finished = run(run_options, tmp_path, prepare=capture_on_cpu)
+    assert finished.exit_code == DONE, finished.console
+    lines = [line for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line]
+    assert len(lines) == 12 and sum(line["graph_fallbacks"] for line in lines) == 0
 
 
 def test_strict_on_a_cpu_is_refused(graphs: dict[str, Any], tmp_path: Path) -> None:

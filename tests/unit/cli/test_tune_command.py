@@ -1,0 +1,193 @@
+"""``megatron-packed tune``: what it finds in data, lengths and packs, what it recommends, and what that comes to."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from megatron_packed.cli import tune as tune_command
+from megatron_packed.cli.main import main
+from megatron_packed.config.flags import parse
+from megatron_packed.data.packing import METHODS
+from megatron_packed.data.step_cost import StepCosts, Timed
+from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.training import measure
+from megatron_packed.training.data import plan_training
+from megatron_packed.training.documents import open_documents
+
+MODEL = """--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8 --mamba-num-groups 1
+    --mamba-state-dim 8 --mamba-chunk-size 16 --disable-bias-linear --device cpu""".split()  # noqa: SIM905
+ATTENTION = ["--hybrid-layer-pattern", "*", *MODEL[2:6], "--disable-bias-linear", "--device", "cpu"]
+UNUSED = [*MODEL, "--lr", "0", "--train-iters", "9"]
+
+
+def tune(capsys, *argv):
+    assert main(["tune", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *argv):
+    try:
+        code = main(["tune", *map(str, argv)])
+    except SystemExit as ended:
+        code = ended.code
+    return code, capsys.readouterr().err
+
+
+def long_tailed(count, seed=0):
+    return np.maximum(np.exp(3 + 1.2 * np.random.default_rng(seed).standard_normal(count)), 1).astype(int)
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, long_tailed(3000))))
+    return path
+
+
+def published(path):
+    """Packs with P50 12, P90 43, P99 106 and most 358 documents, a power law between each two, as a histogram."""
+    exceeded, counts = [1.0, 0.5, 0.1, 0.01, 1e-4], [1, 12, 43, 106, 358]
+    points = -np.log(1 - np.arange(10_000) / 10_000)
+    packs = np.ceil(np.exp(np.interp(points, -np.log(exceeded), np.log(counts))) - 1e-9).astype(int)
+    rows = zip(*np.unique(packs, return_counts=True), strict=True)
+    path.write_text("documents,packs\n" + "".join(f"{count},{times}\n" for count, times in rows))
+    return path
+
+
+def test_the_published_distribution(tmp_path, capsys):
+    found = tune(capsys, "--documents-per-pack", published(tmp_path / "packs.csv"), "--capacities", 64, 106)
+    [packs] = found["packers"]
+    assert [packs[name] for name in ("p50", "p90", "p99", "max")] == [12, 43, 106, 358]
+    assert packs["coverage"]["64"] == pytest.approx(0.96, abs=0.01)
+    assert packs["coverage"]["106"] == pytest.approx(0.99, abs=0.002)
+    assert found["recommended"]["capacities"][-1] == 358 and not found["measured"]
+    assert main(["tune", "--documents-per-pack", str(tmp_path / "packs.csv"), "--capacities", "64", "106"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"given +10,000 +12 +43 +106 +358\n", text) and re.search(r" 64 +96\.\d\d %\n", text)
+    assert "is not measured" in text
+
+
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method):
+    """In three epochs, by the plan of a run, from its own data."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in long_tailed(800)))
+    flags = ["--seq-length", "512", *([] if method is None else ["--packing-method", method])]
+    found = tune(capsys, "--data", data, *flags)
+    assert [packer["method"] for packer in found["packers"]] == ([method] if method else list(METHODS))
+    config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
+    documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
+    plan, ladder, report = plan_training(config, documents.train)
+    chosen = next(one for one in found["packers"] if one["method"] == found["recommended"]["method"])
+    assert (report.documents_p50, report.documents_p99, report.documents_max) == (
+        chosen["p50"], chosen["p99"], chosen["max"]
+    )  # fmt: skip
+    assert report.fill == pytest.approx(chosen["fill"])
+    assert max(int(plan.epoch(epoch).documents_per_pack.max()) for epoch in range(3)) <= ladder.largest
+
+
+def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
+    values, times = np.unique(long_tailed(3000), return_counts=True)
+    table = tmp_path / "histogram.tsv"
+    table.write_text("# of documents\n" + "".join(f"{value}\t{count}\n" for value, count in zip(values, times)))
+    found = [tune(capsys, "--seq-length", 512, "--lengths", file) for file in (lengths, table)]
+    assert found[0]["lengths"] == found[1]["lengths"]
+    assert found[0]["lengths"]["documents"] == 3000 and found[0]["lengths"]["max"] == int(values.max())
+    assert main(["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"]) == 0
+
+
+def test_pictures_need_nothing_else(tmp_path, lengths, capsys):
+    pytest.importorskip("matplotlib")
+    tune(capsys, "--seq-length", 512, "--lengths", lengths, "--plot", tmp_path / "t.png", "--html", tmp_path / "t.html")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "t.html").read_text()
+    assert "--cuda-graph-max-packed-seqs" in page and "<svg" in page and "best_fit_decreasing" in page
+    assert not re.search(r"(src|href)=['\"]?(https?:)?//", page) and "<script" not in page
+
+
+def costs_of(line, tokens=512, update_ms=3.0, eager=None):
+    """A table of times that lie exactly on lines: ``line(capacity) = (base, slope)``."""
+    works = [1000.0, 5000.0, 90000.0]
+    packs = [
+        Timed(capacity=c, documents=1, squares=w, ms=line(c)[0] + line(c)[1] * w) for c in (4, 16, 64) for w in works
+    ]  # fmt: skip
+    packs += [Timed(capacity=None, documents=1, squares=w, ms=eager) for w in works if eager]
+    return StepCosts(tokens=tokens, update_ms=update_ms, packs=tuple(packs), device="a device")
+
+
+def test_prediction_from_exact_times(tmp_path, lengths, capsys):
+    """Base 10 + capacity / 8 ms and 1e-5 ms per squared token: the mean over packs can be computed by hand."""
+    costs_of(lambda c: (10 + c / 8, 1e-5), eager=99.0).save(tmp_path / "costs.json")
+    assert StepCosts.load(tmp_path / "costs.json").document_cost() == pytest.approx((60 / 8) / (10.5 + 0.32) / 60)
+    flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json"]
+    found = tune(capsys, *flags, "--packing-method", "sequential", "--capacities", 30, "--global-batch-size", 4)
+    assert found["measured"] and found["update_ms"] == 3
+    stream = Packs(long_tailed(3000))
+    for capacity in (16, 30, 64):
+        price = found["by_capacity"][str(capacity)]
+        fits = stream.documents <= capacity
+        ms = np.where(fits, 10 + capacity / 8 + 1e-5 * stream.squares, 99.0).mean()
+        assert price["micro_batch_ms"] == pytest.approx(ms, rel=1e-9)
+        assert price["step_ms"] == pytest.approx(4 * ms + 3, rel=1e-9)
+        assert price["eager_share"] == pytest.approx(1 - fits.mean())
+
+
+class Packs:
+    """The stream of a sequential packer, packed here: documents and squared rows of every pack."""
+
+    def __init__(self, lengths, slots=512, seed=1234):
+        from megatron_packed.data.keyed_random import KeyedRandom
+
+        rows = [[]]
+        for length in np.minimum(lengths, slots)[KeyedRandom(seed, "documents", 0).permutation(lengths.size)]:
+            if sum(rows[-1]) + length > slots:
+                rows.append([])
+            rows[-1].append(int(length))
+        self.documents = np.array([len(row) for row in rows])
+        self.squares = np.array([sum(n * n for n in row) + (slots - sum(row)) ** 2 for row in rows])
+
+
+def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "MICRO_BATCHES", 2)
+    asked = []
+    monkeypatch.setattr(tune_command, "apply_environment", asked.append)  # which would stay behind in this process
+    flags = ["--seq-length", 64, "--lengths", lengths, "--vocab-size", 64, "--packing-method", "balanced", *ATTENTION]
+    table = tmp_path / "costs.json"
+    measured = tune(capsys, *flags, "--measure", table)
+    assert len(asked) == 1 and measured["device"] == "cpu" and measured["recommended"]["step_ms"] > 0
+    costs = StepCosts.load(table)
+    assert costs.tokens == 64 and costs.knows_eager and measured["packers"][0]["max"] in costs.capacities
+    assert {pack.squares for pack in costs.packs} >= {64.0**2}
+    assert tune(capsys, *flags, "--costs", table)["recommended"] == measured["recommended"]
+    code, problem = refusal(capsys, *flags, "--bf16", "--costs", table)
+    assert code == 2 and "another dtype (torch.float32, here torch.bfloat16)" in problem
+    code, problem = refusal(capsys, "--seq-length", 32, "--lengths", lengths, "--costs", table)
+    assert code == 2 and "packs of 64 tokens, and these have 32" in problem
+
+
+@pytest.mark.parametrize("text, words", [("12\n0\n", "line 2"), ("12 3 4\n", "line 1"), ("", "one there must be"),
+                                         ("5 0\n", "one there must be"), ("5\n-1", "line 2"),
+                                         ("5\nx\n", "line 2")])  # fmt: skip
+def test_files_that_hold_something_else(tmp_path, capsys, text, words):
+    (tmp_path / "file").write_text(text)
+    code, problem = refusal(capsys, "--seq-length", 64, "--lengths", tmp_path / "file")
+    assert code == 3 and words in problem
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--lengths", "F", "--seq-length", 64, "--measure", "t.json"], "--measure needs the flags of the model"),
+    (["--lengths", "F", "--seq-length", 64, "--capacities", 65], "no pack holds more than 64"),
+    (["--lengths", "F", "--seq-length", 64, "--capacities", 0], "at least 1"),
+    (["--lengths", "F", "--seq-length", 64, "--costs", "nowhere.json"], "nowhere.json"),
+    (["--documents-per-pack", "F", "--seq-length", 64], "takes no --seq-length"),
+    (["--documents-per-pack", "F", "--costs", "t.json"], "needs the lengths of documents"),
+    (["--lengths", "F"], "--seq-length"),
+    (["--lengths", "nowhere", "--seq-length", 64], "nowhere"),
+    (["--data", "nowhere.jsonl", "--seq-length", 64], "nowhere.jsonl"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_refused(lengths, capsys, argv, words):
+    code, problem = refusal(capsys, *(lengths if word == "F" else word for word in argv))
+    assert code == 2 and words in problem
