@@ -6,6 +6,7 @@ thread, and captures.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, cast
@@ -161,15 +162,18 @@ class CudaStreams:
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def host(self, num_bytes: int) -> Tensor:
-        """Pinned by registering it: torch's own allocator of pinned memory rounds up to a power of two."""
+        """Pages of its own, pinned by registering them: torch's own allocator of pinned memory rounds up to a power of
+        two, and a page that two blocks share can be registered once only."""
         if self.capturing():
             raise torch.OutOfMemoryError("no host memory can be pinned while a graph is captured")
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            block = torch.empty(num_bytes, dtype=torch.uint8)
-        except RuntimeError as error:  # how the CPU's allocator says it
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
             raise torch.OutOfMemoryError(f"no {num_bytes / 2**20:,.0f} MiB of host memory: {error}") from error
+        block = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
         runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, num_bytes, 0))
+        code = int(runtime.cudaHostRegister(address, size, 0))
         if code != 0:
             self._forget_error()
             text = f"cudaHostRegister of {num_bytes / 2**20:,.0f} MiB failed with error {code}"
