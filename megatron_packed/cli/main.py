@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_packed import __version__
-from megatron_packed.cli import generate, packing, plan, plot, report, tune
+from megatron_packed.cli import generate, packing, plan, plot, preprocess, report, tune
 from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import UsageError
 
-COMMANDS = (doctor, packing, tune, plan, plot, report, generate)
+COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,8 +26,6 @@ from megatron_packed.data.sources import LineReader, RawLine
 
 _CHUNK_LINES = 512
 _CHUNK_BYTES = 2**20
-_EARLY_LINES = 10_000
-"""From here on a source of which more than half the lines are bad is given up before its end."""
 _MAX_THREADS = 32
 
 
@@ -44,7 +42,9 @@ class BuildOptions:
     show_progress: bool = True
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
+    """Lines that are worked on together."""
+
     file: Path
     lines: list[RawLine]
     position: int
@@ -75,11 +75,11 @@ def build_arrays(
     total = sum(file.stat().st_size for file in files)
     try:
         with Progress("tokenising", total, options.show_progress) as progress:
-            for chunk, outcomes in _in_order(_chunks(files, options.max_line_bytes), encoder, options):
+            for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
                 for outcome in outcomes:
                     _account(chunk.file, outcome, report, schemas, writer, quarantine)
                 report.bad, report.schemas = dict(quarantine.counts), dict(schemas)
-                _check_early(report, options.max_bad_fraction, quarantine_path)
+                report.check_early(options.max_bad_fraction, quarantine_path)
                 progress.update(chunk.position, f"{report.documents} documents, {report.num_bad} bad lines")
     finally:
         quarantine.close()
@@ -130,12 +130,8 @@ def _account(
         report.longest_document = max(report.longest_document, num_tokens)
 
 
-def _check_early(report: DataReport, max_bad_fraction: float, quarantine: Path) -> None:
-    if report.lines - report.blank >= _EARLY_LINES and report.bad_fraction > max(max_bad_fraction, 0.5):
-        report.check(max_bad_fraction, quarantine)
-
-
-def _chunks(files: Sequence[Path], max_line_bytes: int) -> Iterator[_Chunk]:
+def chunks_of(files: Sequence[Path], max_line_bytes: int) -> Iterator[Chunk]:
+    """The lines of all files, in their order."""
     behind = 0
     for file in files:
         reader = LineReader(file, max_line_bytes)
@@ -145,23 +141,23 @@ def _chunks(files: Sequence[Path], max_line_bytes: int) -> Iterator[_Chunk]:
             lines.append(line)
             num_bytes += len(line.data)
             if len(lines) >= _CHUNK_LINES or num_bytes >= _CHUNK_BYTES:
-                yield _Chunk(file, lines, behind + reader.bytes_read)
+                yield Chunk(file, lines, behind + reader.bytes_read)
                 lines, num_bytes = [], 0
         behind += file.stat().st_size
         if lines:
-            yield _Chunk(file, lines, behind)
+            yield Chunk(file, lines, behind)
 
 
 def _in_order(
-    chunks: Iterator[_Chunk], encoder: SampleEncoder, options: BuildOptions
-) -> Iterator[tuple[_Chunk, list[_Outcome]]]:
+    chunks: Iterator[Chunk], encoder: SampleEncoder, options: BuildOptions
+) -> Iterator[tuple[Chunk, list[_Outcome]]]:
     """Outcomes of the chunks in their order; at most twice as many chunks in memory as threads."""
     threads = min(options.num_threads or len(os.sched_getaffinity(0)), _MAX_THREADS)
     if threads == 1:
         for chunk in chunks:
             yield chunk, _process(chunk, encoder, options.sft)
         return
-    pending: deque[tuple[_Chunk, Future[list[_Outcome]]]] = deque()
+    pending: deque[tuple[Chunk, Future[list[_Outcome]]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
         try:
             for chunk in chunks:
@@ -176,7 +172,7 @@ def _in_order(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _process(chunk: _Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
+def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
     parsed: list[list[Sample] | BadLine] = [_parse(line) for line in chunk.lines]
     usable = [samples for samples in parsed if not isinstance(samples, BadLine)]
     for samples in usable:

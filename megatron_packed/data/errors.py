@@ -20,6 +20,7 @@ REASONS: dict[str, str] = {
     # schema
     "not_an_object": "a line must be one JSON object",
     "no_known_field": "a line needs `messages`, `prompt` and `completion`, or `text`",
+    "missing_key": "the line lacks a field that --json-keys names",
     "wrong_type": "a field has another type than the schema says",
     "unknown_role": "roles are system, user, assistant and tool",
     "missing_completion": "`prompt` needs a `completion`",
@@ -36,6 +37,8 @@ REASONS: dict[str, str] = {
     "template_limit": "rendering used more time, memory or output than allowed",
     "special_token_in_content": "the text spells a special token, and this tokenizer cannot encode it as plain text",
     "token_across_boundary": "one token covers both trained and untrained text",
+    "tokenizer_failed": "the tokenizer's library does not take the text",
+    "killed_worker": "the process that tokenised the line was killed, crashed, or did not come to an end",
     "no_trainable_token": "after tokenisation no token is left to train",
 }
 """Every reason for which a line is put into quarantine."""
@@ -65,4 +68,4 @@ class BadLine(Exception):
 def printable(text: str, limit: int = 200) -> str:
     """``text`` for a message or log: control characters escaped, so that data cannot forge lines; cut at ``limit``."""
     cut = text if len(text) <= limit else text[:limit] + "..."
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

@@ -73,18 +73,36 @@ class IndexedWriter:
             DataError: a token does not fit the type.
             ValueError: the lengths do not sum up to L.
         """
+        self._append(tokens, np.array([len(tokens)] if lengths is None else lengths, np.int64))
+        self._documents.append(len(self._lengths))
+
+    def _append(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
         tokens = np.asarray(tokens)
-        sequences = [tokens.size] if lengths is None else list(lengths)
-        if sum(sequences) != tokens.size or min(sequences, default=0) < 0:
-            raise ValueError(f"sequences of {sequences} tokens are no parts of a document of {tokens.size}.")
+        if int(lengths.sum()) != tokens.size or lengths.min(initial=0) < 0:
+            raise ValueError(f"sequences of {lengths.tolist()} tokens are no parts of {tokens.size} tokens.")
+        if lengths.max(initial=0) > np.iinfo(np.int32).max:
+            raise DataError(f"a sequence of {lengths.max()} tokens is longer than an index can say; divide it.")
         if tokens.size and not self._limits.min <= tokens.min() <= tokens.max() <= self._limits.max:
             raise DataError(
                 f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; write {self.prefix} with "
                 "int32."
             )
         self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._lengths.extend(sequences)
-        self._documents.append(len(self._lengths))
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+
+    def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Append documents of one sequence each.
+
+        Args:
+            tokens: ``(L,)`` of all of them, one after the other.
+            lengths: ``(n,)`` tokens of each, which sum up to L.
+        Raises:
+            DataError: a token does not fit the type.
+            ValueError: the lengths do not sum up to L.
+        """
+        self._append(tokens, lengths)
+        first = len(self._lengths) - len(lengths) + 1
+        self._documents.frombytes(np.arange(first, first + len(lengths), dtype=np.int64).tobytes())
 
     def close(self) -> None:
         """Make what was appended the data set at ``prefix``. See [Note: how an indexed data set comes into being]."""

@@ -11,6 +11,8 @@ from typing import Any
 from megatron_packed.data.errors import REASONS, BadLine, DataError, printable
 from megatron_packed.data.sources import RawLine
 
+_EARLY_LINES = 10_000
+
 
 @dataclass(kw_only=True)
 class DataReport:
@@ -53,6 +55,11 @@ class DataReport:
         ]
         text += [f"  {count} x {reason}: {REASONS.get(reason, '')}" for reason, count in sorted(self.bad.items())]
         return text
+
+    def check_early(self, max_bad_fraction: float, quarantine: Path) -> None:
+        """`check` before the end, where more than half of many lines are bad."""
+        if self.lines - self.blank >= _EARLY_LINES and self.bad_fraction > max(max_bad_fraction, 0.5):
+            self.check(max_bad_fraction, quarantine)
 
     def check(self, max_bad_fraction: float, quarantine: Path) -> None:
         """Refuse a set with too many bad lines, or none good.

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.blend import Blend
-from megatron_packed.data.bpe import train_bpe
-from megatron_packed.data.dataset import DEFAULT_CACHE_NAME
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing import Packer
 from megatron_packed.data.packing_report import PackingReport
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.spread import BY_TOKENS, PackCost
-from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_packed.data.tokenizer import Tokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
-from megatron_packed.training.documents import names_indexed, open_documents
+from megatron_packed.training.documents import build_tokenizer, open_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,34 +57,6 @@ class RunData:
         for stream in (self.train, self.valid):
             if stream is not None:
                 stream.loader.close()
-
-
-def build_tokenizer(
-    options: DataConfig, say: Callable[[str], None] = lambda line: None, *, build_missing: bool = True
-) -> Tokenizer:
-    """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data.
-
-    Raises:
-        DataError: it cannot be used, or is not trained yet and ``build_missing`` is False.
-    """
-    if options.tokenizer_type == BYTES:
-        return ByteTokenizer()
-    if options.tokenizer_type == HUGGING_FACE:
-        assert options.tokenizer_model is not None  # a rule of the configuration
-        return HuggingFaceTokenizer(options.tokenizer_model)
-    indexed = [path for path in options.train_paths if names_indexed(path)]
-    if indexed:
-        raise DataError(
-            f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
-            "tokenizer that it was made with."
-        )
-    return train_bpe(
-        options.train_paths,
-        options.tokenizer_vocab_size,
-        cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
-        log=say,
-        build_missing=build_missing,
-    )
 
 
 def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], None]) -> RunData:

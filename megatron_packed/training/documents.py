@@ -1,20 +1,23 @@
-"""The documents that a run's options name: opened, joined, and divided into those to train and to validate on."""
+"""The tokenizer and the documents that a run's options name: opened, joined, divided into training and validation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.blend import Blend
-from megatron_packed.config.data import DataConfig
+from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
+from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.chat import chat_format
-from megatron_packed.data.dataset import open_dataset
+from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
 from megatron_packed.data.documents import Documents, JoinedDocuments, Range
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.indexed import is_indexed
 from megatron_packed.data.indexed_documents import IndexedDocuments
-from megatron_packed.data.tokenizer import Tokenizer
+from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
 
 
 class RunDocuments(NamedTuple):
@@ -29,6 +32,34 @@ class RunDocuments(NamedTuple):
 def names_indexed(path: str) -> bool:
     """Whether a data path is the prefix of an indexed data set, and no file of that very name."""
     return not Path(path).exists() and is_indexed(path)
+
+
+def build_tokenizer(
+    options: DataConfig, say: Callable[[str], None] = lambda line: None, *, build_missing: bool = True
+) -> Tokenizer:
+    """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data.
+
+    Raises:
+        DataError: it cannot be used, or is not trained yet and ``build_missing`` is False.
+    """
+    if options.tokenizer_type == BYTES:
+        return ByteTokenizer()
+    if options.tokenizer_type == HUGGING_FACE:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return HuggingFaceTokenizer(options.tokenizer_model)
+    indexed = [path for path in options.train_paths if names_indexed(path)]
+    if indexed:
+        raise DataError(
+            f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
+            "tokenizer that it was made with."
+        )
+    return train_bpe(
+        options.train_paths,
+        options.tokenizer_vocab_size,
+        cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
+        log=say,
+        build_missing=build_missing,
+    )
 
 
 def open_documents(

@@ -78,6 +78,18 @@ def test_packing_of_a_run_of_several_processes(data, capsys):
     assert padding.startswith("Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents")
 
 
+def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
+    made = ["preprocess", "--input", data[1], "--output-prefix", tmp_path / "out" / "d", "--append-eod", "--workers", 1]
+    assert exit_code(made) == 0
+    said = capsys.readouterr().out
+    assert "5 documents, 191 tokens" in said and f"written: {tmp_path}/out/d_text_document.bin" in said
+    assert exit_code(["packing", "--data-path", tmp_path / "out" / "d_text_document", "--seq-length", 64]) == 0
+    assert "3 packs of 64 slots, 80.21% full" in capsys.readouterr().out
+    assert exit_code([*made, "--json-keys", "title"]) == 3
+    assert "5 missing_key" in capsys.readouterr().err
+    assert exit_code([*made, "--split-sentences"]) == 2
+
+
 def test_packing_fills_in_only_what_is_missing():
     given = ["--lr", "1", "--hybrid-layer-pattern", "M", "--hidden-size", "8"]
     assert with_unused_flags(given) == ["--train-iters", str(2**31 - 1), *given]

@@ -1,0 +1,65 @@
+"""Tokenises JSONL files into Megatron's indexed data sets, PREFIX_KEY_document.bin and .idx for each key.
+
+The output does not depend on the number of workers and is there as a whole or not at all; PREFIX_KEY_document.crc32c
+holds its checksums. Lines that cannot be used are counted and listed in PREFIX.quarantine.jsonl. Takes the flags of
+pretrain_hybrid.py for the tokenizer (--tokenizer-type, --tokenizer-model) and --max-bad-fraction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.gather import gather
+
+NAME = "preprocess"
+HELP = "tokenise JSONL files into .bin and .idx"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH",
+                        help="JSONL files, plain or gzip, directories of them, or quoted patterns")  # fmt: skip
+    parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help="of the files' names")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise (text)")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; by default one for every processor")
+
+
+def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise UsageError(f"--workers {workers}: there must be at least one.")
+    if len(set(arguments.json_keys)) < len(arguments.json_keys):
+        raise UsageError(f"--json-keys {' '.join(arguments.json_keys)}: a key is named twice.")
+    prefix: Path = arguments.output_prefix
+    words = ["--data-path", *arguments.input, "--seq-length", "2", *run_flags]
+    if "data.data_cache_path" not in gather(run_flags).values:  # of a tokenizer that is trained
+        words += ["--data-cache-path", str(prefix.parent)]
+    options = parse_or_exit(with_unused_flags(words), launched=False).data
+    from megatron_packed.data.errors import DataError
+    from megatron_packed.data.preprocess import PreprocessOptions, preprocess
+    from megatron_packed.data.sources import expand_paths
+    from megatron_packed.training.documents import build_tokenizer
+
+    try:
+        report, names = preprocess(
+            expand_paths(arguments.input),
+            prefix,
+            partial(build_tokenizer, options),
+            PreprocessOptions(
+                keys=tuple(arguments.json_keys),
+                append_eod=arguments.append_eod,
+                max_bad_fraction=options.max_bad_fraction,
+                workers=workers,
+            ),
+        )
+    except DataError as error:
+        raise UsageError(f"data error: {error}", EXIT_DATA) from None
+    print("\n".join([*report.lines_of_text(), *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
+    return 0

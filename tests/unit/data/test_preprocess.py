@@ -1,0 +1,118 @@
+"""JSONL to indexed data sets: exact counts whatever the lines hold, and the same files from any number of workers."""
+
+import gzip
+import json
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.indexed import IndexedFile
+from megatron_packed.data.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.tokenizer import ByteTokenizer
+
+END = ByteTokenizer.eod_id
+BAD = {
+    b'{"text": "half a li': "malformed_json",
+    b'{"text": "a\xff"}': "invalid_utf8",
+    b'{"text": "\0"}': "nul_byte",
+    b"[1, 2]": "not_an_object",
+    b'{"other": "a"}': "missing_key",
+    b'{"text": null}': "wrong_type",
+    b'{"text": " "}': "empty_text",
+    b'{"text": "a", "text": "b"}': "duplicate_key",
+    b'{"text": NaN}': "nan_literal",
+    b"[" * 100_000: "too_deep",
+    b'{"text": "\\ud800"}': "lone_surrogate",
+    b'{"n": ' + b"9" * 5000 + b', "text": "a"}': "huge_number",
+    b'{"text": "' + b"x" * 2**17 + b'"}': "line_too_long",
+}
+"""A line that cannot be used, and why."""
+
+
+class Hostile(ByteTokenizer):
+    """Some texts raise, kill the process, or never come to an end."""
+
+    def encode(self, text: str, *, special: bool = False):
+        if text == "panic":
+            raise BaseException("a panic")
+        if text == "kill":
+            os._exit(9)
+        if text == "hang":
+            time.sleep(1000)
+        return super().encode(text, special=special)
+
+
+def write_lines(path: Path, lines: list[bytes]) -> Path:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def documents(prefix: str) -> list[list[int]]:
+    file = IndexedFile(prefix)
+    assert file.num_documents == len(file)
+    return [file.sequence(number).tolist() for number in range(len(file))]
+
+
+def made(files: list[Path], prefix: Path, tokenizer=ByteTokenizer, **options):
+    options = {"max_bad_fraction": 1.0, "show_progress": False, "max_line_bytes": 2**17, "append_eod": True, **options}
+    return preprocess(files, prefix, tokenizer, PreprocessOptions(**options))
+
+
+def test_fuzzed_lines_are_counted_exactly(tmp_path: Path) -> None:
+    draw, lines, counts, texts, blank = random.Random(3), [], Counter(), [], 0
+    for number in range(3000):
+        kind = draw.random()
+        if kind < 0.5:
+            texts.append(f"line {number} Ω\u2028😀"[: draw.randrange(1, 20)])
+            lines.append(json.dumps({"text": texts[-1], "id": number}, ensure_ascii=number % 2 == 0).encode())
+        elif kind < 0.6:
+            blank += 1
+            lines.append(draw.choice([b"", b" \t", b"\r"]))
+        else:
+            line, reason = draw.choice([*BAD.items()])
+            counts[reason] += 1
+            lines.append(line)
+    first = write_lines(tmp_path / "a.jsonl", lines[:2000])
+    second = tmp_path / "b.jsonl.gz"
+    second.write_bytes(gzip.compress(b"\n".join(lines[2000:])))
+    report, [name] = made([first, second], tmp_path / "out" / "one")
+    assert (report.lines, report.blank, report.good, report.bad) == (3000, blank, len(texts), dict(counts))
+    assert documents(name) == [[*text.encode(), END] for text in texts]
+    assert report.tokens == IndexedFile(name).num_tokens and report.documents == len(texts)
+    listed = [json.loads(line) for line in (tmp_path / "out" / "one.quarantine.jsonl").read_text().splitlines()]
+    assert Counter(entry["reason"] for entry in listed) == counts
+    again, [other] = made([first, second], tmp_path / "out" / "two", workers=2)
+    assert again == report
+    for suffix in (".bin", ".idx", ".crc32c"):
+        assert Path(other + suffix).read_bytes() == Path(name + suffix).read_bytes()
+
+
+def test_a_line_that_kills_or_hangs_its_worker_is_set_aside(tmp_path: Path) -> None:
+    texts = ["one", "panic", "two", "kill", "three", "hang", "four"]
+    files = [write_lines(tmp_path / f"{n}.jsonl", [json.dumps({"text": text}).encode() for text in part])
+             for n, part in enumerate((texts, ["five"], ["kill"], ["six"] * 3))]  # fmt: skip
+    report, [name] = made(files, tmp_path / "out", Hostile, workers=2, line_seconds=1.0)
+    assert report.bad == {"tokenizer_failed": 1, "killed_worker": 3}
+    found = [bytes(ids[:-1]).decode() for ids in documents(name)]
+    assert found == ["one", "two", "three", "four", "five", "six", "six", "six"]
+
+
+def test_keys_and_end_of_document(tmp_path: Path) -> None:
+    line = json.dumps({"title": "t", "text": "abc"}).encode()
+    file = write_lines(tmp_path / "a.jsonl", [line, b'{"title": "u"}', line])
+    report, names = made([file], tmp_path / "out", keys=("title", "text"), append_eod=False)
+    assert [documents(name) for name in names] == [[[*b"t"]] * 2, [[*b"abc"]] * 2]
+    assert (report.good, report.documents, report.tokens, report.bad) == (2, 4, 8, {"missing_key": 1})
+    assert [Path(name).name for name in names] == ["out_title_document", "out_text_document"]
+
+
+def test_too_many_bad_lines_leave_nothing(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [b'{"text": "a"}', *[b"x"] * 9])
+    with pytest.raises(DataError, match="9 of 10 lines are unusable"):
+        made([file], tmp_path / "out", max_bad_fraction=0.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.quarantine.jsonl"]
