@@ -115,6 +115,7 @@ def save_checkpoint(
     run_id: str = "run",
     config_hash: str = "",
     keep_last: int | None = None,
+    keep_every: int | None = None,
     on_site: Callable[[str], None] = _no_fault,
 ) -> SavedCheckpoint:
     """Write a checkpoint of ``step``; a collective of all ranks, on return durable and published.
@@ -126,6 +127,7 @@ def save_checkpoint(
         run_id: who writes; only checkpoints of the same run are removed by ``keep_last``. Keep it when resuming.
         config_hash: fingerprint of the configuration, carried by manifest and files.
         keep_last: checkpoints of this run to keep, the new one included; ``None`` keeps all.
+        keep_every: beside them, those whose step is a multiple of it.
         on_site: called with the name of each of `SAVE_SITES` passed.
     Raises:
         CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it says so), the
@@ -140,6 +142,7 @@ def save_checkpoint(
         run_id=run_id,
         config_hash=config_hash,
         keep_last=keep_last,
+        keep_every=keep_every,
         ranks=ranks,
         on_site=on_site,
     )
@@ -187,6 +190,7 @@ class _Save:
     run_id: str
     config_hash: str
     keep_last: int | None
+    keep_every: int | None
     ranks: Ranks
     on_site: Callable[[str], None]
     temporary: Path | None = None
@@ -309,7 +313,8 @@ class _Save:
                 doomed.append(candidate.path)
             elif candidate.manifest.run_id == self.run_id:
                 if self.keep_last is not None and kept >= self.keep_last:
-                    doomed.append(candidate.path)
+                    if self.keep_every is None or candidate.manifest.step % self.keep_every:
+                        doomed.append(candidate.path)
                 elif name in complete:
                     kept += 1
         return doomed

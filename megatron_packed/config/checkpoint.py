@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.packing import nearest_multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,14 @@ class CheckpointConfig(Section, title="checkpoint"):
     save_retain: int | None = option(
         None, "Keep this many of the newest checkpoints; all when not given.", unit="checkpoints", minimum=1
     )
+    save_retain_interval: int | None = option(
+        None, "Keep checkpoints at multiples of this; of the others the newest, or as many as --save-retain says.",
+        unit="iterations", minimum=1,
+    )
+    save_optim: bool = option(
+        True, "Checkpoints hold weights alone: --no-load-optim resumes from them.", flag="no-save-optim", negated=True
+    )
+    save_rng: bool = option(True, "Checkpoints hold no random states.", flag="no-save-rng", negated=True)
     async_save: bool = option(
         False, "Write checkpoints beside training, from a copy in host memory. One at a time; the end of the run waits."
     )
@@ -29,6 +38,15 @@ class CheckpointConfig(Section, title="checkpoint"):
         path="input_directory",
     )
     ckpt_step: int | None = option(None, "Load the checkpoint of this iteration.", unit="iteration", minimum=0)
+    exit_on_missing_checkpoint: bool = option(
+        False, "A --load without a checkpoint is an error also when it is --save, where a run else begins."
+    )
+    load_optim: bool = option(
+        True, "Resume with new moments, and masters made from the weights.", flag="no-load-optim", negated=True
+    )
+    load_rng: bool = option(
+        True, "Resume with random states made from --seed.", flag="no-load-rng", negated=True
+    )
     finetune: bool = option(False, "Load only the weights, and start at iteration 0.")
     pretrained_checkpoint: str | None = option(
         None, "Directory whose newest valid checkpoint gives the weights that the run begins with; the same command "
@@ -44,6 +62,11 @@ class CheckpointConfig(Section, title="checkpoint"):
     )
 
     @property
+    def keep_last(self) -> int | None:
+        """Newest checkpoints to keep; None for all."""
+        return 1 if self.save_retain is None and self.save_retain_interval is not None else self.save_retain
+
+    @property
     def allows_unexpected(self) -> bool:
         """Whether the checkpoint may lack tensors of the run."""
         return self.dist_ckpt_strictness in ("log_unexpected", "log_all", "ignore_all")
@@ -54,11 +77,15 @@ class CheckpointConfig(Section, title="checkpoint"):
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        for name in ("save_interval", "save_retain", "async_save"):
+        for name in ("save_interval", "save_retain", "save_retain_interval", "async_save"):
             value = getattr(self, name)
             if sound(name, "save") and value not in (None, False) and self.save is None:
                 shown = "" if value is True else str(value)
                 yield Problem(self.flag(name), shown, "needs --save", "give --save DIRECTORY")
+        every, retained = self.save_interval, self.save_retain_interval
+        if sound("save_interval", "save_retain_interval") and every and retained and retained % every:
+            yield Problem("--save-retain-interval", str(retained), f"must be a multiple of --save-interval ({every})",
+                          nearest_multiples(retained, every))
         if sound("finetune", "pretrained_checkpoint") and self.finetune and self.pretrained_checkpoint is not None:
             yield Problem("--pretrained-checkpoint", self.pretrained_checkpoint,
                           "contradicts --finetune, which takes the weights of --load", "give one of the two")

@@ -65,6 +65,7 @@ ALWAYS: dict[str, Always] = {
     "--no-masked-softmax-fusion": Always("no attention kernel needs Megatron's fused mask and softmax"),
     "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
     "--moe-grouped-gemm": Always("experts are one grouped product"),
+    "--moe-permute-fusion": Always("tokens are rearranged by one kernel, wherever there is a GPU"),
     "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
     "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
     "--num-distributed-optimizer-instances": Always("state is spread over all data-parallel ranks or none", ("1",)),
@@ -140,7 +141,7 @@ REFUSED: tuple[Refused, ...] = (
         ("--use-flash-attn", "--no-rope-fusion", "--no-bias-dropout-fusion",
          "--no-bias-swiglu-fusion", "--use-fused-weighted-squared-relu",
          "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype", "--moe-router-fusion",
-         "--moe-permute-fusion", "--cross-entropy-fusion-impl", "--delay-wgrad-compute"),
+         "--cross-entropy-fusion-impl", "--delay-wgrad-compute"),
     ),
     Refused(
         "the product that makes a weight's gradient adds it to the fp32 sum itself", "leave it out",
@@ -262,7 +263,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "evaluation runs a fixed number of iterations while training", "use --eval-interval and --eval-iters",
-        ("--full-validation", "--skip-train"),
+        ("--full-validation",),
     ),
     Refused(
         "the batch size is constant", "use --global-batch-size",
@@ -319,8 +320,8 @@ REFUSED: tuple[Refused, ...] = (
         ("--grad-reduce-in-bf16",),
     ),
     Refused(
-        "checkpoints keep all or the newest few", "use --save-interval and --save-retain",
-        ("--save-retain-interval", "--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
+        "there is one kind of checkpoint", "use --save-interval, --save-retain and --async-save",
+        ("--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
     ),
     Refused(
         "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
@@ -332,15 +333,6 @@ REFUSED: tuple[Refused, ...] = (
         "options are never taken from a checkpoint; it is compared with them", "give the model's options again",
         ("--use-checkpoint-args", "--use-mp-args-from-checkpoint-args",
          "--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
-    ),
-    Refused(
-        "a checkpoint is saved and loaded whole",
-        "use --load; --finetune and --pretrained-checkpoint take weights alone",
-        ("--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"),
-    ),
-    Refused(
-        "a --load that is missing is always an error, unless it is also --save", "leave it out",
-        ("--exit-on-missing-checkpoint",),
     ),
     Refused(
         "what is kept for recomputation is not divided among ranks by itself",

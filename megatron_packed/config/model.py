@@ -122,10 +122,10 @@ class ModelConfig(Section, title="model"):
         1e-3, "Step of that bias per iteration.", group=EXPERTS, minimum=0, training_only=True
     )
     moe_router_load_balancing_type: str = option(
-        "aux_loss", "Auxiliary loss for an even load: per pack, over its real tokens.", group=EXPERTS,
-        choices=("aux_loss", "none"), training_only=True,
-        not_built={"seq_aux_loss": "give aux_loss, which takes each pack as one sequence",
-                   "global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
+        "aux_loss", "Auxiliary loss for an even load: per pack, over its real tokens. seq_aux_loss is per sample, "
+        "which with --micro-batch-size 1 is the same.", group=EXPERTS,
+        choices=("aux_loss", "seq_aux_loss", "none"), training_only=True,
+        not_built={"global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
                    "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
                    "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias"},
     )

@@ -139,6 +139,11 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
             yield Problem("--max-position-embeddings", str(given),
                           f"is less than the longest document of a pack ({packing.tokens_per_pack} tokens)",
                           "raise it, or leave it out")
+    per_sample = model.moe_router_load_balancing_type == "seq_aux_loss" and packing.micro_batch_size != 1
+    if sound("model.moe_router_load_balancing_type", "packing.micro_batch_size") and per_sample:
+        yield Problem("--moe-router-load-balancing-type", "seq_aux_loss",
+                      f"is for each sample, and the {packing.micro_batch_size} of a micro-batch are one pack",
+                      "give --micro-batch-size 1, or aux_loss, which is for each pack")
     if sound("model.moe_router_topk", "model.num_experts", "packing.seq_length", "packing.micro_batch_size"):
         rows = packing.tokens_per_pack * model.moe_router_topk
         if model.num_experts is not None and rows > INT32_MAX and packing.tokens_per_pack <= INT32_MAX:
@@ -149,6 +154,9 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
         if training.validation_interval is not None and not data.has_validation:
             yield Problem("--eval-interval", str(training.eval_interval), "there is no validation data",
                           "give --valid-data-path FILE [FILE ...] or --split, or leave it out")
+        if sound("training.skip_train") and training.skip_train and training.validation_interval is None:
+            yield Problem("--skip-train", "", "leaves nothing to do without a validation",
+                          "give --valid-data-path FILE and --eval-interval 1, or leave it out")
         if training.eval_iters and training.eval_interval is None and data.valid_data_path:
             yield Problem("--valid-data-path", " ".join(data.valid_data_path), "is never used without --eval-interval",
                           "give --eval-interval N, or leave it out")

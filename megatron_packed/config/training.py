@@ -30,6 +30,7 @@ class TrainingConfig(Section, title="training"):
         100, "Steps of one validation, at most; fewer when the data is used up. 0 for no validation.",
         unit="iterations", group=LOOP, minimum=0,
     )
+    skip_train: bool = option(False, "Validate once and stop, without a training step.", group=LOOP)
     exit_interval: int | None = option(
         None, "Save and stop at the next multiple of this.", unit="iterations", group=LOOP, minimum=1
     )

@@ -207,7 +207,7 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
             loaded = state.load(options)
         except NoCheckpointError:
             is_own = options.save is not None and Path(options.load).absolute() == Path(options.save).absolute()
-            if not is_own or options.finetune or options.ckpt_step is not None:
+            if not is_own or options.finetune or options.ckpt_step is not None or options.exit_on_missing_checkpoint:
                 raise
             others = "random" if options.pretrained_checkpoint is None else "other"
             console.say(f"No checkpoint in {options.load} yet: starting from {others} weights.")

@@ -168,7 +168,7 @@ class RunState:
         before = self.saved(wait=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        shards, metadata = self._owned_shards(), self._metadata()
+        shards, metadata = self._owned_shards(options), self._metadata()
         if not options.async_save:
             return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
         if self._background is None:
@@ -188,16 +188,18 @@ class RunState:
         """
         return None if self._background is None else self._background.take(wait=wait)
 
-    def _owned_shards(self) -> list[TensorShard]:
+    def _owned_shards(self, options: CheckpointConfig) -> list[TensorShard]:
         """What this rank writes."""
         groups = self.groups
-        owned = [held for held in held_state(self.model, self.optimizer) if held.owned]
+        self.optimizer.buffers.wait_params()
+        saved = held_state(self.model, self.optimizer if options.save_optim else None)
+        owned = [held for held in saved if held.owned]
         alike = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
         shards = share_out(alike, groups.dp_cp_rank, groups.dp_cp_size)
         shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
         shards += [held.shard for held in owned if not held.replicated]
-        rng = RngState.capture(self._device).tensors
+        rng = RngState.capture(self._device).tensors if options.save_rng else {}
         return shards + whole_tensors({f"rng/rank_{groups.rank}/{name}": tensor for name, tensor in rng.items()})
 
     def _metadata(self) -> dict[str, Any]:
@@ -228,7 +230,8 @@ class RunState:
             group=ranks.group,
             run_id=self.run_id,
             config_hash=self.model_hash,
-            keep_last=options.save_retain,
+            keep_last=options.keep_last,
+            keep_every=options.save_retain_interval,
         )
 
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
@@ -237,7 +240,8 @@ class RunState:
         With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run starts at iteration 0:
         what the weights mean is the caller's word (a larger ``rotary_base`` for longer documents). A checkpoint
         written in another layout restores all but the random states, which start from the seed. Tensors that it lacks
-        keep their values, if ``dist_ckpt_strictness`` allows it; masters are then taken from the weights.
+        keep their values, if ``dist_ckpt_strictness`` allows it; masters are then taken from the weights, as they are
+        without ``load_optim``.
 
         Raises:
             NoCheckpointError: there is none.
@@ -245,9 +249,11 @@ class RunState:
             CheckpointError: none is sound.
         """
         rng = RngState.capture(self._device)
-        wanted = [held.shard for held in held_state(self.model, None if options.finetune else self.optimizer)]
-        if not options.finetune:
+        with_optimizer, with_rng = (x and not options.finetune for x in (options.load_optim, options.load_rng))
+        wanted = [held.shard for held in held_state(self.model, self.optimizer if with_optimizer else None)]
+        if with_rng:
             wanted += whole_tensors({f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()})
+        unwanted = () if with_optimizer else ("optimizer/",)
         loaded = load_checkpoint(
             options.load,
             wanted,
@@ -256,16 +262,18 @@ class RunState:
             group=self.groups.world_group,
             step=options.ckpt_step,
             allow_missing=("",) if options.allows_unexpected else ("rng/",),
-            allow_extra=("",) if options.finetune or options.allows_missing else ("rng/",),
+            allow_extra=("",) if options.finetune or options.allows_missing else ("rng/", *unwanted),
             accept=partial(precision_refusal, dtype=self.model.dtype) if options.finetune else self._refusal,
         )
-        if options.finetune:
+        if not with_optimizer:
             self.optimizer.reset_masters()
+        if options.finetune:
             return loaded
         self._reset_masters(loaded.missing)
         self.progress = Progress(**loaded.metadata["progress"])
         self.run_id = loaded.run_id
-        if loaded.metadata.get("layout") == self._layout and not any(n.startswith("rng/") for n in loaded.missing):
+        alike = with_rng and loaded.metadata.get("layout") == self._layout
+        if alike and not any(n.startswith("rng/") for n in loaded.missing):
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
         return loaded

@@ -88,6 +88,9 @@ class Trainer:
     def _run(self) -> ExitCode:
         training, progress = self.config.training, self.state.progress
         exit_code = None
+        if training.skip_train:
+            self.validate()
+            return ExitCode.DONE
         if self._due(training.validation_interval) and 0 < progress.iteration != progress.validated_at:
             self.validate()  # was due when the run was stopped, which saved at once
         self._late.restart()

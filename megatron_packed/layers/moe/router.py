@@ -203,7 +203,7 @@ class Router(nn.Module):
         total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
         if not self.training:
             return total
-        if config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff:
+        if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
             if self.expert_bias is not None:
                 counts_E = unbiased_counts(routing.logits_TE, valid_T, self.topk)
             total = total + load_balance_loss(

@@ -81,6 +81,13 @@ def test_keep_last_counts_this_run_alone_and_the_last_published(tmp_path, tools,
     assert read_hint(tmp_path) == {"checkpoint": "step_00000025", "sequence": 5}
 
 
+def test_keep_every_keeps_multiples_beside_the_newest(tmp_path, tools):
+    state = tools.make_state()
+    for step in (5, 10, 15, 20, 25):
+        save_checkpoint(tmp_path, step, whole_tensors(state), {}, keep_last=1, keep_every=10)
+    assert [c.manifest.step for c in find_checkpoints(tmp_path)] == [25, 20, 10]
+
+
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, tools):
     state = tools.make_state()
     for step in (10, 20):

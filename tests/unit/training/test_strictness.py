@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
@@ -95,3 +96,34 @@ def test_masters_that_no_checkpoint_had_are_the_weights(tmp_path: Path, monkeypa
     job.optimizer.write_params()
     for name, parameter in before.model.named_parameters():
         assert torch.equal(job.model.get_parameter(name), parameter)
+
+
+def test_optimizer_and_random_states_may_be_left_out(saved: tuple[Job, Path], tmp_path: Path) -> None:
+    """``--no-load-*`` and ``--no-save-*``: weights and position are the checkpoint's, the rest is new."""
+    before, folder = saved
+    whole = {shard.split("/")[0] for shard in stored_names(folder)}
+    assert whole == {"model", "optimizer", "rng"}
+    _, state = made("--", 1, folder)
+    torch.manual_seed(3)
+    state.load(CheckpointConfig(load=str(folder)))
+    assert torch.initial_seed() != 3
+    state.save(CheckpointConfig(save=str(tmp_path), save_optim=False, save_rng=False))
+    assert {name.split("/")[0] for name in stored_names(tmp_path)} == {"model"}
+    for place in (folder, tmp_path):
+        job, state = made("--", 2, place)
+        drawn = torch.get_rng_state()
+        state.load(CheckpointConfig(load=str(place), load_optim=False, load_rng=False))
+        assert torch.equal(torch.get_rng_state(), drawn)
+        masters = job.optimizer.state_shards()
+        for name, parameter in job.model.named_parameters():
+            assert torch.equal(parameter, before.model.get_parameter(name))
+            assert torch.equal(masters[f"master/{name}"], parameter.float().view(-1))
+        assert not job.optimizer.exp_avg.any() and job.optimizer.steps == 0
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer/.* is missing"):
+        loaded("--", tmp_path)
+
+
+def stored_names(folder: Path) -> list[str]:
+    [candidate] = find_checkpoints(folder)
+    assert candidate.manifest is not None
+    return list(candidate.manifest.tensors)
