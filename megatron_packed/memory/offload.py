@@ -28,12 +28,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.memory.away import Away, Layout, layouts_of
 from megatron_packed.memory.buffer_count import BufferCount
 from megatron_packed.memory.host_pool import HostPool
 from megatron_packed.memory.offload_figures import OffloadFigures, Stopwatch
@@ -42,7 +42,6 @@ from megatron_packed.memory.streams import Streams, streams_of
 
 MIN_ELEMENTS = 2**20
 """Megatron's default: what is smaller is not worth a copy."""
-_ALIGNMENT = 512
 
 
 class Offload:
@@ -79,9 +78,9 @@ class Offload:
         self._news: list[str] = []
         self._said = set[str]()
         self._watch = Stopwatch(self.streams)
-        self._away: dict[int, _Away] = {}
+        self._away: dict[int, Away] = {}
         self._order: list[int] = []  # the numbers of what is away, sorted
-        self._held: deque[_Away] = deque()  # of which the sources are still there, in the order of their leaving
+        self._held: deque[Away] = deque()  # of which the sources are still there, in the order of their leaving
         self._dropped: deque[int] = deque()  # written by finalizers, at any time
         self._number = self._loaded = 0
         self._largest = 0
@@ -89,6 +88,17 @@ class Offload:
             self.turn_off("MEGATRON_PACKED_OFFLOAD_BUFFERS is 0")
         elif self.streams.unified():
             self.turn_off("host and device share their memory")
+
+    @classmethod
+    def from_config(cls, config: MemoryConfig, device: torch.device | str, forced: int | None = None) -> Offload:
+        """As ``--offload-buffers`` and its friends say."""
+        return cls(
+            torch.device(device),
+            buffers=config.offload_buffers,
+            headroom_mib=config.offload_headroom_mib,
+            min_elements=config.min_offloaded_tensor_size,
+            forced=forced,
+        )
 
     # ------------------------------------------------------------------------------------------------- there and back
 
@@ -103,7 +113,7 @@ class Offload:
         if self.off is not None or not any(moved):
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
-        layouts, block_bytes = _layouts(sources)
+        layouts, block_bytes = layouts_of(sources)
         while len(self._held) >= self.buffers.now:
             self._let_go(self._held.popleft())
         try:
@@ -117,7 +127,7 @@ class Offload:
         weakref.finalize(bundle, self._dropped.append, away.number).atexit = False
         return bundle
 
-    def _put(self, sources: list[Tensor], layouts: list[_Layout], block: Tensor) -> _Away:
+    def _put(self, sources: list[Tensor], layouts: list[Layout], block: Tensor) -> Away:
         streams, num_bytes = self.streams, sum(layout.num_bytes for layout in layouts)
         computed = streams.mark()
         with streams.outward(), torch.no_grad():
@@ -126,7 +136,7 @@ class Offload:
             for source, layout in zip(sources, layouts):
                 streams.copy(layout.part_of(block), source.as_strided((layout.span,), (1,)))
             self._watch.put(begin, num_bytes)
-            away = _Away(self._number, layouts, block, num_bytes, streams.mark(), sources)
+            away = Away(self._number, layouts, block, num_bytes, streams.mark(), sources)
         self._number += 1
         self._away[away.number] = away
         self._order.append(away.number)
@@ -171,7 +181,7 @@ class Offload:
                 self._run_short(self._loaded + 1)
                 return
 
-    def _load_now(self, away: _Away) -> None:
+    def _load_now(self, away: Away) -> None:
         """
         Raises:
             torch.OutOfMemoryError: not even when nothing was loaded ahead.
@@ -186,7 +196,7 @@ class Offload:
                 self._unload(other)
             self._load(away)
 
-    def _load(self, away: _Away) -> None:
+    def _load(self, away: Away) -> None:
         streams = self.streams
         targets = [streams.empty(layout.span, layout.dtype) for layout in away.layouts]
         free = streams.mark()
@@ -200,14 +210,14 @@ class Offload:
         away.loaded = targets
         self._loaded += 1
 
-    def _unload(self, away: _Away) -> None:
+    def _unload(self, away: Away) -> None:
         if away.loaded is not None:
             if away.arrival is not None:
                 self.streams.wait(away.arrival)  # (4)
             away.loaded = None
             self._loaded -= 1
 
-    def _let_go(self, away: _Away) -> None:
+    def _let_go(self, away: Away) -> None:
         """
         Raises:
             RuntimeError: somebody has written to what was put away.
@@ -230,7 +240,7 @@ class Offload:
                 self._unload(away)
                 self.pool.give_back(away.block, away.arrival or away.copied)
 
-    def _remove(self, number: int) -> _Away:
+    def _remove(self, number: int) -> Away:
         del self._order[bisect_left(self._order, number)]
         return self._away.pop(number)
 
@@ -345,47 +355,6 @@ class Offload:
             self._news.append(sentence)
 
 
-class _Layout(NamedTuple):
-    """Where a tensor lies in a block, and what it looks like."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    span: int
-    """Elements from the first to the last in memory."""
-    begin: int
-    """In bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.span * self.dtype.itemsize
-
-    def part_of(self, block: Tensor) -> Tensor:
-        return block.narrow(0, self.begin, self.num_bytes).view(self.dtype)
-
-
-@dataclass(eq=False)
-class _Away:
-    """A bundle that is not with its owner. [Note: offload stream protocol]"""
-
-    number: int
-    layouts: list[_Layout]
-    block: Tensor
-    num_bytes: int
-    copied: Any
-    """The copy to the host."""
-    sources: list[Tensor] | None
-    """Held until the current stream has waited for that copy."""
-    loaded: list[Tensor] | None = None
-    arrival: Any = None
-    """The copy from the host."""
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        assert self.sources is not None
-        self.versions = [source._version for source in self.sources]
-
-
 class _Bundle:
     """What `Offload.keep` returns. Who lets go of it lets go of what was put away."""
 
@@ -395,13 +364,3 @@ class _Bundle:
     def take(self) -> Sequence[Tensor]:
         moved = iter(self._offload.take(self._number))
         return [next(moved) if tensor is None else tensor for tensor in self._stayed]
-
-
-def _layouts(tensors: Sequence[Tensor]) -> tuple[list[_Layout], int]:
-    """Where tensors will lie in one block, and how many bytes it needs."""
-    layouts, begin = [], 0
-    for tensor in tensors:
-        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-        layouts.append(_Layout(tensor.shape, tensor.stride(), tensor.dtype, span, begin))
-        begin += -(-layouts[-1].num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return layouts, begin

@@ -133,7 +133,7 @@ class HybridModel(nn.Module):
     ) -> None:
         super().__init__()
         self.memory = memory or MemoryConfig()
-        self.offload = (offload or _offload_of(self.memory, device)) if self.memory.offloads else None
+        self.offload = (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
         """Moves what waits on the host; None where nothing does. It is told of every step (`Offload.end_step`)."""
         self._scopes = None if self.offload is None else SavedScopes(self.offload.keep, self.offload.min_elements)
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
@@ -424,15 +424,6 @@ class HybridModel(nn.Module):
         if biases and biases[0] is not None:
             counts_LE = tokens_per_expert.view(len(biases), -1)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)
-
-
-def _offload_of(memory: MemoryConfig, device: torch.device | str) -> Offload:
-    return Offload(
-        torch.device(device),
-        buffers=memory.offload_buffers,
-        headroom_mib=memory.offload_headroom_mib,
-        min_elements=memory.min_offloaded_tensor_size,
-    )
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -40,16 +40,9 @@ def backends_of(config: RunConfig) -> dict[str, str | bool]:
 
 def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:
     """What moves activations to the host and back, on this machine; None where none are to move."""
-    memory = config.memory
-    if not memory.offloads:
+    if not config.memory.offloads:
         return None
-    return Offload(
-        torch.device(device),
-        buffers=memory.offload_buffers,
-        headroom_mib=memory.offload_headroom_mib,
-        min_elements=memory.min_offloaded_tensor_size,
-        forced=forced_buffers(os.environ, []),
-    )
+    return Offload.from_config(config.memory, device, forced_buffers(os.environ, []))
 
 
 def build_model(
