@@ -196,6 +196,9 @@ def _costs(
         return _read_costs(arguments.costs, config, has_model)
     if arguments.measure is None:
         return None
+    import torch
+
+    from megatron_packed.cuda_graphs.counters import GraphFallbackError
     from megatron_packed.data.sizing import capacities_to_measure
     from megatron_packed.training.data import build_tokenizer
     from megatron_packed.training.measure import measure
@@ -207,8 +210,13 @@ def _costs(
     capacities = capacities_to_measure(packings, arguments.capacities)
     try:
         costs = measure(config, vocab_size, capacities, lambda line: print(line, file=sys.stderr, flush=True))
-    except ValueError as error:
+    except (ValueError, GraphFallbackError) as error:
         raise UsageError(f"--measure: {error}") from None
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"--measure: the model does not fit on this GPU ({str(error).splitlines()[0]}); megatron-packed plan with "
+            "these flags says what helps."
+        ) from None
     try:
         costs.save(arguments.measure)
     except OSError as error:

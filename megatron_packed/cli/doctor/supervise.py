@@ -40,8 +40,10 @@ def run_probes(
 def _one_process(
     names: Sequence[str], seconds: float, begins: Callable[[str], None], module: str, said: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    # What Triton tunes on the small packs of probes must not be kept for the large ones of runs.
+    environ = {**os.environ, "TRITON_CACHE_AUTOTUNING": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *names], stdout=subprocess.PIPE, stderr=said, start_new_session=True
+        [sys.executable, "-m", module, *names], stdout=subprocess.PIPE, stderr=said, start_new_session=True, env=environ
     )
     assert process.stdout is not None
     try:

@@ -80,6 +80,8 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
     plan, ladder, report = plan_training(config, documents.train)
+    others = config.packing.packing_method != "balanced"
+    assert ("--max-documents-per-pack" in found["recommended"]["flags"]) == others
     chosen = next(one for one in found["packers"] if one["method"] == found["recommended"]["method"])
     assert (report.documents_p50, report.documents_p99, report.documents_max) == (
         chosen["p50"], chosen["p99"], chosen["max"]

@@ -42,7 +42,8 @@ def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
     assert [(pack.capacity, pack.documents) for pack in graphed] == [
         (capacity, len(lengths)) for capacity in (2, 5) for lengths in shapes(SLOTS, capacity)
     ]
-    assert engine.graphs and all(graph.gone for graph in engine.graphs) and all(pack.ms > 0 for pack in costs.packs)
+    assert engine.graphs and all(graph.gone and graph.replays for graph in engine.graphs)
+    assert all(pack.ms > 0 for pack in costs.packs)
     for pack, lengths in zip(graphed, [*shapes(SLOTS, 2), *shapes(SLOTS, 5)]):
         assert pack.squares == sum(length**2 for length in lengths)
     costs.save(tmp_path / "costs.json")
