@@ -23,6 +23,7 @@ _TITLES = {
     "cuda_graph": "CUDA graphs",
     "memory": "Memory",
     "checkpoint": "Checkpoints",
+    "profiling": "Profiling",
     "logging": "Logging",
 }
 _USAGE = """\

@@ -376,9 +376,8 @@ REFUSED: tuple[Refused, ...] = (
         ("--one-logger-project",),
     ),
     Refused(
-        "profiling is done from outside", "run under nsys or the PyTorch profiler; benchmarks/ has scripts",
-        ("--profile", "--profile-step-start", "--profile-step-end", "--profile-ranks", "--use-pytorch-profiler",
-         "--nvtx-ranges", "--record-memory-history", "--memory-snapshot-path", "--record-shapes"),
+        "phases of a step are labelled for torch.profiler alone", "use --profile with --use-pytorch-profiler",
+        ("--nvtx-ranges",),
     ),
 )
 

@@ -19,6 +19,7 @@ from megatron_packed.config.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.packing import PackingConfig, nearest_multiples
 from megatron_packed.config.parallel import ParallelConfig, parallel_rules
+from megatron_packed.config.profiling import ProfilingConfig, profiling_rules
 from megatron_packed.config.training import TrainingConfig
 
 ENGINE_HEAD_LIMIT = 128
@@ -35,6 +36,7 @@ SECTIONS: dict[str, type[Section]] = {
     "memory": MemoryConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "profiling": ProfilingConfig,
 }
 
 
@@ -56,6 +58,7 @@ class RunConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
     def __post_init__(self) -> None:
         found = list(cross_rules(self, lambda *keys: True))
@@ -183,6 +186,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     yield from graph_rules(run.cuda_graph, model, packing, sound)
     yield from whole_step_rules(run.cuda_graph, run.parallel, sound)
     yield from parallel_rules(run.parallel, model, packing, run.cuda_graph, sound)
+    yield from profiling_rules(run.profiling, training, sound)
     yield from recompute_rules(run.memory, model, run.cuda_graph, sound)
     yield from offload_rules(run.memory, model, run.cuda_graph, sound)
 

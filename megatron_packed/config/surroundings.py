@@ -36,6 +36,10 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
     if world_size < 1:
         yield Problem("WORLD_SIZE", str(world_size), "there must be at least one process", "start with torchrun")
         return
+    if run.profiling.profile and sound("profiling.profile_ranks"):
+        for rank in (rank for rank in run.profiling.profile_ranks if rank >= world_size):
+            yield Problem("--profile-ranks", str(rank), f"is none of the {world_size} processes",
+                          f"give numbers from 0 to {world_size - 1}")
     of_layout = list(processes_rules(run.parallel, world_size, sound))
     yield from of_layout
     if not of_layout and sound(*(f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))):

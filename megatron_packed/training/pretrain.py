@@ -51,6 +51,7 @@ from megatron_packed.training.graphs import (
     what_is_captured,
 )
 from megatron_packed.training.implementation import check_implementation
+from megatron_packed.training.profiling import StepProfiler, memory_history, profile_folder
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
@@ -128,6 +129,7 @@ def _train(
     watch: FailureWatch,
     heartbeat: Heartbeat | None,
 ) -> ExitCode:
+    history = memory_history(config.profiling, groups, console.warn)
     data = build_data(config, groups, console.say)
     # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.
     own_rows = config.parallel.sequence_parallel
@@ -150,6 +152,10 @@ def _train(
         _self_test(config, groups, job.model, console)
     graphs = job.step.graphs = build_graphs(config, job, data.ladder, groups, console.say)
     writers = _writers(config, groups, state, console)
+    profiler = None
+    if config.profiling.profile:
+        folder = profile_folder(config)
+        profiler = StepProfiler(config.profiling, groups, folder, say=console.say, warn=console.warn)
     trainer = Trainer(
         config=config,
         groups=groups,
@@ -164,6 +170,7 @@ def _train(
         signal=signal_flag,
         watch=watch,
         heartbeat=heartbeat,
+        profiler=profiler,
     )
     notes = [("Packing", "\n".join(data.packing.sentences()))]
     try:
@@ -184,6 +191,10 @@ def _train(
     if job.model.offload is not None:  # behind the graphs that copy to its memory
         job.model.offload.close()
     data.close()
+    if history is not None:
+        history.finish()
+    if profiler is not None:
+        notes += profiler.notes
     if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
         _write_page(config.logging.log_jsonl, config.logging.report, notes, console)
     return exit_code

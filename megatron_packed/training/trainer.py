@@ -34,6 +34,7 @@ from megatron_packed.training.metrics import (
     replays_and_fallbacks,
     step_record,
 )
+from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues, TrainStep
@@ -64,6 +65,7 @@ class Trainer:
     watch: FailureWatch
     heartbeat: Heartbeat | None = None
     """Where the device may wait for others without end."""
+    profiler: StepProfiler | None = None
 
     def __post_init__(self) -> None:
         told = {} if self.heartbeat is None else {"waits": self.heartbeat.waits}
@@ -93,6 +95,8 @@ class Trainer:
             return ExitCode.DONE
         if self._due(training.validation_interval) and 0 < progress.iteration != progress.validated_at:
             self.validate()  # was due when the run was stopped, which saved at once
+        if self._profiler_turns():
+            self._turn_profiler()
         self._late.restart()
         while progress.iteration < training.train_iters and exit_code is None:
             exit_code = self._settle(self._one_step())
@@ -106,11 +110,16 @@ class Trainer:
                 exit_code = self._pause(self._capture_again)
             if exit_code is None and self._due(self.config.cuda_graph.cuda_graph_audit_interval):
                 exit_code = self._pause(self.audit)
+            if exit_code is None and self._profiler_turns():
+                exit_code = self._pause(self._turn_profiler)
             if exit_code is None and self._due(training.exit_interval):
                 self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
                 exit_code = ExitCode.DONE
         late = self._settle(self._late.flush())
         self.step.buffers.wait_params()
+        if self.profiler is not None:
+            with self._resting():
+                self.profiler.end(progress.iteration)
         if late is not None and exit_code in (None, ExitCode.DONE):
             exit_code = late
         if exit_code is None and training.validation_interval and progress.validated_at != progress.iteration:
@@ -176,6 +185,14 @@ class Trainer:
                 self.console.say(f"audit at step {progress.iteration}: {found}, in {seconds:.1f} s")
                 return
         self.console.say(f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed")
+
+    def _profiler_turns(self) -> bool:
+        return self.profiler is not None and self.profiler.turns_at(self.state.progress.iteration)
+
+    def _turn_profiler(self) -> None:
+        assert self.profiler is not None
+        with self._resting():
+            self.profiler.turn(self.state.progress.iteration)
 
     def save(self) -> None:
         """A checkpoint of now, if ``--save`` is given; with ``--async-save`` only begun."""

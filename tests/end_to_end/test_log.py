@@ -1,5 +1,6 @@
 """What a run leaves to look at: a line of JSON for every step, a page, TensorBoard where it is installed."""
 
+import gzip
 import json
 import math
 import re
@@ -123,8 +124,9 @@ def test_the_console_of_rank_0_tells_the_same(
 def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     options = tiny_options(
-        data, train_iters=6, valid_data_path=data.valid, eval_interval=3, log_jsonl=tmp_path / "log.jsonl", report=page
-    )
+        data, train_iters=6, valid_data_path=data.valid, eval_interval=3, log_jsonl=tmp_path / "log.jsonl", report=page,
+        profile=True, use_pytorch_profiler=True, profile_step_start=2, profile_step_end=4, profile_ranks=(0, 1),
+    )  # fmt: skip
     finished = run(options, tmp_path, 2)
     assert finished.exit_code == 0 and f"report: {page}" in finished.console, finished.console
     log, text = steps(tmp_path / "log.jsonl"), page.read_text()
@@ -136,6 +138,12 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
     assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"
     assert rows["plan hash"] == trained[-1]["plan_hash"]
+    assert "<h2>Kernels of steps 3 to 4 on rank 0</h2><pre>operations: " in text and "  aten::mm" in text
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((tmp_path / "profile" / f"trace_rank{rank}.json.gz").read_bytes()))
+        names = [event.get("name") for event in trace["traceEvents"]]
+        assert names.count("optim::step") == 2  # steps 3 and 4
+        assert (tmp_path / "profile" / f"kernels_rank{rank}.txt").read_text().startswith("operations: ")
     for title in ("Loss", "Throughput", "Memory", "Load of experts", "Load of each expert", "Waiting for data"):
         assert text.count(f'aria-label="{title}"') == 1
     assert re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []  # readable without a network

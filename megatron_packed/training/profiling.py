@@ -1,0 +1,187 @@
+"""What a few steps of a run spend their time on, and what the GPU's allocator was doing when memory ran out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_packed.config.profiling import ProfilingConfig
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.groups import ParallelGroups
+
+_KERNELS_SHOWN = 15
+_HISTORY_ENTRIES = 100_000
+
+
+class StepProfiler:
+    """Profiles the steps from ``--profile-step-start`` (exclusive) to ``--profile-step-end`` (inclusive).
+
+    With torch.profiler each named rank leaves ``trace_rankR.json.gz``, a Chrome trace, and ``kernels_rankR.txt``.
+    Otherwise the window is marked for a profiler around the process: ``nsys profile --capture-range=cudaProfilerApi``.
+    What goes wrong costs the profile, not the run.
+
+    Args:
+        folder: for traces and tables.
+        say, warn: take sentences.
+    """
+
+    def __init__(
+        self,
+        options: ProfilingConfig,
+        groups: ParallelGroups,
+        folder: Path,
+        *,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._options, self._device, self._rank, self._folder = options, groups.device, groups.rank, folder
+        self._mine = groups.rank in options.profile_ranks
+        self._say, self._warn = say, warn
+        self._begun_at: int | None = None
+        self._profile: Any = None
+        self.notes: list[tuple[str, str]] = []
+        """(heading, table) of this rank, once the window is over."""
+
+    def turns_at(self, iteration: int) -> bool:
+        """Whether the window begins or ends behind this step; the same on all ranks, which pause together."""
+        return iteration in (self._options.profile_step_start, self._options.profile_step_end)
+
+    def turn(self, iteration: int) -> None:
+        """Between steps, when none is on its way: begins or ends the window."""
+        if iteration == self._options.profile_step_start:
+            self._guarded(self._begin, iteration)
+        else:
+            self.end(iteration)
+
+    def end(self, iteration: int) -> None:
+        """Ends the window if it is open: behind its last step, or where the run stops before that."""
+        if self._begun_at is not None:
+            self._guarded(self._end, iteration)
+
+    def _guarded(self, action: Callable[[int], None], iteration: int) -> None:
+        if not self._mine:
+            return
+        try:
+            action(iteration)
+        except (OSError, RuntimeError) as error:
+            self._begun_at = self._profile = None
+            self._warn(f"there is no profile of rank {self._rank}: {error}")
+
+    def _begin(self, iteration: int) -> None:
+        if self._options.use_pytorch_profiler:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+            self._profile = profile(activities=activities, record_shapes=self._options.record_shapes)
+            self._profile.start()
+        elif self._device.type == "cuda":
+            torch.cuda.profiler.start()
+        else:
+            raise RuntimeError("nsys has nothing to see without a GPU; add --use-pytorch-profiler")
+        self._begun_at = iteration
+
+    def _end(self, iteration: int) -> None:
+        assert self._begun_at is not None
+        first, self._begun_at = self._begun_at + 1, None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._profile is None:
+            torch.cuda.profiler.stop()
+            self._say(f"profile: steps {first} to {iteration} were marked for nsys")
+            return
+        profiled, self._profile = self._profile, None
+        profiled.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"trace_rank{self._rank}.json.gz"
+        profiled.export_chrome_trace(str(trace))
+        table = kernel_table(profiled.key_averages(), steps=iteration - first + 1)
+        (self._folder / f"kernels_rank{self._rank}.txt").write_text(table + "\n")
+        self.notes.append((f"Kernels of steps {first} to {iteration} on rank {self._rank}", table))
+        self._say(f"profile of steps {first} to {iteration}: {trace}\n{table}")
+
+
+def kernel_table(averages: Any, *, steps: int) -> str:
+    """The kernels that took longest, one a line; of a run on a CPU its operations.
+
+    Args:
+        averages: ``profile.key_averages()``.
+        steps: that were profiled.
+    """
+    kernels = [one for one in averages if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
+    on_gpu = bool(kernels)
+    if not on_gpu:
+        kernels = [one for one in averages if one.device_type == DeviceType.CPU and not one.is_user_annotation]
+    spent = {one.key: (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e3 for one in kernels}
+    counts = {one.key: one.count for one in kernels}
+    total = sum(spent.values())
+    lines = [f"{'kernels' if on_gpu else 'operations'}: {total / steps:,.2f} ms a step, one after the other",
+             f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  name"]  # fmt: skip
+    for name in sorted(spent, key=lambda name: -spent[name])[:_KERNELS_SHOWN]:
+        share = 100 * spent[name] / max(total, 1e-9)
+        lines.append(f"{share:6.1f}% {spent[name] / steps:9.3f} {counts[name] / steps:11,.1f}  {name[:90]}")
+    return "\n".join(lines)
+
+
+def profile_folder(config: RunConfig) -> Path:
+    """``profile`` in the folder of the run: that of its checkpoints, else of its log, else the current one."""
+    if config.checkpoint.save is not None:
+        return Path(config.checkpoint.save, "profile")
+    log = config.logging.log_jsonl
+    return Path(log).parent / "profile" if log is not None else Path("profile")
+
+
+class MemoryHistory:
+    """Records what the allocator of this process's GPU does, and writes it when memory runs out.
+
+    The record is written in the very moment, while everything is still held, even if the run copes with it. It is for
+    pytorch.org/memory_viz.
+
+    Args:
+        path: of the record; with several ranks each adds its number.
+    """
+
+    def __init__(self, path: str, groups: ParallelGroups) -> None:
+        self.path = Path(path)
+        if groups.world_size > 1:
+            self.path = self.path.with_suffix(f".rank{groups.rank}{self.path.suffix}")
+        self._ran_out = False
+
+    def start(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
+        torch._C._cuda_attachOutOfMemoryObserver(self._on_out_of_memory)
+
+    def _on_out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
+        self._ran_out = True
+        self._write(f"no room for {wanted / 2**20:,.1f} MiB more on GPU {device}")
+
+    def finish(self) -> None:
+        """At the orderly end; what was written when memory ran out stays."""
+        if not self._ran_out:
+            self._write("the run is over")
+
+    def _write(self, why: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self.path))
+        except (OSError, RuntimeError) as error:
+            print(f"there is no memory snapshot: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"memory snapshot ({why}): {self.path}", file=sys.stderr, flush=True)
+
+
+def memory_history(
+    options: ProfilingConfig, groups: ParallelGroups, warn: Callable[[str], None]
+) -> MemoryHistory | None:
+    """The record that is asked for, begun; None where there is none to be had."""
+    if not options.record_memory_history:
+        return None
+    if groups.device.type != "cuda":
+        warn("--record-memory-history is of the GPU's allocator, and there is no GPU.")
+        return None
+    history = MemoryHistory(options.memory_snapshot_path or "snapshot.pickle", groups)
+    history.start()
+    return history

@@ -1,0 +1,80 @@
+"""Profiles and memory snapshots are there when they are needed, and never end a run."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from megatron_packed.config.profiling import ProfilingConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.profiling import MemoryHistory, StepProfiler, kernel_table
+
+WINDOW = ProfilingConfig(profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5)
+
+
+def profiler(folder: Path, options: ProfilingConfig = WINDOW) -> tuple[StepProfiler, list[str]]:
+    told: list[str] = []
+    return StepProfiler(options, ParallelGroups.single(), folder, say=told.append, warn=told.append), told
+
+
+def test_a_window_that_the_run_does_not_finish_is_written(tmp_path) -> None:
+    made, told = profiler(tmp_path / "p")
+    assert [made.turns_at(step) for step in (2, 3, 4, 5, 6)] == [False, True, False, True, False]
+    made.end(2)
+    assert not told
+    made.turn(3)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    made.end(4)
+    made.turn(5)  # it is over
+    assert told[0].startswith(f"profile of steps 4 to 4: {tmp_path}") and "aten::mm" in told[0] and len(told) == 1
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["kernels_rank0.txt", "trace_rank0.json.gz"]
+
+
+def test_what_cannot_be_written_costs_the_profile_alone(tmp_path) -> None:
+    (tmp_path / "p").write_text("a file")
+    made, told = profiler(tmp_path / "p")
+    made.turn(3)
+    made.turn(5)
+    assert len(told) == 1 and told[0].startswith("there is no profile of rank 0: ")
+    of_nsys, told = profiler(tmp_path / "q", ProfilingConfig(profile=True))
+    of_nsys.turn(10)
+    of_nsys.turn(12)
+    assert told == ["there is no profile of rank 0: nsys has nothing to see without a GPU; add --use-pytorch-profiler"]
+
+
+def test_kernels_by_time_without_annotations() -> None:
+    def one(key: str, microseconds: float, count: int, device: str = "CUDA", annotation: bool = False):
+        return SimpleNamespace(
+            key=key, count=count, device_type=getattr(torch.autograd.DeviceType, device),
+            self_device_time_total=microseconds, self_cpu_time_total=9e9, is_user_annotation=annotation,
+        )  # fmt: skip
+
+    averages = [one("small", 1000, 4), one("large", 3000, 2), one("forward", 9e6, 1, annotation=True),
+                one("aten::mm", 0, 5, "CPU")]  # fmt: skip
+    title, _, *lines = kernel_table(averages, steps=2).splitlines()
+    assert title == "kernels: 2.00 ms a step, one after the other"
+    assert [line.split() for line in lines] == [["75.0%", "1.500", "1.0", "large"], ["25.0%", "0.500", "2.0", "small"]]
+
+
+def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, capsys) -> None:
+    written, observers = [], []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: written.append(path))
+    monkeypatch.setattr(torch._C, "_cuda_attachOutOfMemoryObserver", observers.append, raising=False)
+    groups = SimpleNamespace(world_size=2, rank=1)
+    history = MemoryHistory(str(tmp_path / "s" / "snapshot.pickle"), groups)
+    history.start()
+    history.finish()
+    path = str(tmp_path / "s" / "snapshot.rank1.pickle")
+    assert written == [path] and "the run is over" in capsys.readouterr().err
+    observers[0](0, 5 * 2**20, 2**30, 2**20)
+    assert written == [path] * 2 and "no room for 5.0 MiB more on GPU 0" in capsys.readouterr().err
+    history.finish()
+    assert len(written) == 2  # that of the moment stays
+
+    def fails(path: str) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
+    observers[0](0, 1, 2, 3)
+    assert "there is no memory snapshot: disk is full" in capsys.readouterr().err
