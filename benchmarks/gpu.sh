@@ -41,6 +41,9 @@ for name in "${@:?which steps?}"; do
     offload) step offload 300 python3 benchmarks/offload.py ;;
     plan_peaks) step plan_peaks 200 python3 benchmarks/plan_peaks.py ;;
     offload_tests) step offload_tests 200 python3 -m pytest tests/gpu/test_offload_gpu.py -v -s -p no:cacheprovider --durations=5 ;;
+    doctor) step doctor 500 python3 -m megatron_packed.cli.main doctor ;;
+    tune_hybrid1b) step tune_hybrid1b 500 python3 benchmarks/tune_prediction.py hybrid1b ;;
+    tune_shard8b) step tune_shard8b 500 python3 benchmarks/tune_prediction.py shard8b ;;
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;

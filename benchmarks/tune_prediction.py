@@ -27,7 +27,7 @@ from workloads import device_from
 CAPACITIES = (64, 256)
 """Beside the recommended one."""
 ALLOWED = 0.1
-STEPS, SKIPPED = 60, 20
+STEPS, SKIPPED = 40, 15
 REPOSITORY = Path(__file__).parent.parent
 
 
