@@ -302,7 +302,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "steps are neither repeated nor skipped on request",
         "use --on-nonfinite skip, and --deterministic-mode to compare runs",
-        ("--rerun-mode", "--iterations-to-skip", "--check-weight-hash-across-dp-replicas-interval"),
+        ("--rerun-mode", "--iterations-to-skip"),
     ),
     Refused(
         "training in fp16 is not built", "use --bf16, which needs no loss scale",

@@ -59,6 +59,10 @@ class TrainingConfig(Section, title="training"):
         "stop", "After a step with a non-finite loss or gradient, which never changes a weight: stop, or skip it.",
         group=EXACT, choices=("stop", "skip"),
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None, "Compare the bits of the weights between data-parallel ranks every so many iterations.",
+        unit="iterations", group=EXACT, minimum=1,
+    )
     isolation_self_test: bool = option(
         True, "Do not check at the start that documents of a pack cannot see each other.", group=EXACT,
         flag="no-isolation-self-test", negated=True,

@@ -27,6 +27,7 @@ class ExitCode(IntEnum):
     FALLBACK = 23
     """``--cuda-graph-strict``: something would have run eagerly."""
     AUDIT = 24
-    """``--cuda-graph-audit-interval``: a replay gave something else than the module itself."""
+    """``--cuda-graph-audit-interval``: a replay gave something else than the module itself. Or ranks hold other weights
+    than those that should hold the same."""
     PREEMPTED = 75
     """Stopped by a signal or a time limit after saving; the same command goes on. EX_TEMPFAIL of sysexits.h."""

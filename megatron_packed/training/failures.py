@@ -19,6 +19,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.heartbeat import DeviceHangError
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.replicas import ReplicaMismatchError
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -60,6 +61,8 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         return ExitCode.FALLBACK, "CUDA graph fallback", ""
     if isinstance(error, AuditMismatchError):
         return ExitCode.AUDIT, "audit", ""
+    if isinstance(error, ReplicaMismatchError):
+        return ExitCode.AUDIT, "replicas", ""
     if _is_out_of_memory(error):
         cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
         return ExitCode.OUT_OF_MEMORY, "out of memory", cure

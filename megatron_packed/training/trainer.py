@@ -35,6 +35,7 @@ from megatron_packed.training.metrics import (
     step_record,
 )
 from megatron_packed.training.profiling import StepProfiler
+from megatron_packed.training.replicas import check_replicas
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues, TrainStep
@@ -102,6 +103,8 @@ class Trainer:
             exit_code = self._settle(self._one_step())
             self._garbage.after_step(progress.iteration)
             self._say_saved(self.state.saved())
+            if exit_code is None and self._due(training.check_weight_hash_across_dp_replicas_interval):
+                exit_code = self._pause(self._check_replicas)
             if exit_code is None and self._due(training.validation_interval):
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
@@ -256,6 +259,10 @@ class Trainer:
         """An epoch may have to be packed for it, in the loader's thread."""
         with self._resting():
             return stream.loader.micro_batches(number)
+
+    def _check_replicas(self) -> None:
+        with self._resting():
+            check_replicas(self.step.model, self.groups)
 
     def _capture_again(self) -> None:
         assert self.step.graphs is not None

@@ -33,6 +33,7 @@ from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.explain import op_inputs
+from megatron_packed.training.replicas import ReplicaMismatchError, check_replicas
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues
 from megatron_packed.training.trainer import bad_places
@@ -217,6 +218,36 @@ def test_all_ranks_learn_which_micro_batch_was_bad(way: Way, pools: WorkerPools)
     assert bad_places({3: 1}, 2) == ["micro-batch 1 of ranks 2 to 3"]
     assert bad_places({2: 2, 3: 1, 0: 5}, 2) == ["micro-batch 1 of ranks 2 to 3", "micro-batch 5 of ranks 0 to 1"]
     assert bad_places({2: 2, 0: 1}, 1) == ["micro-batch 2 of rank 2", "micro-batch 1 of rank 0"]
+
+
+def replicas_checked(groups: ParallelGroups, way: Way) -> list[str]:
+    """What the check says of sound weights, then of a bit that is wrong on the last rank, then of one of an expert."""
+    job = build_job(config_of(way), groups, VOCAB)
+    job.step(mine(groups, way, 0, way.dp_size), 1e-2)
+    said = [checked(job, groups)]
+    parameters = job.model.sharded_parameters().values()
+    for expert in (False, True):
+        weight = next(one.parameter for one in parameters if one.is_expert is expert)
+        if groups.rank == groups.world_size - 1:
+            weight.data.view(torch.int32).view(-1)[-1] ^= 1
+        said.append(checked(job, groups))
+    return said
+
+
+def checked(job: Job, groups: ParallelGroups) -> str:
+    try:
+        check_replicas(job.model, groups)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", [Way(4, 2, True), Way(4, ep_size=2), Way(4, cp_size=2)], ids=str)
+def test_weights_that_differ_between_replicas_are_found(way: Way, pools: WorkerPools) -> None:
+    [said] = {tuple(found) for found in pools.run(replicas_checked, way.world_size, way, layout=way.layout)}
+    assert said[0] == ""
+    assert f"tensor-parallel rank {way.tp_size - 1}: rank 3 of ranks " in said[1] and "experts" not in said[1]
+    assert "rank 3 of ranks" in said[2].partition("experts, ")[2]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ def test_tensorboard_shows_every_number(data: Data, tmp_path: Path) -> None:
     options = tiny_options(
         data, train_iters=5, log_jsonl=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board",
         valid_data_path=data.valid, eval_interval=5, eval_iters=1, manual_gc=True, manual_gc_interval=2,
+        check_weight_hash_across_dp_replicas_interval=2,
     )  # fmt: skip
     assert run(options, tmp_path, 2).exit_code == 0
     board = EventAccumulator(str(tmp_path / "board"))
