@@ -30,8 +30,9 @@ class DataConfig(Section, title="data"):
     """Training and validation documents, and the tokenizer."""
 
     data_path: tuple[str, ...] = option(
-        (), "Documents to train on: files (.jsonl, .jsonl.gz with messages, prompt/completion or text), directories of "
-        "them, patterns with *, or prefixes of indexed data sets (.bin and .idx); with a weight before each, a blend.",
+        (), "Documents to train on: files (.jsonl, .jsonl.gz with messages, conversations, prompt/completion, "
+        "instruction/output or text), directories of them, patterns with *, or prefixes of indexed data sets "
+        "(.bin and .idx); with a weight before each, a blend.",
         group="files", path="input_data",
     )
     train_data_path: tuple[str, ...] = option(

@@ -21,7 +21,7 @@ from megatron_packed.data.encode import EncodedDocument, SampleEncoder
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.progress import Progress
 from megatron_packed.data.report import DataReport, Quarantine
-from megatron_packed.data.schema import SCHEMA_NAMES, Sample, Text, parse_line
+from megatron_packed.data.schema import TEXT_SCHEMA, Sample, parse_line, schema_name
 from megatron_packed.data.sources import LineReader, RawLine
 
 _CHUNK_LINES = 512
@@ -95,7 +95,7 @@ def check_kind(schema: str, sft: bool) -> None:
     Raises:
         DataError: with the cure.
     """
-    is_text = schema == SCHEMA_NAMES[Text]
+    is_text = schema == TEXT_SCHEMA
     if sft and is_text:
         raise DataError(
             "--sft trains answers only, but the data holds `text` lines, of which every token is trained; leave --sft "
@@ -177,7 +177,7 @@ def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
     usable = [samples for samples in parsed if not isinstance(samples, BadLine)]
     for samples in usable:
         if samples:
-            check_kind(SCHEMA_NAMES[type(samples[0])], sft)
+            check_kind(schema_name(samples[0]), sft)
     encoded = iter(encoder.encode(usable))
     outcomes = []
     for line, value in zip(chunk.lines, parsed):
@@ -185,7 +185,7 @@ def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
         if isinstance(result, BadLine):
             outcomes.append(_Outcome(line, "", [], result))
         else:
-            schema = SCHEMA_NAMES[type(value[0])] if result and not isinstance(value, BadLine) else ""
+            schema = schema_name(value[0]) if result and not isinstance(value, BadLine) else ""
             outcomes.append(_Outcome(line, schema, result, None))
     return outcomes
 

@@ -98,7 +98,7 @@ class TemplateFormat:
                 raise DataError(str(error)) from None
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
-        return _split(self._with_renderer("conversation", *conversation))
+        return _split(self._with_renderer("conversation", conversation.messages, conversation.tools))
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
         return [Piece(self._with_renderer("prompt", messages, tools), False, True)]

@@ -28,7 +28,7 @@ from megatron_packed.data.report import DataReport
 from megatron_packed.data.sources import MAX_LINE_BYTES, QUARANTINE_SUFFIX, expand_paths, file_identity
 from megatron_packed.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Of the cache: goes up whenever the same sources would be stored differently."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _MANIFEST = "manifest.json"

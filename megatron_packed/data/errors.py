@@ -19,7 +19,7 @@ REASONS: dict[str, str] = {
     "reserved_character": "U+FDD0 to U+FDD2 are no characters; they are used to mark text while templates are rendered",
     # schema
     "not_an_object": "a line must be one JSON object",
-    "no_known_field": "a line needs `messages`, `prompt` and `completion`, or `text`",
+    "no_known_field": "a line needs `messages`, `conversations`, `prompt`, `instruction` and `output`, or `text`",
     "missing_key": "the line lacks a field that --json-keys names",
     "wrong_type": "a field has another type than the schema says",
     "unknown_role": "roles are system, user, assistant and tool",

@@ -1,9 +1,13 @@
-"""From one raw line to samples: strict JSON, then one of three schemas, told by the fields of each line.
+"""From one raw line to samples: strict JSON, then one of five schemas, told by the fields of each line.
 
 - ``messages``: a list of ``{"role": ..., "content": ...}``; only assistant messages train, except those with
   ``"train": false``. A system message after the first message begins a new conversation, as in Megatron's SFT data: one
   line can hold several documents. Fields that the template may want (``tool_calls``, ``name``, ``tools``) are kept.
+- ``conversations`` (ShareGPT): the same, with ``{"from": ..., "value": ...}`` and ShareGPT's names of the roles; a
+  ``system`` field beside it is the first message.
 - ``prompt`` and ``completion``: only the completion trains.
+- ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` as well): a message of the user, with
+  the ``input`` behind it after an empty line, and the answer; ``system`` and ``history`` come first.
 - ``text``: every token trains.
 
 Where a line has fields of several schemas, the first in this order is taken. A line is used as a whole or not at all.
@@ -30,6 +34,7 @@ _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    schema: str = "messages"
 
 
 class PromptCompletion(NamedTuple):
@@ -43,7 +48,19 @@ class Text(NamedTuple):
 
 Sample = Conversation | PromptCompletion | Text
 """One document before tokenisation."""
-SCHEMA_NAMES: dict[type, str] = {Conversation: "messages", PromptCompletion: "prompt/completion", Text: "text"}
+TEXT_SCHEMA = "text"
+_SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool", "function_response": "tool",
+    "observation": "tool",
+}  # fmt: skip
+
+
+def schema_name(sample: Sample) -> str:
+    """The schema that a sample was written in, for reports."""
+    if isinstance(sample, Conversation):
+        return sample.schema
+    return "prompt/completion" if isinstance(sample, PromptCompletion) else TEXT_SCHEMA
 
 
 def parse_line(data: bytes) -> list[Sample]:
@@ -56,9 +73,13 @@ def parse_line(data: bytes) -> list[Sample]:
     if not isinstance(value, dict):
         raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
     if "messages" in value:
-        return _conversations(value)
+        return _conversations(value, "messages")
+    if "conversations" in value:
+        return _conversations(_from_sharegpt(value), "sharegpt")
     if "prompt" in value:
         return [_prompt_completion(value)]
+    if "instruction" in value and ("output" in value or "response" in value):
+        return _conversations(_from_alpaca(value), "alpaca")
     if "text" in value:
         text = _string(value, "text")
         if not text.strip():
@@ -154,7 +175,45 @@ _DECODER = json.JSONDecoder(
 # ------------------------------------------------------------------------------------------------------------- schemas
 
 
-def _conversations(value: dict[str, Any]) -> list[Sample]:
+def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
+    """The line as one of ``messages``."""
+    turns = value["conversations"]
+    if not isinstance(turns, list):
+        raise BadLine("wrong_type", f"conversations is a {_type_name(turns)}, not a list")
+    messages = _system_message(value)
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise BadLine("wrong_type", f"conversations[{number}] is a {_type_name(turn)}, not an object")
+        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if isinstance(role, str):
+            if role not in _SHAREGPT_ROLES:
+                raise BadLine("unknown_role", f"conversations[{number}].from is {printable(role, 40)!r}")
+            role = _SHAREGPT_ROLES[role]
+        messages.append({"role": role, "content": content})
+    return {"messages": messages, "tools": value.get("tools") or None}
+
+
+def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
+    """The line as one of ``messages``."""
+    answer = _string(value, "output" if "output" in value else "response")
+    question = _string(value, "instruction")
+    for name in ("input", "context"):
+        if value.get(name):
+            question += "\n\n" + _string(value, name)
+    messages = _system_message(value)
+    history = value.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadLine("wrong_type", "history is not a list of pairs of texts")
+    for user, assistant in [*history, (question, answer)]:
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return {"messages": messages}
+
+
+def _system_message(value: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": _string(value, "system")}] if value.get("system") else []
+
+
+def _conversations(value: dict[str, Any], schema: str) -> list[Sample]:
     messages = value["messages"]
     if not isinstance(messages, list):
         raise BadLine("wrong_type", f"messages is a {_type_name(messages)}, not a list")
@@ -170,7 +229,7 @@ def _conversations(value: dict[str, Any]) -> list[Sample]:
     for part in parts:
         if not any(message["role"] == "assistant" for message in part):
             raise BadLine("no_assistant", f"{len(part)} messages" if len(parts) == 1 else "in one of several parts")
-    return [Conversation(part, tools) for part in parts]
+    return [Conversation(part, tools, schema) for part in parts]
 
 
 def _check_message(where: str, message: Any) -> None:

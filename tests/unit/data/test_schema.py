@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_packed.data.errors import REASONS, BadLine
-from megatron_packed.data.schema import Conversation, PromptCompletion, Text, parse_line
+from megatron_packed.data.schema import Conversation, PromptCompletion, Text, parse_line, schema_name
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -42,6 +42,15 @@ BAD = [
     (b"null", "not_an_object"),
     (b'"text"', "not_an_object"),
     (b"{}", "no_known_field"),
+    (b'{"instruction": "a"}', "no_known_field"),
+    (b'{"instruction": "a", "output": ""}', "empty_assistant"),
+    (b'{"instruction": "a", "input": 3, "output": "b"}', "wrong_type"),
+    (b'{"instruction": "a", "output": "b", "history": [["x"]]}', "wrong_type"),
+    (b'{"conversations": "a"}', "wrong_type"),
+    (b'{"conversations": []}', "empty_messages"),
+    (b'{"conversations": [{"from": "gpt"}]}', "wrong_type"),
+    (b'{"conversations": [{"from": "function_call", "value": "f"}]}', "unknown_role"),
+    (b'{"conversations": [{"from": "human", "value": "a"}]}', "no_assistant"),
     (b'{"completion": "a"}', "no_known_field"),
     (b'{"text": 1}', "wrong_type"),
     (b'{"text": null}', "wrong_type"),
@@ -97,6 +106,23 @@ def test_good_lines():
     assert sample.messages[1] == {**call, "content": ""}
     assert sample.tools == [{"name": "f"}]
     assert parse_line(chat(USER, {**ASSISTANT, "train": False}, {**ASSISTANT, "train": True}))
+
+
+def test_sharegpt_and_alpaca_are_conversations():
+    system = {"role": "system", "content": "s"}
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    sharegpt = [{"conversations": turns, "system": "s", "tools": ""},
+                {"conversations": [{"from": "system", "value": "s"}, *turns], "id": 7}]  # fmt: skip
+    for value in sharegpt:
+        [sample] = parse_line(json.dumps(value).encode())
+        assert sample == Conversation([system, USER, ASSISTANT], None, "sharegpt")
+    [sample] = parse_line(b'{"instruction": "q", "input": "", "output": "a", "text": "q a"}')
+    assert sample == Conversation([USER, ASSISTANT], None, "alpaca")
+    [sample] = parse_line(b'{"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q", "a"]]}')
+    assert sample.messages == [system, USER, ASSISTANT, {"role": "user", "content": "q\n\ni"}, ASSISTANT]
+    [sample] = parse_line(b'{"instruction": "q", "context": "i", "response": "a", "category": "c"}')
+    assert sample.messages == [{"role": "user", "content": "q\n\ni"}, ASSISTANT]
+    assert schema_name(sample) == "alpaca"
 
 
 def test_a_later_system_message_begins_a_new_conversation():
