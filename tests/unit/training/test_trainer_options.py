@@ -1,0 +1,74 @@
+"""Options of the loop that need no training to be seen: garbage, validation alone, where a run begins."""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.run import RunConfig
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.garbage import Garbage
+from megatron_packed.training.pretrain import _restore
+from megatron_packed.training.trainer import Trainer
+
+
+def config_of(flags: str) -> RunConfig:
+    least = "--hybrid-layer-pattern - --hidden-size 64 --seq-length 64 --data-path x.jsonl --lr 1 --train-iters 9"
+    return parse_or_exit([*least.split(), *flags.split()], launched=False, here=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "at"),
+    [
+        ("", []),
+        ("--manual-gc", ["start", "before", "after"]),
+        ("--manual-gc --manual-gc-interval 2", ["start", 2, 4, "before", "after"]),
+        ("--manual-gc --manual-gc-interval 4 --no-manual-gc-eval", ["start", 4]),
+    ],
+)
+def test_garbage_is_collected_when_it_is_asked_for(flags: str, at: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage, now, collected = Garbage(config_of(flags).training), ["start"], []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(now[-1]))
+    with garbage.in_training():
+        assert gc.isenabled() == (flags == "")
+        for step in range(1, 5):
+            now.append(step)
+            garbage.after_step(step)
+        now.append("before")
+        with garbage.in_validation():
+            now.append("after")
+    assert gc.isenabled() and collected == at
+
+
+def test_skip_train_validates_and_stops() -> None:
+    validated = []
+    config = config_of("--skip-train --valid-data-path v.jsonl --eval-interval 1")
+    trainer = SimpleNamespace(config=config, state=SimpleNamespace(progress=None), validate=lambda: validated.append(1))
+    assert Trainer._run(trainer) == ExitCode.DONE and validated == [1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--save a --load a", "No checkpoint in a yet: starting from random weights."),
+        ("--save a --load a --exit-on-missing-checkpoint", None),
+        ("--save a --load b", None),
+        ("--save a --load a --finetune", None),
+    ],
+)
+def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | None) -> None:
+    def load(options: object) -> Callable[[], None]:
+        raise NoCheckpointError("none")
+
+    lines: list[str] = []
+    state, console = SimpleNamespace(load=load), SimpleNamespace(say=lines.append)
+    if said is None:
+        with pytest.raises(NoCheckpointError):
+            _restore(config_of(flags), state, console)  # type: ignore[arg-type]
+    else:
+        _restore(config_of(flags), state, console)  # type: ignore[arg-type]
+        assert lines == [said]
