@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.data.chat import Piece, chat_format
     from megatron_packed.data.encode import EncodedDocument, encode_pieces, prompt_tokens
+    from megatron_packed.data.tokenizer import vocabulary
     from megatron_packed.models.generate import generate
     from megatron_packed.training.build import device_of
     from megatron_packed.training.data import build_tokenizer
@@ -70,5 +71,5 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
             f"a prompt of {len(tokens)} tokens and --max-new-tokens {max_new_tokens} go beyond the {positions} "
             "positions of the rotary tables; shorten one of them."
         )
-    model = load_model(config, tokenizer.vocab_size, device_of(config))
+    model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device_of(config))
     return tokenizer.decode(generate(model, tokens, max_new_tokens, eod=tokenizer.eod_id), skip_special=True).strip()

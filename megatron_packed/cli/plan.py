@@ -81,6 +81,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
 
     from megatron_packed.data.bpe import MIN_VOCAB_SIZE
     from megatron_packed.data.errors import DataError
+    from megatron_packed.data.tokenizer import vocabulary
     from megatron_packed.training.data import build_tokenizer
     from megatron_packed.training.documents import open_documents
 
@@ -88,7 +89,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     vocab_size = config.model.vocab_size
     try:
         tokenizer = build_tokenizer(options, build_missing=False)
-        vocab_size = vocab_size or tokenizer.vocab_size
+        vocab_size = vocabulary(tokenizer, vocab_size)
         if options.train_paths != NO_DATA[1:]:
             lengths = open_documents(options, tokenizer, validates=False, show=False, build_missing=False).train.lengths
     except (DataError, OSError) as error:

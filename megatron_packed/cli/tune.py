@@ -200,11 +200,13 @@ def _costs(
 
     from megatron_packed.cuda_graphs.counters import GraphFallbackError
     from megatron_packed.data.sizing import capacities_to_measure
+    from megatron_packed.data.tokenizer import vocabulary
     from megatron_packed.training.data import build_tokenizer
     from megatron_packed.training.measure import measure
 
-    has_data = arguments.lengths is None  # then the run takes its tokenizer's
-    vocab_size = build_tokenizer(config.data).vocab_size if has_data else config.model.vocab_size
+    vocab_size = config.model.vocab_size
+    if arguments.lengths is None:
+        vocab_size = vocabulary(build_tokenizer(config.data), vocab_size)
     if vocab_size is None:
         raise UsageError("--vocab-size is required: there is no data to make a tokenizer of.")
     capacities = capacities_to_measure(packings, arguments.capacities)

@@ -63,6 +63,20 @@ class OffsetTokenizer(Tokenizer, Protocol):
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]: ...
 
 
+def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
+    """Entries of a model's vocabulary before padding: ``--vocab-size``, else the tokenizer's.
+
+    Raises:
+        DataError: there is no room for all of the tokenizer's.
+    """
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size} has no room for the {tokenizer.vocab_size} entries of the tokenizer; leave it "
+            "out, or give at least as many."
+        )
+    return vocab_size or tokenizer.vocab_size
+
+
 class ByteTokenizer:
     """Every byte of UTF-8 is a token (0 to 255), followed by `OWN_SPECIAL_TOKENS` (256 to 259).
 

@@ -19,7 +19,7 @@ from megatron_packed.data.packing_report import PackingReport
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.spread import BY_TOKENS, PackCost
-from megatron_packed.data.tokenizer import Tokenizer
+from megatron_packed.data.tokenizer import Tokenizer, vocabulary
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
@@ -67,12 +67,13 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     """
     options, show = config.data, groups.rank == 0
     tokenizer = build_tokenizer(options, say)
+    vocab_size = vocabulary(tokenizer, config.model.vocab_size)
     validates = bool(config.training.validation_interval) and options.has_validation
     documents = open_documents(options, tokenizer, validates=validates, show=show)
     for line in documents.sentences:
         say(line)
     train, valid, evaluation = documents.train, documents.valid, None
-    cost = pack_cost(config, tokenizer.vocab_size)
+    cost = pack_cost(config, vocab_size)
     if valid is not None:
         evaluation = plan_validation(config, valid, groups.dp_size, cost)
     plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation, cost)
@@ -88,7 +89,7 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         )
     return RunData(
         tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=vocab_size,
         train=_stream(config, groups, train, plan, ladder),
         valid=None if evaluation is None else _stream(config, groups, valid, evaluation, ladder),
         packing=packing,

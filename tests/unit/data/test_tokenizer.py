@@ -8,7 +8,7 @@ from tokenizers import AddedToken, processors
 from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.tokenizer import ByteTokenizer, vocabulary
 
 
 def test_bytes_round_trip():
@@ -97,6 +97,13 @@ def test_where_the_chat_template_comes_from(tmp_path):
     assert HuggingFaceTokenizer(tmp_path / "b").chat_template == "file"
     with pytest.raises(DataError, match="called default"):
         save_tokenizer(tmp_path / "d", byte_level(), eos_token="</s>", chat_template=named[:1])
+
+
+def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
+    tokenizer = ByteTokenizer()
+    assert (vocabulary(tokenizer, None), vocabulary(tokenizer, 260), vocabulary(tokenizer, 300)) == (260, 260, 300)
+    with pytest.raises(DataError, match="--vocab-size 259 has no room for the 260 entries of the tokenizer"):
+        vocabulary(tokenizer, 259)
 
 
 def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
