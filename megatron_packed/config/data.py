@@ -11,13 +11,14 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
+GPT2 = "GPT2BPETokenizer"
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 CACHE_NAME = ".megatron_packed_cache"
 """Directory beside the first file that holds tokenised data when --data-cache-path names none."""
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
-    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer",
                      "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"), _CONVERT),
     "NullTokenizer": f"give {BYTES}",
     "MultimodalTokenizer": f"models read text only: give {HUGGING_FACE}",
@@ -62,13 +63,20 @@ class DataConfig(Section, title="data"):
     )
 
     tokenizer_type: str = option(
-        BYTES, "Tokenizer: a tokenizer.json of Hugging Face, bytes as tokens, or a BPE trained on the training data.",
-        group="tokenizer", choices=(HUGGING_FACE, BYTES, TRAINED_BPE), value_aliases={"SFTTokenizer": HUGGING_FACE},
+        BYTES, "Tokenizer: a tokenizer.json of Hugging Face, GPT-2's two files, bytes as tokens, or a BPE trained on "
+        "the training data.", group="tokenizer", choices=(HUGGING_FACE, GPT2, BYTES, TRAINED_BPE),
+        value_aliases={"SFTTokenizer": HUGGING_FACE},
         not_built=_NOT_BUILT,
         megatron=("none: required", "bytes need no file"),
     )
     tokenizer_model: str | None = option(
         None, "tokenizer.json, or the directory that holds it.", group="tokenizer", path="input_file"
+    )
+    vocab_file: str | None = option(
+        None, f"vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
+    )
+    merge_file: str | None = option(
+        None, f"merges.txt of a {GPT2}.", group="tokenizer", path="input_file"
     )
     tokenizer_vocab_size: int = option(
         4096, "Entries of a TrainedBPETokenizer.", unit="tokens", group="tokenizer", minimum=260, maximum=1 << 20
@@ -124,6 +132,14 @@ class DataConfig(Section, title="data"):
             elif self.tokenizer_type != HUGGING_FACE and self.tokenizer_model is not None:
                 yield Problem("--tokenizer-model", self.tokenizer_model, f"a {self.tokenizer_type} reads no model file",
                               f"leave it out, or give --tokenizer-type {HUGGING_FACE}")
+        if sound("tokenizer_type", "vocab_file", "merge_file"):
+            for name in ("vocab_file", "merge_file"):
+                given = getattr(self, name)
+                if self.tokenizer_type == GPT2 and given is None:
+                    yield Problem(self.flag(name), "", f"is required with --tokenizer-type {GPT2}", "give its path")
+                elif self.tokenizer_type != GPT2 and given is not None:
+                    yield Problem(self.flag(name), given, f"a {self.tokenizer_type} reads no such file",
+                                  f"leave it out, or give --tokenizer-type {GPT2}")
         if self.chat_template is not None and not self.sft:
             yield Problem("--chat-template", self.chat_template, "templates are applied to conversations only",
                           "add --sft, or leave it out")

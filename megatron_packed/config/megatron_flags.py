@@ -227,9 +227,9 @@ REFUSED: tuple[Refused, ...] = (
         ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
     ),
     Refused(
-        "tokenizers are a tokenizer.json, bytes, or a BPE trained on the data; no remote code is run",
+        "tokenizers are a tokenizer.json, GPT-2's files, bytes, or a BPE trained on the data; no remote code is run",
         "choose by --tokenizer-type and --tokenizer-model",
-        ("--tokenizer-metadata", "--trust-remote-code", "--tiktoken-pattern", "--vocab-file", "--merge-file",
+        ("--tokenizer-metadata", "--trust-remote-code", "--tiktoken-pattern",
          "--tokenizer-library", "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
     ),
     Refused(

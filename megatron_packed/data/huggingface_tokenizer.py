@@ -13,7 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.tokenizer import Offsets, TokenIds
+from megatron_packed.data.tokenizer import END_OF_DOCUMENT, Offsets, TokenIds
 
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
@@ -32,15 +32,39 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
+        config = {**_read_json(file.with_name("special_tokens_map.json")),
+                  **_read_json(file.with_name("tokenizer_config.json"))}  # fmt: skip
+        self._set_up(file, _read_text(file), config, _chat_template(file, config))
+
+    @classmethod
+    def gpt2(cls, vocab_file: str | Path, merge_file: str | Path) -> HuggingFaceTokenizer:
+        """GPT-2's tokenizer from its two files (``vocab.json`` or ``encoder.json``, ``merges.txt`` or ``vocab.bpe``).
+
+        Raises:
+            DataError: a file is missing or damaged, or has no ``<|endoftext|>``.
+        """
+        try:
+            model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+        except Exception as error:  # the library raises bare Exception
+            reason = printable(str(error))
+            raise DataError(f"{vocab_file} and {merge_file} are no vocabulary and merges of GPT-2: {reason}.") from None
+        engine = tokenizers.Tokenizer(model)
+        engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        engine.decoder = tokenizers.decoders.ByteLevel()
+        if engine.token_to_id(END_OF_DOCUMENT) is not None:
+            engine.add_special_tokens([END_OF_DOCUMENT])
+        made = cls.__new__(cls)
+        made._set_up(Path(vocab_file), engine.to_str(), {"eos_token": END_OF_DOCUMENT}, None)
+        return made
+
+    def _set_up(self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None) -> None:
+        """Args: ``text`` of a tokenizer.json, and what is said beside it."""
         self.path = file
-        text = _read_text(file)
         self._with_specials = _load(file, text)
         self._plain = _load(file, text)
         self._plain.encode_special_tokens = True
-        config = {**_read_json(file.with_name("special_tokens_map.json")),
-                  **_read_json(file.with_name("tokenizer_config.json"))}  # fmt: skip
         self.template_variables: Mapping[str, str] = _named_tokens(config)
-        self.chat_template = _chat_template(file, config)
+        self.chat_template = chat_template
         added = self._with_specials.get_added_tokens_decoder()
         self.special_tokens: Mapping[str, int] = {t.content: n for n, t in sorted(added.items()) if t.special}
         self.vocab_size = 1 + max(self._with_specials.get_vocab(with_added_tokens=True).values(), default=-1)

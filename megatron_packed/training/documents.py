@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.blend import Blend
-from megatron_packed.config.data import BYTES, HUGGING_FACE, DataConfig
+from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, DataConfig
 from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
@@ -47,6 +47,9 @@ def build_tokenizer(
     if options.tokenizer_type == HUGGING_FACE:
         assert options.tokenizer_model is not None  # a rule of the configuration
         return HuggingFaceTokenizer(options.tokenizer_model)
+    if options.tokenizer_type == GPT2:
+        assert options.vocab_file is not None and options.merge_file is not None  # rules of the configuration
+        return HuggingFaceTokenizer.gpt2(options.vocab_file, options.merge_file)
     indexed = [path for path in options.train_paths if names_indexed(path)]
     if indexed:
         raise DataError(

@@ -128,3 +128,21 @@ def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
     path.write_text("{\n")
     with pytest.raises(DataError, match="no text"):
         train_bpe([path], 300, tmp_path / "one")
+
+
+def test_gpt2_from_its_two_files(tmp_path):
+    engine = byte_level(["<|endoftext|>"])
+    engine.model.save(str(tmp_path))
+    ours = HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    whole = save_tokenizer(tmp_path / "whole", engine, eos_token="<|endoftext|>")
+    text = "Hello there,  how are\n\nyou? <|endoftext|> é😀"
+    assert ours.encode(text).tolist() == whole.encode(text).tolist()
+    assert ours.decode(ours.encode(text)) == text
+    assert (ours.vocab_size, ours.eod_id, ours.splits_cleanly) == (whole.vocab_size, whole.eod_id, True)
+    assert ours.encode("<|endoftext|>", special=True).tolist() == [ours.eod_id] != ours.encode("<|endoftext|>").tolist()
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(DataError, match="are no vocabulary and merges of GPT-2"):
+        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match="which is not in the vocabulary"):
+        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
