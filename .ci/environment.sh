@@ -31,6 +31,11 @@ if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ]; then
   fi
   echo "Installing into .venv (about a minute) ..."
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "${torch[@]}" --editable '.[dev]'
+  if [ ! -e .venv/bin/torchrun ]; then  # the torch of an outer environment brings none for this one's packages
+    # shellcheck disable=SC2016 # it asks where it lies
+    printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n' > .venv/bin/torchrun
+    chmod +x .venv/bin/torchrun
+  fi
   echo "$stamp" > .venv/.stamp
 fi
 export PATH="$root/.venv/bin:$PATH"

@@ -6,6 +6,7 @@ Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import UsageError
 
 COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate)
+EXIT_BROKEN_PIPE = 141
+"""As of a program that the signal of a closed pipe ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(command=command)
     arguments, run_flags = parser.parse_known_args(argv)
     try:
-        return int(arguments.command.run(arguments, run_flags))
+        code = int(arguments.command.run(arguments, run_flags))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `| head` has seen enough; what is buffered still has nowhere to go at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.training.data import blend_sentences, build_tokenizer, plan_training
     from megatron_packed.training.documents import open_documents
 
+    divides = config.data.split is not None and bool(config.training.validation_interval)
     try:
-        documents = open_documents(config.data, build_tokenizer(config.data), validates=False)
+        documents = open_documents(config.data, build_tokenizer(config.data), validates=divides)
         plan, _, report = plan_training(config, documents.train)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None

@@ -1,6 +1,7 @@
 """Commands of ``megatron-packed``: what they print, and their exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -61,6 +62,22 @@ def test_packing_reports_the_data_and_its_packs(data, capsys):
     assert packs.startswith("3 packs of 64 slots, 80.21% full")
     assert per_pack.startswith("Documents per pack: P50 2, ")
     assert tokens.startswith("191 tokens of 5 documents in = 154 kept + 37 truncated (1 documents) + 0 dropped")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(data, monkeypatch):
+    """`megatron-packed packing ... | head -1` prints no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert exit_code(["packing", *data, "--seq-length", 64]) == 141
+
+
+@pytest.mark.parametrize("more, said", [((), " (there is no --eval-interval)"), (("--eval-interval", 2), "")])
+def test_packing_says_who_validates_as_the_run_does(more, said, data, capsys):
+    assert exit_code(["packing", *data, "--seq-length", 64, "--split", "80,20", *more]) == 0
+    line = f"Divided by --split 80,20: 4 documents train, 1 validate{said}, 0 are left out."
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_packing_obeys_the_packing_flags(data, capsys):

@@ -1,0 +1,122 @@
+"""A Python whose torch is imported already, for commands that a shell starts: `python`, `torchrun`, `megatron-packed`.
+
+A server imports the package once. The commands of `folder` are clients that start in 20 ms: they hand it their words,
+folder, environment and the three streams; it forks, runs the program, and they end with its exit code. What they cannot
+do is what a user of a fresh interpreter could not see: modules that the server has imported are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PRELOAD = (
+    "torch.distributed.run", "torch.distributed.device_mesh", "numpy.random", "megatron_packed.cli.main",
+    "megatron_packed.training.pretrain",
+)  # fmt: skip
+PROGRAMS = {
+    "python": [],
+    "torchrun": ["-c", "from torch.distributed.run import main; main()"],
+    "megatron-packed": ["-c", "import sys; from megatron_packed.cli.main import main; sys.exit(main())"],
+}
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+job = json.dumps([{words!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [len(job).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(job)
+sys.exit(int(server.recv(8) or b"1"))
+"""
+
+
+@contextlib.contextmanager
+def quick_python(folder: Path) -> Iterator[None]:
+    """Writes the commands into ``folder`` and serves them."""
+    address = folder / "server"
+    for name, words in PROGRAMS.items():
+        (folder / name).write_text(CLIENT.format(python=sys.executable, address=str(address), words=words))
+        (folder / name).chmod(0o755)
+    root = str(Path(__file__).parents[2])
+    server = subprocess.Popen([sys.executable, __file__, str(address)], env={**os.environ, "PYTHONPATH": root})
+    try:
+        while not address.exists():
+            assert server.poll() is None, "the server did not start"
+            time.sleep(0.02)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
+    """Returns in each forked process, with what it is to run."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address + ".new")
+    listening.listen(16)
+    os.rename(address + ".new", address)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes between, which wait
+    while True:
+        client, _ = listening.accept()
+        if os.fork() == 0:
+            break
+        client.close()
+    listening.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    job = b""
+    while len(job) < int.from_bytes(size, "big"):
+        job += client.recv(1 << 16)
+    child = os.fork()
+    if child == 0:
+        client.close()
+        return *json.loads(job), streams
+    for stream in streams:
+        os.close(stream)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            client.sendall(str(code if code >= 0 else 128 - code).encode())
+            os._exit(0)
+        if select.select([client], [], [], 0.01)[0]:  # the client was killed
+            os.kill(child, signal.SIGKILL)
+            os._exit(0)
+
+
+def main() -> None:
+    for module in PRELOAD:
+        __import__(module)
+    words, folder, environment, streams = serve(sys.argv[1])
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    words = [*words[words[0] == "-u" :]]
+    sys.path[0] = folder
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] in ("-c", "-"):
+        program = words.pop(1) if words[0] == "-c" else sys.stdin.read()
+        sys.argv = words
+        exec(program, {"__name__": "__main__"})
+    else:
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
