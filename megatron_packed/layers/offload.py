@@ -25,16 +25,18 @@ class LayerOffload:
     modules: frozenset[str] = frozenset()
     """The parts whose saved tensors travel."""
     scopes: SavedScopes | None = None
+    """Its own: what layers share (positions of a pack) travels with each of them. Else the backward pass of a later
+    layer would fetch all that an earlier one put away with it, and a graph would read what another one has fetched."""
 
     @classmethod
-    def of(cls, config: MemoryConfig, offload: Offload | None, scopes: SavedScopes | None, number: int) -> LayerOffload:
+    def of(cls, config: MemoryConfig, offload: Offload | None, number: int) -> LayerOffload:
         """Of layer ``number``, from 0. Inputs of groups of several layers are the model's business."""
         if offload is None:
             return STAYS
         return cls(
             keep_input=offload.keep if config.offloads_input(number) else SavedByAutograd,
             modules=frozenset(module for module in OFFLOADED_IN if config.offloads_module(module, number)),
-            scopes=scopes,
+            scopes=SavedScopes(offload.keep, offload.min_elements),
         )
 
     def run(self, module: str, owner: nn.Module, function: Callable[..., Output], *args: object) -> Output:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_packed.memory.recompute import versions_of
+
 _ALIGNMENT = 512
 """Bytes: every tensor in a block begins at a multiple, whatever its dtype."""
 
@@ -48,10 +50,12 @@ class Away:
     arrival: Any = None
     """The copy from the host."""
     versions: list[int] = field(init=False)
+    spoiled: bool = False
+    """Whether somebody wrote to the sources while they were held."""
 
     def __post_init__(self) -> None:
         assert self.sources is not None
-        self.versions = [source._version for source in self.sources]
+        self.versions = versions_of(self.sources)
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> tuple[list[Layout], int]:

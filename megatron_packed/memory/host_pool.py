@@ -70,10 +70,11 @@ class HostPool:
             self._free.append(_Free(block, used))
 
     def set_apart(self) -> None:
-        """All free blocks are those of graphs from now on: others, and graphs, may be in use at the same time."""
-        self._free_of_graphs += self._free
-        self._of_graphs |= {free.block.data_ptr() for free in self._free}
-        self._free.clear()
+        """All free blocks are those of graphs from now on: others, and graphs, may be in use at the same time. Those of
+        earlier graphs are given up; every copy must be done, and the graphs that know of them gone."""
+        self.num_bytes -= sum(free.block.numel() for free in self._free_of_graphs)
+        self._free_of_graphs, self._free = self._free, []
+        self._of_graphs = {free.block.data_ptr() for free in self._free_of_graphs}
 
     def reset(self) -> None:
         """Give up all free blocks; every copy must be done, and graphs that know of them gone."""

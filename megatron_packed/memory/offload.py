@@ -37,7 +37,7 @@ from megatron_packed.memory.away import Away, Layout, layouts_of
 from megatron_packed.memory.buffer_count import BufferCount
 from megatron_packed.memory.host_pool import HostPool
 from megatron_packed.memory.offload_figures import OffloadFigures, Stopwatch
-from megatron_packed.memory.recompute import Kept, SavedByAutograd
+from megatron_packed.memory.recompute import WRITTEN_TO, Kept, SavedByAutograd, versions_of
 from megatron_packed.memory.streams import Streams, streams_of
 
 MIN_ELEMENTS = 2**20
@@ -70,6 +70,7 @@ class Offload:
         streams: Streams | None = None,
     ) -> None:
         self.streams: Streams = streams_of(device) if streams is None else streams
+        self._device_type = device.type
         self.min_elements = max(min_elements, 1)
         self.buffers = BufferCount(buffers, headroom_mib * 2**20, forced)
         self.pool = HostPool(self.streams.host, self.streams.done)
@@ -103,13 +104,13 @@ class Offload:
     # ------------------------------------------------------------------------------------------------- there and back
 
     def keep(self, tensors: Sequence[Tensor]) -> Kept:
-        """Put tensors away; those that are too small, or find no host memory, stay where they are.
+        """Put tensors away; those that are too small, on another device, or find no host memory stay where they are.
 
         Args:
             tensors: detached; nobody writes to their memory before they were taken.
         """
         self._forget_dropped()
-        moved = [tensor.numel() >= self.min_elements for tensor in tensors]
+        moved = [tensor.numel() >= self.min_elements and tensor.device.type == self._device_type for tensor in tensors]
         if self.off is not None or not any(moved):
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
@@ -145,9 +146,14 @@ class Offload:
         return away
 
     def take(self, number: int) -> list[Tensor]:
-        """What was put away under a number; then those in front of it are on their way. `_Bundle` asks."""
+        """What was put away under a number; then those in front of it are on their way. `_Bundle` asks.
+
+        Raises:
+            torch.OutOfMemoryError: no memory to load it into; it may be asked for again.
+            RuntimeError: somebody has written to it before its copy was awaited.
+        """
         self._forget_dropped()
-        away = self._remove(number)
+        away = self._away[number]
         if away.sources is not None:
             tensors = list(away.sources)
             self._held.remove(away)
@@ -163,7 +169,10 @@ class Offload:
             tensors = [loaded.as_strided(one.shape, one.stride) for one, loaded in zip(away.layouts, away.loaded)]
             away.loaded = None
             self._loaded -= 1
+        self._remove(number)
         self.pool.give_back(away.block, away.arrival or away.copied)
+        if away.spoiled:
+            raise RuntimeError(WRITTEN_TO)
         self._load_ahead(number)
         return tensors
 
@@ -218,18 +227,10 @@ class Offload:
             self._loaded -= 1
 
     def _let_go(self, away: Away) -> None:
-        """
-        Raises:
-            RuntimeError: somebody has written to what was put away.
-        """
         assert away.sources is not None
         self.streams.wait(away.copied)  # (2)
         sources, away.sources = away.sources, None
-        if [source._version for source in sources] != away.versions:
-            raise RuntimeError(
-                "a tensor that waits in host memory for its backward pass has been modified by an inplace operation "
-                "after it was put away."
-            )
+        away.spoiled = versions_of(sources) != away.versions  # told to who asks for it, as autograd does
 
     def _forget_dropped(self) -> None:
         """Bundles that nobody asks for any more: a graph that was dropped, an exception in mid-forward."""
@@ -360,7 +361,13 @@ class _Bundle:
 
     def __init__(self, offload: Offload, number: int, stayed: list[Tensor | None]) -> None:
         self._offload, self._number, self._stayed = offload, number, stayed
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return versions_of(tensor for tensor in self._stayed if tensor is not None)
 
     def take(self) -> Sequence[Tensor]:
         moved = iter(self._offload.take(self._number))
+        if self._versions_now() != self._versions:
+            raise RuntimeError(WRITTEN_TO)
         return [next(moved) if tensor is None else tensor for tensor in self._stayed]

@@ -27,7 +27,7 @@ device; as saved tensors they pass through whatever hooks are in force around th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -51,6 +51,16 @@ class Kept(Protocol):
 
 Keep = Callable[[Sequence[Tensor]], Kept]
 """Puts tensors away. They are detached; their memory must not be written to."""
+
+
+WRITTEN_TO = (
+    "a tensor that waits for its backward pass has been modified by an inplace operation after it was put away."
+)
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Autograd's counts of writes to them: equal at two moments if nobody has written to them in between."""
+    return [tensor._version for tensor in tensors]
 
 
 class SavedByAutograd:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_packed.memory.recompute import Hooks, Keep, Kept, SavedAround, hooks_in_force
+from megatron_packed.memory.recompute import WRITTEN_TO, Hooks, Keep, Kept, SavedAround, hooks_in_force
 
 
 class SavedScopes:
@@ -47,18 +47,19 @@ class SavedScopes:
     @contextmanager
     def _scope(self, owner: nn.Module) -> Iterator[None]:
         tensors = (*owner.parameters(), *owner.buffers())
-        scope = _Scope(self, {tensor.untyped_storage().data_ptr() for tensor in tensors}, hooks_in_force())
+        scope = _Scope(self, set(map(_address, tensors)), hooks_in_force())
         with saved_tensors_hooks(scope.save, look_up):
             yield
         scope.put_away(self._keep)
 
     def storage_of(self, tensor: Tensor, here: _Bundle) -> _Storage:
-        """The record of a tensor's storage: of this scope, or of an earlier one that has put away all of the tensor."""
+        """The record of a tensor's storage: of this scope, or of an earlier one that has put away all of the tensor;
+        of the same values, which nobody has written over since."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage.data_ptr())
         if known is not None and not known.alive.expired():  # type: ignore[no-untyped-call]
             found = known.record()
-            if found is not None and found.dtype == tensor.dtype and (found.bundle is here or found.covers(tensor)):
+            if found is not None and found.is_of(tensor) and (found.bundle is here or found.covers(tensor)):
                 return found
         record = _Storage(tensor, here)
         self._known[storage.data_ptr()] = _Known(StorageWeakRef(storage), weakref.ref(record))  # type: ignore[no-untyped-call]
@@ -97,11 +98,16 @@ class _Storage:
     """A range of one storage: elements ``[begin, end)`` of it, everything that was saved of it."""
 
     def __init__(self, tensor: Tensor, bundle: _Bundle) -> None:
-        self.dtype, self.bundle = tensor.dtype, bundle
+        self.dtype, self.bundle, self._version = tensor.dtype, bundle, tensor._version
+        self.spoiled = False
+        """Whether somebody wrote to it before it was put away."""
         self.begin, self.end = _range(tensor)
         self.memory: Tensor | None = tensor.detach()
         """The tensor that it was found by, until the scope ends; then the range, when it is back."""
         bundle.records.append(weakref.ref(self))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self.dtype == tensor.dtype and self._version == tensor._version
 
     def covers(self, tensor: Tensor) -> bool:
         begin, end = _range(tensor)
@@ -114,6 +120,7 @@ class _Storage:
     def leave(self) -> Tensor:
         """The range, which it holds no longer."""
         assert self.memory is not None
+        self.spoiled = self.memory._version != self._version  # told to who asks for it, as autograd does
         tensor, self.memory = self.memory.as_strided((self.end - self.begin,), (1,), self.begin), None
         return tensor
 
@@ -136,7 +143,7 @@ class _Scope:
         self._records: list[_Storage] = []
 
     def save(self, tensor: Tensor) -> Tensor | _Place | SavedAround:
-        if tensor.numel() < self._scopes.min_elements or tensor.untyped_storage().data_ptr() in self._apart:
+        if tensor.numel() < self._scopes.min_elements or not _plain(tensor) or _address(tensor) in self._apart:
             return tensor if self._around is None else SavedAround(self._around[1], self._around[0](tensor))
         record = self._scopes.storage_of(tensor, self._bundle)
         if record.bundle is self._bundle:
@@ -158,11 +165,22 @@ def look_up(saved: Tensor | _Place | SavedAround) -> Tensor:
     if isinstance(saved, SavedAround):
         return saved.unpack(saved.packed)
     record = saved.record
+    if record.spoiled:
+        raise RuntimeError(WRITTEN_TO)
     if record.memory is None:
         record.bundle.fill()
     assert record.memory is not None
     begin = record.memory.storage_offset() - record.begin
     return record.memory.as_strided(saved.shape, saved.stride, begin + saved.offset)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether its values are the bytes of its storage."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

@@ -41,7 +41,6 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
-from megatron_packed.memory.saved_scopes import SavedScopes
 from megatron_packed.models.init import initialize
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 from megatron_packed.ops.varlen_attention.api import prepare_tables
@@ -135,7 +134,6 @@ class HybridModel(nn.Module):
         self.memory = memory or MemoryConfig()
         self.offload = (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
         """Moves what waits on the host; None where nothing does. It is told of every step (`Offload.end_step`)."""
-        self._scopes = None if self.offload is None else SavedScopes(self.offload.keep, self.offload.min_elements)
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
         self.ep = ExpertParallel.of(groups, self.tp)
@@ -175,7 +173,7 @@ class HybridModel(nn.Module):
     def _build_layer(self, number: int, symbol: str, device: torch.device | str) -> nn.Module:
         options = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "device": device, "dtype": self.dtype}
         options["recompute"] = Recompute.of(self.memory, symbol, number)
-        options["offload"] = LayerOffload.of(self.memory, self.offload, self._scopes, number)
+        options["offload"] = LayerOffload.of(self.memory, self.offload, number)
         if symbol == MAMBA:
             return MambaLayer(self.config, **options)
         if symbol == MOE:

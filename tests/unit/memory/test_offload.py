@@ -8,6 +8,7 @@ import torch
 from late_streams import ORDERS, LateStreams
 from torch import nn
 
+from megatron_packed.memory.host_pool import HostPool
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
 
@@ -119,13 +120,33 @@ def test_small_tensors_and_others_of_the_same_bundle():
     assert offload.pool.num_bytes == 512
 
 
-def test_writing_to_what_was_put_away_is_an_error():
-    for then in ("take", "keep"):
-        offload, tensor = offloader(), pack(5)
-        kept = offload.keep([tensor])
+def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
+    """As autograd has it. Nobody else hears of it: not the next bundle, and none if it is dropped."""
+    for then in ("take", "keep", "stays"):
+        offload, tensor, other = offloader(min_elements=20), pack(5 if then != "stays" else 1), pack(6)
+        kept = offload.keep([tensor, other])
         tensor.add_(1)
+        if then == "keep":
+            assert torch.equal(offload.keep([other]).take()[0], other)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            kept.take() if then == "take" else offload.keep([pack(5)])
+            kept.take()
+        assert not offload._away and not offload._held
+    kept = offload.keep([other])
+    del kept
+    other.add_(1)
+    offload.keep([pack(7)])
+
+
+def test_what_cannot_be_loaded_may_be_asked_for_again():
+    offload = offloader(streams := LateStreams(prompt=True, fail_device=[0, 1]))
+    kept = [offload.keep([pack(5, number)]) for number in range(3)]
+    offload.join()
+    with pytest.raises(torch.OutOfMemoryError):
+        kept[2].take()
+    assert torch.equal(kept[2].take()[0], pack(5, 2))
+    del kept
+    offload.reset()
+    assert streams.host_bytes == offload.pool.num_bytes == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
@@ -194,9 +215,50 @@ def test_everything_is_given_back(how):
     assert streams.copies["out"] == LAYERS * (9 + 5 + (5 if how == "reset" else 0)) * OF_A_ROW
     loss.backward()
     del loss
-    offload.reset()
+    if how == "reset":
+        offload.reset()
     assert streams.host_bytes == streams.device_bytes == offload.pool.num_bytes == 0
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_block_is_unpinned_only_when_its_last_copy_is_done():
+    streams = LateStreams()
+    offload = offloader(streams)
+    kept = offload.keep([streams.tensor(pack(5))])
+    offload.join()
+    streams.drain()
+    kept.take()
+    kept = offload.keep([streams.tensor(pack(128))])  # the small block is being read
+    assert streams.host_bytes == offload.pool.num_bytes == 512 + 2048
+    del kept
+    streams.drain()
+    kept = offload.keep([streams.tensor(pack(256))])  # in place of the larger one
+    assert streams.host_bytes == offload.pool.num_bytes == 512 + 4096
+
+
+def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else():
+    offload = offloader()
+    for rows in (300, 200, 100):
+        kept = [offload.keep([pack(rows, number)]) for number in range(2)]
+        offload.join()
+        del kept
+    pool = offload.pool
+    assert pool.pinned == 2
+    pool.lend(600), pool.give_back(small := pool._pin(1024), None)
+    assert pool.lend(600) is small  # the smallest that will do
+    pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), lambda used: True)
+    for _ in range(3):  # graphs are captured again and again
+        blocks = [pool.lend(512) for _ in range(3)]
+        assert all(block.data_ptr() not in pool._of_graphs for block in blocks)
+        for block in blocks:
+            pool.give_back(block, None)
+        pool.set_apart()
+        captured = [pool.lend(512, captured=True) for _ in range(3)]
+        with pytest.raises(torch.OutOfMemoryError, match="than the capture needs"):
+            pool.lend(512, captured=True)
+        for block in captured:
+            pool.give_back(block, None)
+        assert pool.num_bytes == 3 * 512
 
 
 # ------------------------------------------------------------------------------------------------------ no memory
@@ -246,6 +308,31 @@ def test_without_any_device_memory_the_error_is_told():
         gradients(LateStreams(prompt=True, fail_device=range(100)))
 
 
+class Tight(LateStreams):
+    """Has room for a number of buffers."""
+
+    def __init__(self, room):
+        super().__init__(prompt=True)
+        self.room = room
+
+    def empty(self, count, dtype):
+        self.allocations["device"] += 1
+        if self.device_bytes + count * dtype.itemsize > self.room:
+            raise torch.OutOfMemoryError("no room")
+        return super().empty(count, dtype)
+
+
+def test_there_are_as_many_buffers_as_there_was_room_for_and_those_ahead_make_way():
+    size = 5 * D * 4
+    offload = offloader(streams := Tight(3 * size))
+    offload.buffers.now = 6
+    first, second = ([offload.keep([pack(5, number)]) for number in range(8)] for _ in range(2))
+    offload.join()
+    used = second.pop().take()
+    assert offload.buffers.now == 3 and offload._loaded == 2 and streams.device_bytes == 3 * size
+    assert torch.equal(first.pop().take()[0], used[0]) and offload.buffers.now == 1
+
+
 def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
     """And come back some steps after memory was short."""
     size, counts = 4 * OF_A_ROW, []
@@ -282,6 +369,21 @@ def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
     plain(pack(6)).backward(), plain(pack(7)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
     assert not offload._away and not offload._held and offload._loaded == 0
+
+
+@pytest.mark.parametrize("order", ORDERS[::3])
+def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order):
+    streams = LateStreams(order)
+    offload = offloader(streams, forced=3)
+    with pytest.raises(KeyError), offload.whole_pass():
+        kept = [offload.keep([streams.tensor(pack(5, number))]) for number in range(8)]
+        for _ in range(4):
+            kept.pop().take()
+        kept += [offload.keep([streams.tensor(pack(6, number))]) for number in range(2)]
+        raise KeyError
+    del kept
+    streams.drain()
+    assert not streams.strayed
 
 
 def test_graphs_get_a_number_of_buffers_that_stays():

@@ -169,3 +169,47 @@ def test_hooks_around_see_what_stays():
     assert part.weight.data_ptr() in seen and x.data_ptr() not in seen
     (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, torch.autograd.grad(run([part], x), x)[0])
+
+
+def saved_in_two_scopes(first, then, between=lambda: None):
+    """Gradients of products with two tensors, each in a scope of its own."""
+    offload = Offload(torch.device("cpu"), forced=1, min_elements=1)
+    scopes, found = SavedScopes(offload.keep, 1), []
+    for factor in (first, then):
+        x = torch.ones(factor.shape, requires_grad=True)
+        with scopes.scope(Part()):
+            found.append((x, x * factor))
+        offload.join()
+        between()
+    return [torch.autograd.grad(y.sum(), x)[0] for x, y in found]
+
+
+def test_a_storage_travels_again_where_more_of_it_or_other_values_are_saved():
+    x = torch.randn(6, 4)
+    for first, then in ((x[:2], x), (x[2:], x[:3]), (x, x.view(torch.float16))):
+        found = saved_in_two_scopes(first, then)
+        assert torch.equal(found[0], first) and torch.equal(found[1].nan_to_num(), then.float().nan_to_num())
+    before = x.clone()
+    found = saved_in_two_scopes(x, x, between=lambda: x.add_(1))
+    assert torch.equal(found[0], before) and torch.equal(found[1], before + 1)
+
+
+def test_writing_within_the_scope_is_an_error_as_without():
+    x, log = inputs(), Log()
+    with SavedScopes(log, 1).scope(Part()):
+        y = x.exp()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_lazy_conjugates_and_sparse_tensors_stay():
+    x = torch.randn(3, 3, dtype=torch.complex64, requires_grad=True)
+    weight = torch.eye(3, dtype=torch.complex64).to_sparse()
+
+    def part():
+        return (torch.sparse.mm(weight, x.conj() * x) * x.conj().exp()).abs().sum()
+
+    with SavedScopes(Log(), 1).scope(Part()):
+        found = part()
+    assert torch.equal(*(torch.autograd.grad(loss, x)[0] for loss in (found, part())))
