@@ -23,7 +23,7 @@ from megatron_packed.memory.recompute import WRITTEN_TO, Hooks, Keep, Kept, Save
 
 
 class SavedScopes:
-    """Scopes whose saved tensors travel. One for each model and device.
+    """Scopes whose saved tensors travel. One for each layer: what it puts away is asked for by its own backward pass.
 
     Args:
         keep: where they are put, see [Note: where inputs are kept].

@@ -232,8 +232,8 @@ def test_a_block_is_unpinned_only_when_its_last_copy_is_done():
     assert streams.host_bytes == offload.pool.num_bytes == 512 + 2048
     del kept
     streams.drain()
-    kept = offload.keep([streams.tensor(pack(256))])  # in place of the larger one
-    assert streams.host_bytes == offload.pool.num_bytes == 512 + 4096
+    other = offload.keep([streams.tensor(pack(256))])  # in place of the larger one
+    assert other is not None and streams.host_bytes == offload.pool.num_bytes == 512 + 4096
 
 
 def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else():
@@ -309,28 +309,38 @@ def test_without_any_device_memory_the_error_is_told():
 
 
 class Tight(LateStreams):
-    """Has room for a number of buffers."""
+    """Has room for so many bytes."""
 
     def __init__(self, room):
         super().__init__(prompt=True)
-        self.room = room
+        self.room, self.attempts = room, 0
 
     def empty(self, count, dtype):
-        self.allocations["device"] += 1
+        self.attempts += 1
         if self.device_bytes + count * dtype.itemsize > self.room:
             raise torch.OutOfMemoryError("no room")
         return super().empty(count, dtype)
 
 
-def test_there_are_as_many_buffers_as_there_was_room_for_and_those_ahead_make_way():
+@pytest.mark.parametrize("forced", [None, 6])
+def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way(forced):
+    """What was loaded ahead, and what is still there from the forward pass."""
     size = 5 * D * 4
-    offload = offloader(streams := Tight(3 * size))
+    offload = offloader(streams := Tight(3 * size), forced=forced)
     offload.buffers.now = 6
     first, second = ([offload.keep([pack(5, number)]) for number in range(8)] for _ in range(2))
     offload.join()
     used = second.pop().take()
-    assert offload.buffers.now == 3 and offload._loaded == 2 and streams.device_bytes == 3 * size
-    assert torch.equal(first.pop().take()[0], used[0]) and offload.buffers.now == 1
+    assert offload._loaded == 2 and streams.device_bytes == 3 * size and streams.attempts == 4
+    assert offload.buffers.now == (forced or 3)
+    assert torch.equal(first.pop().take()[0], used[0]) and offload.buffers.now == (forced or 1)
+    del used
+    offload.join()
+    offload.buffers.now = 6
+    third = [offload.keep([streams.owned(pack(5, number))]) for number in range(3)]
+    assert streams.device_bytes == 3 * size
+    assert torch.equal(first.pop().take()[0], pack(5, 6))
+    assert torch.equal(third.pop().take()[0], pack(5, 2))
 
 
 def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
@@ -381,6 +391,7 @@ def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order):
             kept.pop().take()
         kept += [offload.keep([streams.tensor(pack(6, number))]) for number in range(2)]
         raise KeyError
+    assert not offload._held and offload._loaded == 0
     del kept
     streams.drain()
     assert not streams.strayed
