@@ -242,6 +242,7 @@ def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else(
         kept = [offload.keep([pack(rows, number)]) for number in range(2)]
         offload.join()
         del kept
+    offload.join()
     pool = offload.pool
     assert pool.pinned == 2
     pool.lend(600), pool.give_back(small := pool._pin(1024), None)
@@ -337,7 +338,7 @@ def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way
     del used
     offload.join()
     offload.buffers.now = 6
-    third = [offload.keep([streams.owned(pack(5, number))]) for number in range(3)]
+    third = [offload.keep([streams.tensor(pack(5, number))]) for number in range(3)]
     assert streams.device_bytes == 3 * size
     assert torch.equal(first.pop().take()[0], pack(5, 6))
     assert torch.equal(third.pop().take()[0], pack(5, 2))
