@@ -106,6 +106,7 @@ def load_checkpoint(
     check_finite: bool = True,
     accept: Callable[[dict[str, Json]], str | None] | None = None,
     warn: Callable[[str], None] | None = None,
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedCheckpoint:
     """Fill ``wanted`` from the newest good checkpoint; a collective of all ranks, any number of them.
 
@@ -118,6 +119,7 @@ def load_checkpoint(
         check_finite: refuse checkpoints with NaN or infinities.
         accept: asked on every rank with the metadata, before tensors are compared; a sentence refuses the checkpoint.
         warn: receives a line per rejected checkpoint, on rank 0; standard error if ``None``.
+        told: learns now and then how many bytes this rank has read, of how many, about.
     Raises:
         NoCheckpointError: there is no checkpoint at all.
         CheckpointMismatchError: a sound checkpoint does not hold what is wanted, or was not accepted; nothing was
@@ -136,7 +138,7 @@ def load_checkpoint(
         at = "" if step is None else f" of step {step}"
         raise NoCheckpointError(f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none")
     for name in listed["names"]:
-        load = _Load(ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite)
+        load = _Load(ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite, told=told)
         reason = load.run(allow_missing, allow_extra, accept)
         if reason is None:
             return load.loaded(tuple(problems))
@@ -197,9 +199,13 @@ class _Load:
     directory: Path
     wanted: Sequence[TensorShard]
     check_finite: bool
+    told: Callable[[int, int], None]
     manifest: Manifest | None = None
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    done: int = 0
+    total: int = 0
+    """Bytes that this rank has read, and reads in all, about."""
 
     def run(
         self,
@@ -285,14 +291,22 @@ class _Load:
     def _verify(self) -> None:
         """Read and check this rank's share of the files, all of their bytes (the ranges in a file fill it)."""
         manifest = self._manifest
-        for index in _share(manifest, self.ranks.rank, self.ranks.world_size):
+        mine = _share(manifest, self.ranks.rank, self.ranks.world_size)
+        self.total = sum(manifest.files[i].data_bytes for i in mine) + sum(shard.tensor.nbytes for shard in self.wanted)
+        for index in mine:
             pieces: list[_Piece] = [(name, extent, None, None) for name, _, extent in manifest.held[index]]
             with _open(self.directory, manifest, index) as reader:
                 for segment, data in reader.scan(_locate(reader, pieces)):
                     check_values(segment, data, reader.path, finite=self.check_finite)
+                    self._tell(data.nbytes)
 
     def _apply(self) -> None:
-        _fill(self.directory, self._manifest, [s for s in self.wanted if s.name in self._manifest.tensors])
+        wanted = [shard for shard in self.wanted if shard.name in self._manifest.tensors]
+        _fill(self.directory, self._manifest, wanted, self._tell)
+
+    def _tell(self, more: int) -> None:
+        self.done = min(self.done + more, self.total)
+        self.told(self.done, self.total)
 
 
 def _first_problem(outcomes: Sequence[Outcome], *, same: bool = False) -> str | None:
@@ -387,7 +401,12 @@ def _locate(reader: ShardReader, pieces: Sequence[_Piece]) -> list[Segment]:
     return sorted(segments, key=lambda segment: segment.begin)
 
 
-def _fill(directory: Path, manifest: Manifest, wanted: Sequence[TensorShard]) -> None:
+def _fill(
+    directory: Path,
+    manifest: Manifest,
+    wanted: Sequence[TensorShard],
+    tell: Callable[[int], None] = lambda more: None,
+) -> None:
     """Copy the wanted ranges into their tensors, checking every block that is read.
 
     Raises:
@@ -396,5 +415,5 @@ def _fill(directory: Path, manifest: Manifest, wanted: Sequence[TensorShard]) ->
     for index, pieces in enumerate(_pieces_by_file(manifest, wanted)):
         if pieces:
             with _open(directory, manifest, index) as reader:
-                for _ in reader.scan(_locate(reader, pieces)):
-                    pass
+                for _, data in reader.scan(_locate(reader, pieces)):
+                    tell(data.nbytes)

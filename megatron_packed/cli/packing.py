@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     divides = config.data.split is not None and bool(config.training.validation_interval)
     try:
         documents = open_documents(config.data, build_tokenizer(config.data), validates=divides)
-        plan, _, report = plan_training(config, documents.train)
+        plan, _, report = plan_training(config, documents.train, show_progress=True)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     print("\n".join([*documents.sentences, *blend_sentences(config, plan), *report.sentences()]))

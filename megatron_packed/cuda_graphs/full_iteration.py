@@ -36,6 +36,7 @@ import torch
 from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
+from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
@@ -133,9 +134,10 @@ class FullIteration:
         part = next(iter(self.parts.values()))
         gc.collect()  # See [Note: nodes of parameters].
         with self._rehearsing(), self.engine.side_stream():
-            for cell in reversed(self.ladder.cells):
+            for number, cell in enumerate(reversed(self.ladder.cells), start=1):
                 for _ in range(self._warmup_steps):
                     part(make_dummy(cell).to(self.device))
+                say_tuned(self._say, cell.capacity, begun, number, len(self.ladder.cells))
         self.counters.capture_seconds += time.perf_counter() - begun
 
     def capture(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
@@ -178,7 +180,8 @@ class FullIteration:
                 self.refusals[cell] = failure
             self._refuse(f"no graphs, as the end of a step cannot be captured: {failure}")
             return
-        for cell in reversed(self.ladder.cells):
+        first, count = time.perf_counter(), len(self.ladder.cells)
+        for number, cell in enumerate(reversed(self.ladder.cells), start=1):
             begun = time.perf_counter()
             self.slot.fill(make_dummy(cell), cell)
             failure = self._try_cell(cell)
@@ -187,7 +190,7 @@ class FullIteration:
             if failure is None:
                 self._say(
                     f"captured whole steps for up to {cell.capacity} documents in {time.perf_counter() - begun:.1f} s; "
-                    f"graphs hold {self.counters.memory_mib:,.0f} MiB"
+                    f"graphs hold {self.counters.memory_mib:,.0f} MiB ({how_far(first, number, count)})"
                 )
             else:
                 self.refusals[cell] = failure

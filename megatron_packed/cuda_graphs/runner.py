@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slot_graphs import ALL, Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.cuda_graphs.transformer_engine import Maker
@@ -134,9 +136,10 @@ class GraphRunner:
         started = time.perf_counter()
         self.forget()
         with self._keeping_buffers(), self.engine.side_stream():
-            for cell in reversed(self.ladder.cells):
+            for number, cell in enumerate(reversed(self.ladder.cells), start=1):
                 for _ in range(self._warmup_steps):
                     driver(make_dummy(cell).to(self.device))
+                say_tuned(self._say, cell.capacity, started, number, len(self.ladder.cells))
         self.counters.capture_seconds += time.perf_counter() - started
 
     def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
@@ -271,16 +274,20 @@ class GraphRunner:
     def _capture_all(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
         # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
         dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
-        plans = {cell: self._warm_up(driver, dummy, cell) for cell, dummy in dummies.items()}
+        begun, plans = time.perf_counter(), {}
+        for cell, dummy in dummies.items():
+            plans[cell] = self._warm_up(driver, dummy, cell)
+            say_tuned(self._say, cell.capacity, begun, len(plans), len(dummies))
         if self._copies is not None:
             self._copies.settle()
-        for graphs in self.graphs.values():
-            for cell, observed in plans.items():
-                graphs.slot.fill(dummies[cell], cell)
-                self._capture_cell(graphs, cell, observed)
+        begun, count = time.perf_counter(), len(self.graphs) * len(plans)
+        for number, (graphs, cell) in enumerate(product(self.graphs.values(), plans), start=1):
+            graphs.slot.fill(dummies[cell], cell)
+            sentence = self._capture_cell(graphs, cell, plans[cell])
+            self._say(f"{sentence} ({how_far(begun, number, count)})")
 
-    def _capture_cell(self, graphs: SlotGraphs, cell: Cell, observed: _Observed) -> None:
-        """Capture one cell in one slot, without the modules that turn out to be impossible on any rank."""
+    def _capture_cell(self, graphs: SlotGraphs, cell: Cell, observed: _Observed) -> str:
+        """Capture one cell in one slot, without the modules that turn out impossible on any rank; what came of it."""
         begun = time.perf_counter()
         self._refuse_together(cell, observed.problems)
         while planned := [one for one in observed.planned if cell not in one.module.refusals]:
@@ -290,7 +297,7 @@ class GraphRunner:
             graphs.drop_cell(cell)
         self.counters.memory_mib = sum(graphs.engine.memory_mib() for graphs in self.graphs.values())
         where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
-        self._say(
+        return (
             f"captured {len(planned)} of {len(self.modules)} modules for up to {cell.capacity} documents{where} in "
             f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
         )

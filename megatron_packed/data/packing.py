@@ -21,6 +21,7 @@ With an alignment all of this speaks of lengths rounded up to it: padding fills 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -113,27 +114,30 @@ class Packer:
             return self
         return replace(self, room=room)
 
-    def pack(self, lengths: NDArray[np.integer], seed: int, epoch: int = 0) -> Packs:
+    def pack(
+        self, lengths: NDArray[np.integer], seed: int, epoch: int = 0, told: Callable[[int], None] = lambda done: None
+    ) -> Packs:
         """The packs of one epoch, in training order.
 
         Args:
             lengths: ``(S,)`` tokens of each piece, between 1 and ``slots``.
+            told: learns now and then how many pieces are behind us.
         Raises:
             ValueError: a length out of range.
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
         self._check(tokens)
         tokens = aligned(tokens, self.alignment)
-        packs = self._pack(tokens, seed, epoch)
+        packs = self._pack(tokens, seed, epoch, told)
         if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
             return packs
-        return replace(self, max_documents=self.room, room=None)._pack(tokens, seed, epoch)
+        return replace(self, max_documents=self.room, room=None)._pack(tokens, seed, epoch, told)
 
-    def _pack(self, tokens: Lengths, seed: int, epoch: int) -> Packs:
+    def _pack(self, tokens: Lengths, seed: int, epoch: int, told: Callable[[int], None]) -> Packs:
         if tokens.size == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
         stream = KeyedRandom(seed, "documents", epoch).permutation(tokens.size)
-        pack_of = self._pack_stream(tokens[stream], KeyedRandom(seed, "packs", epoch))
+        pack_of = self._pack_stream(tokens[stream], KeyedRandom(seed, "packs", epoch), told)
         # Packs in random order, the documents of each in stream order.
         rank = KeyedRandom(seed, "order", epoch).permutation(int(pack_of.max()) + 1)
         shuffled = rank[pack_of]
@@ -147,7 +151,7 @@ class Packer:
                 f"{self.slots}; apply an over-long policy first (Segments.cut)."
             )
 
-    def _pack_stream(self, lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]:
+    def _pack_stream(self, lengths: Lengths, random: KeyedRandom, told: Callable[[int], None]) -> NDArray[np.int64]:
         """``(S,)`` the pack of each document of a stream, numbered from 0 without gaps."""
         if self.method == "sequential":
             return _sequential(lengths, self.slots, self.max_documents or lengths.size)
@@ -167,6 +171,7 @@ class Packer:
             pack_of[candidates[packed]] = num_packs + bin_of[packed]
             num_packs += int(bin_of.max(initial=LEFT_OVER)) + 1
             waiting = candidates[~packed]
+            told(int(window[-1]) + 1)
         return pack_of
 
 

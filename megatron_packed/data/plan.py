@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.data.blend import Blend
 from megatron_packed.data.packing import Packer, Packs
+from megatron_packed.data.progress import Progress
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.spread import BY_TOKENS, PackCost, spread
 
@@ -73,6 +74,7 @@ class _Table:
         seed: int,
         cost: PackCost,
         blend: Blend | None,
+        show_progress: bool = False,
     ) -> None:
         if len(targets) != len(segments):
             raise ValueError(
@@ -87,14 +89,17 @@ class _Table:
         self.packer = packer
         self.seed = seed
         self.blend = blend
+        self.show_progress = show_progress
 
     def pack(self, epoch: int) -> Packs:
         """The packs of an epoch, of all pieces or of those that a blend draws."""
-        if self.blend is None:
-            return self.packer.pack(self.segments.length, self.seed, epoch)
-        drawn = self.blend.epoch(epoch)
-        packs = self.packer.pack(self.segments.length[drawn], self.seed, epoch)
-        return Packs(drawn[packs.order], packs.offsets)
+        drawn = None if self.blend is None else self.blend.epoch(epoch)
+        lengths = self.segments.length if drawn is None else self.segments.length[drawn]
+        # The thread that packs ahead is not waited for, and would write into the lines of the steps.
+        show = self.show_progress and threading.current_thread() is threading.main_thread()
+        with Progress(f"packing epoch {epoch}", lengths.size, show) as progress:
+            packs = self.packer.pack(lengths, self.seed, epoch, progress.update)
+        return packs if drawn is None else Packs(drawn[packs.order], packs.offsets)
 
     def hash(self, packs_per_step: int) -> str:
         """64 hexadecimal digits of lengths, targets, rules and seed; the number of ranks is no part of it."""
@@ -150,6 +155,7 @@ class PackPlan:
         blend: which pieces each epoch holds; None for every piece once.
         epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run that resumes in a
             late epoch from packing the earlier ones again. Changes no result.
+        show_progress: shows how far packing is, where the main thread waits for it.
     Raises:
         ValueError: no pieces, as many target counts as pieces are not given, or P is not divisible by dp_size.
     """
@@ -166,9 +172,10 @@ class PackPlan:
         cost: PackCost = BY_TOKENS,
         blend: Blend | None = None,
         epoch_starts: Sequence[int] = (0,),
+        show_progress: bool = False,
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed, cost, blend)
+        self._table = _Table(segments, targets, packer, seed, cost, blend, show_progress)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
@@ -244,6 +251,7 @@ class PackPlan:
             seed=table.seed,
             cost=table.cost,
             blend=table.blend,
+            show_progress=table.show_progress,
         )
         with self._lock:
             first = self._epochs.get(0)

@@ -1,4 +1,4 @@
-"""Progress over a known number of bytes: a bar on a terminal, a line now and then elsewhere."""
+"""Progress over a known amount of work: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LINE_EVERY = 10.0
 
 
 class Progress:
-    """Shows how far work over ``total`` bytes has come, with the time left.
+    """Shows how far work over ``total`` units (bytes, documents) has come, with the time left.
 
     Args:
         title: what is being done.
-        total: bytes in all.
+        total: units in all.
         show: False for silence (all ranks but one).
     """
 
@@ -30,8 +30,9 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def update(self, done: int, note: str = "") -> None:
-        """``done`` bytes of the total are behind us; ``note`` says what came of it."""
+    def update(self, done: int, note: str = "", total: int | None = None) -> None:
+        """``done`` units of the total are behind us; ``note`` says what came of it; ``total``: known only now."""
+        self._total = max(total or self._total, 1)
         now = time.monotonic()
         if not self._show or now - self._start < _QUIET_SECONDS:
             return
@@ -42,7 +43,8 @@ class Progress:
         elif now - self._last >= _LINE_EVERY:
             self._last = now
             left = (now - self._start) * max(self._total - done, 0) / max(done, 1)
-            print(f"{self._title}: {done / self._total:.0%}, {note}, {left:.0f} s left", file=sys.stderr, flush=True)
+            words = ", ".join(filter(None, [f"{done / self._total:.0%}", note, f"{left:.0f} s left"]))
+            print(f"{self._title}: {words}", file=sys.stderr, flush=True)
 
     def _draw(self, done: int, note: str) -> None:
         if self._bar is None:
@@ -60,7 +62,7 @@ class Progress:
             )
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total, note=note)
-        self._bar.update(self._task, completed=done, note=note)
+        self._bar.update(self._task, completed=done, total=self._total, note=note)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

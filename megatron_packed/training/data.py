@@ -76,7 +76,9 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     cost = pack_cost(config, vocab_size)
     if valid is not None:
         evaluation = plan_validation(config, valid, groups.dp_size, cost)
-    plan, ladder, packing = plan_training(config, train, groups.dp_size, evaluation, cost)
+    plan, ladder, packing = plan_training(
+        config, train, groups.dp_size, evaluation, cost, show_progress=groups.rank == 0
+    )
     beyond = _beyond_in_validation(ladder, evaluation)
     for line in [*blend_sentences(config, plan), *packing.sentences(), *beyond, *spread_sentences(plan)]:
         say(line)
@@ -125,6 +127,8 @@ def plan_training(
     dp_size: int = 1,
     evaluation: EvaluationPlan | None = None,
     cost: PackCost = BY_TOKENS,
+    *,
+    show_progress: bool = False,
 ) -> tuple[PackPlan, Ladder | None, PackingReport]:
     """The endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
 
@@ -146,6 +150,7 @@ def plan_training(
         seed=config.training.seed,
         cost=cost,
         blend=_blend(config, dataset, segments),
+        show_progress=show_progress,
     )
     ladder = None
     if config.cuda_graph.enabled:

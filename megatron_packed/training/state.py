@@ -25,6 +25,7 @@ from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, 
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.serialise import model_differences
+from megatron_packed.data.progress import Progress as ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.sharding import ShardedParameter
@@ -254,17 +255,19 @@ class RunState:
         if with_rng:
             wanted += whole_tensors({f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()})
         unwanted = () if with_optimizer else ("optimizer/",)
-        loaded = load_checkpoint(
-            options.load,
-            wanted,
-            rank=self.groups.rank,
-            world_size=self.groups.world_size,
-            group=self.groups.world_group,
-            step=options.ckpt_step,
-            allow_missing=("",) if options.allows_unexpected else ("rng/",),
-            allow_extra=("",) if options.finetune or options.allows_missing else ("rng/", *unwanted),
-            accept=partial(precision_refusal, dtype=self.model.dtype) if options.finetune else self._refusal,
-        )
+        with ProgressBar("reading the checkpoint", 1, self.groups.rank == 0) as bar:
+            loaded = load_checkpoint(
+                options.load,
+                wanted,
+                rank=self.groups.rank,
+                world_size=self.groups.world_size,
+                group=self.groups.world_group,
+                step=options.ckpt_step,
+                allow_missing=("",) if options.allows_unexpected else ("rng/",),
+                allow_extra=("",) if options.finetune or options.allows_missing else ("rng/", *unwanted),
+                accept=partial(precision_refusal, dtype=self.model.dtype) if options.finetune else self._refusal,
+                told=lambda done, total: bar.update(done, total=total),
+            )
         if not with_optimizer:
             self.optimizer.reset_masters()
         if options.finetune:

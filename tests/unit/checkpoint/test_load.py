@@ -26,7 +26,9 @@ def test_any_ranges_are_put_together_from_any_files(tmp_path, tools, writers):
                     part = flat[start:end]
                     shape = tuple(tensor.shape)
                     wanted.append(TensorShard(name=name, global_shape=shape, start=start, end=end, tensor=part))
-            load_checkpoint(tmp_path, wanted, allow_extra=("",))
+            told = []
+            load_checkpoint(tmp_path, wanted, allow_extra=("",), told=lambda *one, told=told: told.append(one))
+            assert told == sorted(told) and told[-1][0] == told[-1][1] > sum(shard.tensor.nbytes for shard in wanted)
         assert tools.same_bytes(found, state)
     for name, tensor in state.items():
         one = read_tensor(tmp_path / "step_00000010", name)

@@ -93,9 +93,9 @@ class CountingPacker(Packer):
 
     epochs: list[int] = []  # noqa: RUF012
 
-    def pack(self, lengths, seed, epoch=0):
+    def pack(self, lengths, seed, epoch=0, told=None):
         self.epochs.append(epoch)
-        return super().pack(lengths, seed, epoch)
+        return super().pack(lengths, seed, epoch, told)
 
 
 def test_epochs_are_packed_when_needed_and_two_are_kept(monkeypatch):

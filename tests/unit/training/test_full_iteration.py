@@ -168,7 +168,7 @@ def test_a_cell_that_cannot_be_captured_runs_eagerly_and_says_why():
     graphed = captured(RecordingEngine(fail_at=(1,)))
     assert graphed.said[0].startswith("no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1")
     assert graphed.said[0].endswith("it runs eagerly")
-    assert graphed.said[1].startswith("captured whole steps for up to 2")
+    assert graphed.said[1].startswith("captured whole steps for up to 2") and graphed.said[1].endswith("(2 of 2)")
     assert_same_steps(graphed, Job())
     counters = graphed.graphs.counters
     assert counters.captures == 2 and counters.replays == 4
