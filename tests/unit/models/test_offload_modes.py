@@ -6,6 +6,8 @@ import torch
 from test_recompute_modes import BYTES, DOCUMENTS, HIDDEN, PATTERN, TAIL, D, T, bytes_saved, full, model_of, train
 
 from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.layers.offload import LayerOffload
+from megatron_packed.memory.offload import Offload
 
 ALL = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 
@@ -100,3 +102,17 @@ def test_steps_are_counted_and_memory_goes_back():
     assert model.offload.pool.num_bytes == 0
     model(cases.make_pack(DOCUMENTS, tail=TAIL)).loss.backward()
     assert model.offload.pool.pinned == 7
+
+
+def test_what_layers_share_travels_with_each_of_them(monkeypatch):
+    """Else the backward pass of the last layer would fetch what the first one put away, perhaps in another's graph."""
+    offload, asked = Offload(torch.device("cpu"), min_elements=1, forced=2), []
+    take = offload.take
+    monkeypatch.setattr(offload, "take", lambda number: asked.append(number) or take(number))
+    memory = parts("core_attn")
+    table, hidden = torch.randn(8), torch.randn(8, requires_grad=True)
+    for number in range(3):
+        layer = LayerOffload.of(memory, offload, number)
+        hidden = layer.run("core_attn", torch.nn.Module(), lambda x: torch.tanh(x) * table, hidden)
+    hidden.sum().backward()
+    assert asked == [2, 1, 0]
