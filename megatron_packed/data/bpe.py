@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.cache import get_or_build
-from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.errors import REASONS, BadLine, DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.schema import Conversation, PromptCompletion, parse_line
 from megatron_packed.data.sources import MAX_LINE_BYTES, LineReader, expand_paths, file_identity
@@ -59,7 +59,8 @@ def train_bpe(
         raise DataError(f"the tokenizer of {', '.join(map(str, files))} is not trained yet, in {cache_root}.")
 
     def build(temporary: Path) -> None:
-        _train(_texts(files, training_bytes), vocab_size).save(str(temporary / "tokenizer.json"))
+        unusable: list[str] = []
+        _train(_texts(files, training_bytes, unusable), vocab_size, unusable).save(str(temporary / "tokenizer.json"))
         config = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
         (temporary / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
@@ -67,10 +68,11 @@ def train_bpe(
     return HuggingFaceTokenizer(directory)
 
 
-def _train(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
+def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokenizers.Tokenizer:
     first = next(texts, None)
     if first is None:
-        raise DataError("the data holds no text to learn a vocabulary from; check the data paths.")
+        why = f"the first line cannot be used: {unusable[0]}" if unusable else "check the data paths."
+        raise DataError(f"the data holds no text to learn a vocabulary from; {why}")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
@@ -90,8 +92,11 @@ def _train(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
     return engine
 
 
-def _texts(files: Sequence[Path], training_bytes: int) -> Iterator[str]:
-    """Texts to learn from: all of them, or evenly spread lines of files that are larger than their share."""
+def _texts(files: Sequence[Path], training_bytes: int, unusable: list[str]) -> Iterator[str]:
+    """Texts to learn from: all of them, or evenly spread lines of files that are larger than their share.
+
+    Before the first text, ``unusable`` gets where the first line lies that cannot be used, and why.
+    """
     share = training_bytes / len(files)
     for file in files:
         # a compressed line is about a quarter of its size
@@ -101,7 +106,13 @@ def _texts(files: Sequence[Path], training_bytes: int) -> Iterator[str]:
         for line in LineReader(file, MAX_LINE_BYTES):
             if line.reason is not None or line.is_blank or (line.number - 1) % every:
                 continue
-            for text in _texts_of_line(line.data):
+            try:
+                texts = _texts_of_line(line.data)
+            except BadLine as error:
+                if not unusable:
+                    unusable.append(f"{file}, line {line.number}: {error} ({REASONS[error.reason]}).")
+                continue
+            for text in texts:
                 taken += len(text)
                 yield text
             if taken > 2 * share:
@@ -109,12 +120,8 @@ def _texts(files: Sequence[Path], training_bytes: int) -> Iterator[str]:
 
 
 def _texts_of_line(data: bytes) -> list[str]:
-    try:
-        samples = parse_line(data)
-    except BadLine:
-        return []
     texts = []
-    for sample in samples:
+    for sample in parse_line(data):
         if isinstance(sample, Conversation):
             texts += [message["content"] for message in sample.messages]
         elif isinstance(sample, PromptCompletion):

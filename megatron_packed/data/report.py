@@ -69,10 +69,11 @@ class DataReport:
         """
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
         if self.bad_fraction > max_bad_fraction:
+            most = max(self.bad, key=lambda reason: self.bad[reason])
             raise DataError(
                 f"{self.num_bad} of {self.lines - self.blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), "
                 f"more than --max-bad-fraction {max_bad_fraction} allows; see {quarantine}, then correct the data or "
-                "raise the fraction."
+                f"raise the fraction. {most}: {REASONS.get(most, '')}."
             )
         if not self.documents:
             raise DataError(

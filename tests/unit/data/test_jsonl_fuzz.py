@@ -252,6 +252,7 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.0999)
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert str(quarantine) in str(caught.value)
+    assert "malformed_json: the line is not a JSON value" in str(caught.value)
     assert [json.loads(line)["line"] for line in quarantine.read_text().splitlines()] == [19, 21]
     assert len(open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)) == 18
     with pytest.raises(DataError, match="more than --max-bad-fraction"):  # also when the cache is there already

@@ -146,3 +146,11 @@ def test_gpt2_from_its_two_files(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(DataError, match="which is not in the vocabulary"):
         HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+
+def test_data_without_a_usable_line_says_why(tmp_path):
+    """Not that there is no text, which the reader of a file full of it would not believe."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text('\n{"question": "a", "answer": "b"}\n[]\n')
+    with pytest.raises(DataError, match=r"line 2: no_known_field: fields: question, answer \(a line needs"):
+        train_bpe([path], 512, tmp_path / "cache")
