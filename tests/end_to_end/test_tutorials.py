@@ -83,7 +83,7 @@ def type_into_shell(script: str, checkout: Path) -> str:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-evuo", "pipefail"], input=script, cwd=checkout, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout
