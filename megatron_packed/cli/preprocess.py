@@ -1,4 +1,6 @@
-"""Tokenises JSONL files into Megatron's indexed data sets, PREFIX_KEY_document.bin and .idx for each key.
+"""Tokenises JSONL and Parquet files and Hugging Face data sets on disk into Megatron's indexed data sets.
+
+These are PREFIX_KEY_document.bin and .idx for each key.
 
 The output does not depend on the number of workers and is there as a whole or not at all; PREFIX_KEY_document.crc32c
 holds its checksums. Lines that cannot be used are counted and listed in PREFIX.quarantine.jsonl. Takes the flags of
@@ -19,12 +21,13 @@ from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.gather import gather
 
 NAME = "preprocess"
-HELP = "tokenise JSONL files into .bin and .idx"
+HELP = "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH",
-                        help="JSONL files, plain or gzip, directories of them, or quoted patterns")  # fmt: skip
+                        help="JSONL files, plain or gzip, Parquet files, directories of them, quoted patterns, or "
+                        "directories that save_to_disk of Hugging Face's datasets wrote")  # fmt: skip
     parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help="of the files' names")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise (text)")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")

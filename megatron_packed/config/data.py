@@ -32,8 +32,9 @@ class DataConfig(Section, title="data"):
 
     data_path: tuple[str, ...] = option(
         (), "Documents to train on: files (.jsonl, .jsonl.gz with messages, conversations, prompt/completion, "
-        "instruction/output or text), directories of them, patterns with *, or prefixes of indexed data sets "
-        "(.bin and .idx); with a weight before each, a blend.",
+        "instruction/output or text; .parquet with such columns), directories of them, patterns with *, Hugging Face "
+        "data sets on disk (save_to_disk), or prefixes of indexed data sets (.bin and .idx); with a weight before "
+        "each, a blend.",
         group="files", path="input_data",
     )
     train_data_path: tuple[str, ...] = option(

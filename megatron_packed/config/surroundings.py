@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.config.blend import Blend
@@ -137,22 +137,35 @@ def _input_file(path: str) -> tuple[str, str] | None:
 
 
 def _input_data(path: str) -> tuple[str, str] | None:
-    """A file, a directory that holds .jsonl or .jsonl.gz, a pattern that matches something, or the prefix of an
-    indexed data set."""
+    """A file, a directory that holds .jsonl, .jsonl.gz, .parquet or a Hugging Face data set, a pattern that matches
+    something, or the prefix of an indexed data set."""
     if os.path.isdir(path):
-        held = (name for _, _, names in os.walk(path) for name in names)
-        if any(name.endswith((".jsonl", ".jsonl.gz")) for name in held):
-            return None
-        return "holds no .jsonl or .jsonl.gz file", "name the files, or another directory"
+        if any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+            return _pyarrow()
+        held = [name for _, _, names in os.walk(path) for name in names]
+        if any(name.endswith((".jsonl", ".jsonl.gz", ".parquet")) for name in held):
+            return _tables(held)
+        return "holds no .jsonl, .jsonl.gz or .parquet file", "name the files, or another directory"
     if any(character in path for character in "*?[") and not os.path.exists(path):
-        if next(glob.iglob(path, recursive=True), None) is None:
+        matched = glob.glob(path, recursive=True)
+        if not matched:
             return "matches no file", "correct the pattern, and quote it so that the shell leaves it alone"
-        return None
+        return _tables(matched)
     if path.endswith((".idx", ".bin")) and os.path.exists(path):
         return "is one file of an indexed data set", f"give the prefix of both, {path[:-4]}"
     if not os.path.exists(path) and (os.path.exists(path + ".idx") or os.path.exists(path + ".bin")):
         return _indexed(path)
-    return _input_file(path)
+    return _input_file(path) or _tables([path])
+
+
+def _tables(names: Sequence[str]) -> tuple[str, str] | None:
+    return _pyarrow() if any(name.endswith((".parquet", ".arrow")) for name in names) else None
+
+
+def _pyarrow() -> tuple[str, str] | None:
+    if _installed("pyarrow"):
+        return None
+    return "needs pyarrow, which is not installed", "pip install 'megatron-packed[data]', or give the data as JSONL"
 
 
 def _indexed(prefix: str) -> tuple[str, str] | None:

@@ -13,8 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatron_packed.data.cache import get_or_build
 from megatron_packed.data.errors import REASONS, BadLine, DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.schema import Conversation, PromptCompletion, parse_line
-from megatron_packed.data.sources import MAX_LINE_BYTES, LineReader, expand_paths, file_identity
+from megatron_packed.data.rows import reader_of
+from megatron_packed.data.schema import FIELDS, Conversation, PromptCompletion, parse_line
+from megatron_packed.data.sources import MAX_LINE_BYTES, expand_paths, file_identity
 from megatron_packed.data.tokenizer import END_OF_DOCUMENT, OWN_SPECIAL_TOKENS, PADDING
 
 MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
@@ -100,10 +101,10 @@ def _texts(files: Sequence[Path], training_bytes: int, unusable: list[str]) -> I
     share = training_bytes / len(files)
     for file in files:
         # a compressed line is about a quarter of its size
-        size = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
+        size = file.stat().st_size * (4 if file.name.endswith((".gz", ".parquet")) else 1)
         every = max(1, int(size / max(share, 1)))
         taken = 0
-        for line in LineReader(file, MAX_LINE_BYTES):
+        for line in reader_of(file, MAX_LINE_BYTES, FIELDS):
             if line.reason is not None or line.is_blank or (line.number - 1) % every:
                 continue
             try:

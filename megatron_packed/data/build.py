@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ from megatron_packed.data.encode import EncodedDocument, SampleEncoder
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.progress import Progress
 from megatron_packed.data.report import DataReport, Quarantine
-from megatron_packed.data.schema import TEXT_SCHEMA, Sample, parse_line, schema_name
-from megatron_packed.data.sources import LineReader, RawLine
+from megatron_packed.data.rows import reader_of
+from megatron_packed.data.schema import FIELDS, TEXT_SCHEMA, Sample, parse_line, schema_name
+from megatron_packed.data.sources import RawLine
 
 _CHUNK_LINES = 512
 _CHUNK_BYTES = 2**20
@@ -130,11 +131,11 @@ def _account(
         report.longest_document = max(report.longest_document, num_tokens)
 
 
-def chunks_of(files: Sequence[Path], max_line_bytes: int) -> Iterator[Chunk]:
-    """The lines of all files, in their order."""
+def chunks_of(files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS) -> Iterator[Chunk]:
+    """The lines of all files, and the rows of tables with these of their columns, in their order."""
     behind = 0
     for file in files:
-        reader = LineReader(file, max_line_bytes)
+        reader = reader_of(file, max_line_bytes, columns)
         lines: list[RawLine] = []
         num_bytes = 0
         for line in reader:

@@ -1,4 +1,4 @@
-"""JSONL files -> indexed data sets, by several processes, in the order of the lines.
+"""JSONL files and tables -> indexed data sets, by several processes, in the order of the lines.
 
 [Note: a bad line neither stops nor hangs the work] What a line does to JSON or the tokenizer is an outcome of that
 line: it is set aside and counted. A worker that is killed (out of memory, a crash inside a library) or that takes
@@ -79,7 +79,7 @@ def preprocess(
     """Write ``<prefix>_<key>_document.bin`` and ``.idx`` for each key, or nothing at all.
 
     Args:
-        files: plain or gzip.
+        files: JSONL, plain or gzip; Parquet; Arrow.
         make_tokenizer: called in every process, so a function of a module or a partial of one.
     Returns:
         what became of the lines, and the prefixes of the data sets.
@@ -99,7 +99,8 @@ def preprocess(
         progress = stack.enter_context(
             Progress("tokenising", sum(file.stat().st_size for file in files), options.show_progress)
         )
-        for chunk, encoded in _in_order(chunks_of(files, options.max_line_bytes), tokenizer, make_tokenizer, options):
+        chunks = chunks_of(files, options.max_line_bytes, options.keys)
+        for chunk, encoded in _in_order(chunks, tokenizer, make_tokenizer, options):
             for place, bad in encoded.bad:
                 quarantine.add(chunk.file, chunk.lines[place], bad)
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths):

@@ -83,7 +83,7 @@ class DataReport:
 
 
 class Quarantine:
-    """Writes one JSON object per bad line: file, line (from 1), reason, detail, and how the line starts.
+    """Writes one JSON object per bad line: file, line (or row, from 1), reason, detail, and how the line starts.
 
     The file appears when the first line comes and takes its final name when closed; bytes of the data are escaped.
     """
@@ -99,7 +99,7 @@ class Quarantine:
         if self._file is None:
             self._file = self._temporary.open("w", encoding="ascii")
         start = printable(line.data[:200].decode("utf-8", errors="backslashreplace"))
-        entry = {"file": str(file), "line": line.number, "reason": bad.reason, "detail": bad.detail, "start": start}
+        entry = {"file": str(file), line.kind: line.number, "reason": bad.reason, "detail": bad.detail, "start": start}
         self._file.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:

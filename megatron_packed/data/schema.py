@@ -49,6 +49,11 @@ class Text(NamedTuple):
 Sample = Conversation | PromptCompletion | Text
 """One document before tokenisation."""
 TEXT_SCHEMA = "text"
+FIELDS = frozenset({
+    "messages", "conversations", "tools", "prompt", "completion", "instruction", "output", "response", "input",
+    "context", "system", "history", "text",
+})  # fmt: skip
+"""All that a schema looks at; other fields of a line decide nothing."""
 _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "chatgpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool", "function_response": "tool",

@@ -1,4 +1,4 @@
-"""From paths to raw lines: JSONL files, plain or gzip, read as a stream of bytes in bounded memory.
+"""From paths to files, and from JSONL files, plain or gzip, to raw lines, as a stream of bytes in bounded memory.
 
 A line ends with ``\\n``; a ``\\r`` before it and a byte order mark at its start are dropped. Lines of white space alone
 are counted as blank, not as bad: files are often joined with empty lines between them, and nothing is lost with them.
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.tables import check_pyarrow, is_saved_dataset, is_table, saved_files
 
 MAX_LINE_BYTES = 64 * 2**20
 """Default limit of one line, in decompressed bytes."""
 _READ_BYTES = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_SUFFIXES = (".jsonl", ".jsonl.gz")
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
 
 _WHOLE_HASH_BYTES = 256 * 2**20
@@ -32,7 +33,7 @@ _NUM_SAMPLES = 16
 
 
 class RawLine(NamedTuple):
-    """One physical line."""
+    """One physical line, or one row of a table as the line that it would be."""
 
     number: int
     """From 1."""
@@ -40,6 +41,8 @@ class RawLine(NamedTuple):
     """Without its end; the first 1024 bytes only where ``reason`` says that the line is unusable."""
     reason: str | None = None
     """Why the bytes themselves are unusable: a key of `errors.REASONS`, else None."""
+    kind: str = "line"
+    """``row`` where a table was read; see `rows`."""
 
     @property
     def is_blank(self) -> bool:
@@ -47,20 +50,24 @@ class RawLine(NamedTuple):
 
 
 def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
-    """Files named by ``paths``: each a file, a directory (its ``*.jsonl`` and ``*.jsonl.gz``, at any depth, sorted), or
-    a pattern with ``*``, ``?`` or ``[]``. The order of files is the order of documents.
+    """Files named by ``paths``: each a file, a directory (its ``*.jsonl``, ``*.jsonl.gz`` and ``*.parquet``, at any
+    depth, sorted; or the files of a Hugging Face data set), or a pattern with ``*``, ``?`` or ``[]``. The order of
+    files is the order of documents.
 
     Raises:
-        DataError: nothing is there, a path is not a regular readable file, or a file is named twice.
+        DataError: nothing is there, a path is not a regular readable file, a file is named twice, or is a table
+            and pyarrow is not installed.
     """
     if not paths:
-        raise DataError("no data path was given; name a .jsonl or .jsonl.gz file, a directory or a pattern.")
+        raise DataError("no data path was given; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern.")
     files: list[Path] = []
     for path in paths:
         files.extend(_expand(str(path)))
     seen: set[Path] = set()
     for file in files:
         _check_file(file)
+        if is_table(file):
+            check_pyarrow(file)
         resolved = file.resolve()
         if resolved in seen:
             raise DataError(f"{file} is named twice by the data paths; every file is read once per epoch, remove one.")
@@ -70,6 +77,8 @@ def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
 
 def _expand(path: str) -> list[Path]:
     here = Path(path)
+    if here.is_dir() and is_saved_dataset(here):
+        return saved_files(here)
     if here.is_dir():
         found = sorted(
             file
@@ -80,7 +89,7 @@ def _expand(path: str) -> list[Path]:
             and file.is_file()
         )
         if not found:
-            raise DataError(f"{path} holds no .jsonl or .jsonl.gz file; name the files, or another directory.")
+            raise DataError(f"{path} holds no .jsonl, .jsonl.gz or .parquet file; name the files or another directory.")
         return found
     if here.exists() or here.is_symlink():
         return [here]
@@ -94,7 +103,7 @@ def _expand(path: str) -> list[Path]:
             f"{path} is not a file; weights of blended data sets (`0.5 first 0.5 second`) are not built yet, "
             "name the files without weights."
         )
-    raise DataError(f"{path} does not exist; name a .jsonl or .jsonl.gz file, a directory or a pattern.")
+    raise DataError(f"{path} does not exist; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern.")
 
 
 def _is_number(text: str) -> bool:

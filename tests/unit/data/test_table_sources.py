@@ -1,0 +1,159 @@
+"""Parquet and Arrow: the same documents as from JSONL, bad rows by number, bounded memory, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from data_helpers import conversation
+
+from megatron_packed.config.surroundings import _input_data
+from megatron_packed.data.chat import IdentityFormat
+from megatron_packed.data.dataset import open_dataset
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.rows import RowReader
+from megatron_packed.data.schema import FIELDS
+from megatron_packed.data.sources import expand_paths
+from megatron_packed.data.tokenizer import ByteTokenizer
+
+CONVERSATIONS = [json.loads(conversation("q", "a" * n)) for n in range(1, 400)]
+CONVERSATIONS[3]["messages"].append({"role": "assistant", "content": "not learned", "train": False})
+SHAREGPT = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": 7}] * 3
+ALPACA = [{"instruction": "q", "input": None, "output": "a"}] * 3
+PROMPTS = [{"prompt": "q", "completion": "é"}] * 3
+TEXTS = [{"text": "é" * n} for n in range(1, 9)]
+
+
+@pytest.fixture
+def pa():
+    return pytest.importorskip("pyarrow")
+
+
+def write(pa, path, rows, kind, **options):
+    """Writes ``rows`` as one of the kinds of files, or as Hugging Face's datasets does, in two files."""
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+    if kind == "parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(table, path, row_group_size=100, **options)
+    elif kind == "saved":
+        path.mkdir(parents=True)
+        names = ["b.arrow", "a.arrow"]  # the order is the one that is written down
+        middle = len(table) // 2
+        for name, part in zip(names, (table[:middle], table[middle:])):
+            write(pa, path / name, part, "stream")
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    else:
+        make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=90)
+    return path
+
+
+def opened(path, cache, sft=True, **options):
+    return open_dataset([path], ByteTokenizer(), IdentityFormat(), sft=sft, cache_root=cache, show=False, **options)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream", "saved"])
+@pytest.mark.parametrize("rows", [CONVERSATIONS, SHAREGPT, ALPACA, PROMPTS, TEXTS], ids="csapt")
+def test_documents_are_those_of_the_same_lines(pa, tmp_path, kind, rows):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = opened(lines, tmp_path / "cache", rows is not TEXTS)
+    second = opened(write(pa, tmp_path / "table", rows, kind), tmp_path / "cache", rows is not TEXTS)
+    assert second.content_hash == first.content_hash and second.key != first.key
+    assert second.report == replace(first.report, files=2 if kind == "saved" else 1)
+
+
+def test_bad_rows_are_set_aside_by_file_and_row(pa, tmp_path):
+    texts = [b"good"] * 300
+    texts[130], texts[200], texts[299] = b"\xff", b" ", None
+    binary = pa.array(texts, pa.binary())
+    rows = pa.table({"text": binary.view(pa.string()), "n": range(300)})
+    for kind, table in [("parquet", rows.set_column(0, "text", binary)), ("stream", rows)]:
+        path = write(pa, tmp_path / kind, table, kind)
+        report = opened(path, tmp_path / "cache", sft=False, max_bad_fraction=0.1).report
+        assert (report.lines, report.good) == (300, 297)
+        [listed] = (tmp_path / "cache").glob("*.quarantine.jsonl")
+        found = [json.loads(line) for line in listed.read_text().splitlines()]
+        reasons = [(131, "invalid_utf8"), (201, "empty_text"), (300, "no_known_field")]
+        assert [(entry["row"], entry["reason"]) for entry in found] == reasons
+        assert {entry["file"] for entry in found} == {str(path)}
+        listed.unlink()
+
+
+def test_a_table_is_never_in_memory_as_a_whole(pa, tmp_path):
+    rows = pa.table({"text": [f"{n:06d}" + "x" * 4000 for n in range(10_000)], "unused": ["y" * 4000] * 10_000})
+    path = tmp_path / "a.parquet"
+    from pyarrow import parquet
+
+    parquet.write_table(rows, path, compression="none", use_dictionary=False)  # one group of rows
+    del rows
+    before = pa.total_allocated_bytes()
+    reader, most, count = RowReader(path, 2**20, FIELDS), 0, 0
+    for line in reader:
+        count += 1
+        most = max(most, pa.total_allocated_bytes() - before)
+        assert line.data.startswith(b'{"text": "%06dx' % (line.number - 1)) and line.kind == "row"
+    assert count == 10_000 and most < 16 * 2**20  # of 80 MB
+    assert reader.bytes_read == path.stat().st_size
+    [line, *_] = RowReader(path, 100, FIELDS)
+    assert line.reason == "line_too_long"
+
+
+def test_damage_is_an_error_of_the_run(pa, tmp_path):
+    for kind in ("parquet", "file", "stream"):
+        checked = {"write_page_checksum": True} if kind == "parquet" else {}
+        path = write(pa, tmp_path / kind, CONVERSATIONS, kind, **checked)
+        content = path.read_bytes()
+        changed = [content[:300] + bytes(30) + content[330:]] if checked else []
+        for damaged in (content[: len(content) // 2], *changed):
+            path.write_bytes(damaged)
+            with pytest.raises(DataError, match=f"{kind} is damaged or cut off"):
+                list(RowReader(path, 2**20, FIELDS))
+    path = write(pa, tmp_path / "named", [{"words": "a"}], "parquet")
+    with pytest.raises(DataError, match="has the columns words, and none of"):
+        list(RowReader(path, 2**20, FIELDS))
+
+
+def test_preprocess_reads_its_keys(pa, tmp_path):
+    rows = [{"text": "t" * n, "title": f"{n}"} for n in range(1, 1200)]
+    made = []
+    for name, kind, workers in (("a", "parquet", 1), ("b", "saved", 2)):
+        files = expand_paths([write(pa, tmp_path / name, rows, kind)])
+        options = PreprocessOptions(keys=("title", "text"), workers=workers, show_progress=False)
+        report, names = preprocess(files, tmp_path / f"out_{name}", ByteTokenizer, options)
+        assert (report.good, report.documents) == (1199, 2398)
+        made.append([Path(f"{name}.bin").read_bytes() for name in names])
+    assert made[0] == made[1] and made[0][1][:6] == b"t\0t\0t\0"
+
+
+def test_directories(tmp_path):
+    """Without pyarrow: which files a directory stands for."""
+    split = tmp_path / "saved" / "train"
+    split.mkdir(parents=True)
+    (split / "data-0.arrow").write_bytes(b"{}")
+    (split / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
+    splits = tmp_path / "saved" / "dataset_dict.json"
+    splits.write_text('{"splits": ["train"]}')
+    assert expand_paths([split.parent]) == expand_paths([split]) == [split / "data-0.arrow"]
+    splits.write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"holds the splits train, test; name one of them, for example .*saved/train"):
+        expand_paths([split.parent])
+    for state in ("{", "[]", "{}", '{"_data_files": []}', '{"_data_files": [{"filename": "../a"}]}'):
+        (split / "state.json").write_text(state)
+        with pytest.raises(DataError, match="save the data set anew"):
+            expand_paths([split])
+
+
+def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_packed.data.tables.find_spec", lambda name: None)
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1")
+    for path in (file, tmp_path, tmp_path / "*.parquet"):
+        rule, cure = _input_data(str(path))
+        assert rule == "needs pyarrow, which is not installed" and "pip install 'megatron-packed[data]'" in cure
+        with pytest.raises(DataError, match=r"a.parquet needs pyarrow, which is not installed; pip install"):
+            expand_paths([path])
