@@ -111,7 +111,7 @@ def _texts(files: Sequence[Path], training_bytes: int, unusable: list[str]) -> I
                 texts = _texts_of_line(line.data)
             except BadLine as error:
                 if not unusable:
-                    unusable.append(f"{file}, line {line.number}: {error} ({REASONS[error.reason]}).")
+                    unusable.append(f"{file}, {line.kind} {line.number}: {error} ({REASONS[error.reason]}).")
                 continue
             for text in texts:
                 taken += len(text)
