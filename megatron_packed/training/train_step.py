@@ -290,6 +290,7 @@ class TrainStep:
     def _begin(self, lr: float, stop_requested: bool) -> None:
         self.buffers.zero_grad()
         self.optimizer.set_lr(lr)
+        # The last step's copy may be under way: a sign stays until all have seen it, so an early one does no harm.
         self._signs[0], self._signs[1] = stop_requested, self.graphs is not None and self.graphs.moved
         self.buffers.extras["signs"][:_SIGNS].copy_(self._signs, non_blocking=True)
 

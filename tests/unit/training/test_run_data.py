@@ -1,6 +1,7 @@
 """A run's data with CUDA graphs: which capacities, packs that keep to them, and how many run eagerly."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing import Packer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capacity import choose_capacities
@@ -155,7 +157,7 @@ def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: in
 # -------------------------------------------------------------------------------------------------------- whole set-up
 
 
-def build(folder, graphs: dict, method: str):
+def build(folder, graphs: dict, method: str, **model):
     rng = np.random.default_rng(3)
     for name, count in (("train", 400), ("valid", 80)):
         texts = ["x" * int(n) for n in np.minimum(rng.geometric(0.08, count), 90)]
@@ -163,7 +165,15 @@ def build(folder, graphs: dict, method: str):
     paths = {"data_path": (str(folder / "train.jsonl"),), "valid_data_path": (str(folder / "valid.jsonl"),)}
     said: list[str] = []
     config = run_config(graphs, paths, seq_length=128, packing_method=method)
+    config = replace(config, model=replace(config.model, **model))
     return build_data(config, ParallelGroups.single(), said.append), said
+
+
+def test_a_model_has_the_entries_that_it_was_given(tmp_path) -> None:
+    tokenizer = build(tmp_path, NO_GRAPHS, "balanced")[0].tokenizer.vocab_size
+    assert build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer + 40)[0].vocab_size == tokenizer + 40
+    with pytest.raises(DataError, match="has no room"):
+        build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer - 1)
 
 
 def micro_batches(data):
