@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=COUNTS, choices=COUNTS)
     parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
-    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
+    harness.tilings_argument(parser)
     parser.add_argument("--name", default="full_step", help="name of the result file")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
@@ -291,8 +291,7 @@ def main() -> None:
         os.environ.setdefault(key, value)
     apply_environment(TrainingConfig(train_iters=1))
     torch.cuda.set_device(0)
-    if arguments.tilings is not None:
-        harness.tune_over(arguments.tilings)
+    harness.tune_over(arguments.tilings)
     results: dict[str, Any] = {}
     failed: list[str] = []
     for name in arguments.configs:

@@ -70,8 +70,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def tune_over(tilings: int) -> None:
-    """Triton kernels, ours and mamba-ssm's, are tuned over so many of their tilings: a first step in seconds."""
+def tune_over(tilings: int | None) -> None:
+    """Triton kernels, ours and mamba-ssm's, are tuned over so many of their tilings: a first step in seconds. None
+    leaves all of them."""
+    if tilings is None:
+        return
     for package in ("megatron_packed.ops", "mamba_ssm.ops.triton"):
         if find_spec(package.split(".")[0]) is None:
             continue
@@ -345,6 +348,11 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="few repeats: shows that it works, times nothing well")
     parser.add_argument("--device", default="auto", help="auto (the GPU when there is one), cuda or cpu")
     parser.add_argument("--results", type=Path, help="folder of the result file (default: benchmarks/results)")
+
+
+def tilings_argument(parser: argparse.ArgumentParser) -> None:
+    """The option whose value `tune_over` takes."""
+    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
 
 
 def save(name: str, results: object, *, folder: Path | None = None) -> Path:

@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", help="names (default: all for the number of processes)")
     parser.add_argument("--packs", type=int, default=4, help="of a step, over all processes")
-    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
+    harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)  # each process takes the GPU of its local rank
@@ -319,8 +319,7 @@ def main() -> None:
     if unknown := set(wanted) - LAYOUTS[world].keys():
         parser.error(f"no layout {', '.join(sorted(unknown))} of {world}; there are {', '.join(LAYOUTS[world])}")
     apply_environment(TrainingConfig(train_iters=STEPS))
-    if arguments.tilings is not None:
-        harness.tune_over(arguments.tilings)
+    harness.tune_over(arguments.tilings)
     everyone = ParallelGroups.create(ParallelConfig(), device, layout=Layout(world_size=world))
     results: dict[str, Any] = {}
     for model in arguments.models:

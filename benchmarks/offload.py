@@ -388,13 +388,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"from {list(MODELS)} (default: all)")
     parser.add_argument("--graphs", nargs="*", default=["hybrid1b"], help="models with graphs, too (default: hybrid1b)")
-    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
+    harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device)
     apply_environment(TrainingConfig(train_iters=1))
-    if arguments.tilings is not None:
-        harness.tune_over(arguments.tilings)
+    harness.tune_over(arguments.tilings)
     results: dict[str, Any] = {}
     for name in arguments.models:
 

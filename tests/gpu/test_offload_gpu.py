@@ -13,17 +13,17 @@ import torch
 from host_waits import waiting
 from test_full_iteration_gpu import config_of
 from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import LADDER, PACKS, steps_of  # sets deterministic variables, too
+from test_parallel_graphs_gpu import PACKS, steps_of  # sets deterministic variables, too
 from test_recompute import (
     HIDDEN,
     LARGE,
     PATTERN,
-    STEPS,
     TOKENS,
     compared,
     config_with,
     kept_and_peak,
     packs,
+    replayed,
     without,
 )
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from megatron_packed.memory.streams import CudaStreams
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
+from megatron_packed.training.graphs import build_graphs, capture_graphs, released
 
 pytestmark = pytest.mark.gpu
 
@@ -136,23 +136,8 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
     if impl == "local" and mode == "groups":
         pytest.skip("groups of layers are refused with graphs of layers")
     config = dataclasses.replace(config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
-    job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, LADDER, groups, print)
-    assert graphs is not None
-    with released(graphs):
-        capture_graphs(graphs, job.step, PACKS, groups, first=True)
-        job.step.graphs = graphs
-        assert not graphs.refusals
-        compared(job, run(job, packs(groups)), without(0.0, engine=False))
-        assert graphs.counters.fallbacks.total() == 1 and graphs.counters.replays == STEPS * PACKS - 1
-        assert not graphs.counters.module_fallbacks
-        steady = steps_of(groups, 1, overflow=False)[:6]
-        found = waiting(job.step, steady)
-        assert found["finite"] and found["launches"] > 0 and found["waits"] == [] and found["pageable"] == [], found
-        assert found["to_host"] > 6 * PACKS, found
-        job.buffers.zero_grad()
-        audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=0)
-        assert audited is not None and audited.endswith("(largest difference 0.0e+00)")
+    found = replayed(config, groups, run)
+    assert found["to_host"] > 6 * PACKS, found
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -112,8 +112,13 @@ def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> N
     + [("full_iteration", mode) for mode in ("layers", "groups", "parts", "small parts")],
 )
 def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: str, groups: ParallelGroups) -> None:
-    eager = config_with(MODES[mode])
-    config = dataclasses.replace(eager, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    replayed(dataclasses.replace(config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)), groups)
+
+
+def replayed(
+    config: RunConfig, groups: ParallelGroups, steps_by: Callable[..., list[torch.Tensor]] = run
+) -> dict[str, Any]:
+    """Replays steps, one micro-batch of them eagerly, against those without; what the host did in steady ones."""
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(config, job, LADDER, groups, print)
     assert graphs is not None
@@ -121,7 +126,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
         job.step.graphs = graphs
         assert not graphs.refusals
-        compared(job, run(job, packs(groups)), without(0.0, engine=False))
+        compared(job, steps_by(job, packs(groups)), without(0.0, engine=False))
         assert graphs.counters.fallbacks.total() == 1 and graphs.counters.replays == STEPS * PACKS - 1
         assert not graphs.counters.module_fallbacks
         steady = steps_of(groups, 1, overflow=False)[:6]
@@ -130,6 +135,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
         job.buffers.zero_grad()
         audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=0)
         assert audited is not None and audited.endswith("(largest difference 0.0e+00)")
+        return found
 
 
 @pytest.mark.parametrize("mode", ["layers", "groups", "parts", "small parts"])
