@@ -19,6 +19,12 @@ class LoggingConfig(Section, title="logging"):
         1, "Print a line every so many iterations.", unit="iterations", minimum=1,
         megatron=("100", "a line costs no wait for the device"),
     )
+    log_params_norm: bool = option(
+        False, "Tell the L2 norm of all parameters after each step: of the fp32 masters where weights are bf16."
+    )
+    log_num_zeros_in_grad: bool = option(
+        False, "Tell how many elements of the gradients, summed over all ranks, are exactly zero."
+    )
     log_jsonl: str | None = option(None, "File that receives one JSON object per iteration.", path="output_file")
     tensorboard_dir: str | None = option(None, "Directory for TensorBoard.", path="output_directory")
     report: str | None = option(

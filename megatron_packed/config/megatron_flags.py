@@ -363,7 +363,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",
-        ("--log-progress", "--log-params-norm", "--log-num-zeros-in-grad", "--log-energy", "--log-straggler",
+        ("--log-progress", "--log-energy", "--log-straggler",
          "--log-memory-interval", "--timing-log-level", "--timing-log-option", "--moe-per-layer-logging",
          "--log-moe-overload-factor", "--check-for-large-grads"),
     ),

@@ -5,8 +5,9 @@ Gradients are not scaled here: the optimizer kernels divide by ``clip_divisor`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,45 @@ def global_norm(*grads: Tensor) -> Tensor:
     return norm
 
 
+def square(*parts: Tensor) -> Tensor:
+    """Square of their `global_norm`."""
+    return global_norm(*parts).square()
+
+
+def nonzeros(*parts: Tensor) -> Tensor:
+    """How many elements are not exactly zero, inf and nan among them: 0-d float64. Arguments as of `global_norm`."""
+    rows = [torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), ord=0, dim=1) for part in parts]
+    return torch.cat(rows).sum(dtype=torch.float64)
+
+
+class Counted(NamedTuple):
+    """Tensors of this rank of which other ranks of a group hold some too."""
+
+    tensors: Sequence[Tensor]
+    """As of `global_norm`."""
+    elsewhere: Sequence[Tensor] = ()
+    """Views into them that hold copies: another rank counts those. They are left as they were."""
+    copies: Sequence[int] | None = None
+    """For each of them, how many ranks hold the same: each counts its share. By default 1."""
+
+
+def share(of: Callable[..., Tensor], counted: Counted) -> Tensor:
+    """This rank's share of a sum over the group that counts every element once, 0-d float64.
+
+    Args:
+        of: the sum over some tensors: `square` or `nonzeros`.
+    """
+    copies = counted.copies or [1] * len(counted.tensors)
+    with _set_aside(counted.elsewhere):
+        sums = [
+            of(*(part for part, its_copies in zip(counted.tensors, copies) if its_copies == number)) / number
+            for number in dict.fromkeys(copies)
+        ]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
 def norm_and_flag(
-    grads: Sequence[Tensor],
-    must_be_finite: Tensor | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    elsewhere: Sequence[Tensor] = (),
-    copies: Sequence[int] | None = None,
+    grads: Counted, must_be_finite: Tensor | None = None, *, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
     """Norm of all gradients and non-finite flag, both 0-d float32 and the same on all ranks: one collective.
 
@@ -49,29 +82,16 @@ def norm_and_flag(
     lies within 1e-15 of a tie in rounding.
 
     Args:
-        grads: as of `global_norm`.
         must_be_finite: any tensor; one inf or nan on one rank raises the flag on all.
         group: ranks that hold different gradients.
-        elsewhere: views into ``grads`` that hold copies: another rank of ``group`` counts them. Left as they were.
-        copies: for each of ``grads``, how many ranks of ``group`` hold the same: each counts its share. By default 1.
     """
-    with _set_aside(elsewhere):
-        square = _sum_of_squares(grads, copies or [1] * len(grads))
+    total = share(square, grads)
     # One bad gradient makes the norm bad, so no gradient is looked at twice.
-    bad = nonfinite_flag(square if must_be_finite is None else must_be_finite)
+    bad = nonfinite_flag(total if must_be_finite is None else must_be_finite)
     if group is not None:
-        square, bad = all_reduce_sum(torch.stack([square, bad.to(square.dtype)]), group).unbind()
-    norm = square.sqrt().to(torch.float32)
+        total, bad = all_reduce_sum(torch.stack([total, bad.to(total.dtype)]), group).unbind()
+    norm = total.sqrt().to(torch.float32)
     return norm, nonfinite_flag(norm).logical_or(bad).to(torch.float32)
-
-
-def _sum_of_squares(grads: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
-    """0-d float64; gradients of equally many copies are one norm."""
-    squares = [
-        global_norm(*(part for part, its_copies in zip(grads, copies) if its_copies == number)).square() / number
-        for number in dict.fromkeys(copies)
-    ]
-    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Bucket, FlatRange, ParamSlot, Part
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
-from megatron_packed.optim.clipping import clip_divisor, norm_and_flag
+from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
+from megatron_packed.optim.statistics import Statistics
 
 if TYPE_CHECKING:
     from megatron_packed.config.optim import OptimizerConfig
@@ -31,6 +32,10 @@ class StepStats:
     """1.0 when a gradient or the loss was not finite, so that the step was skipped, else 0.0."""
     skipped: Tensor
     """1.0 when the step changed nothing, for whatever reason, else 0.0."""
+    params_norm: Tensor
+    """L2 norm of all parameters after the step; 0 where it is not asked for."""
+    grad_zeros: Tensor
+    """``(2,)``: gradients that are exactly zero, as `Statistics` holds them; 0 where they are not counted."""
 
 
 class Optimizer:
@@ -52,6 +57,8 @@ class Optimizer:
         copies: part of ``buffers`` -> how many ranks of ``norm_group`` own the same of it; 1 where not said.
         counted_elsewhere: elements ``[start, end)`` of the gradient buffer that another rank of ``norm_group`` holds
             too and counts.
+        params_norm: whether steps tell the norm of the parameters.
+        count_zeros_of: elements of the whole model, each once, if steps are to tell how many gradients are zero.
         implementation: 'auto' or a name of ``adamw.OP``.
     Raises:
         ValueError: a constant is out of range.
@@ -70,6 +77,8 @@ class Optimizer:
         norm_group: dist.ProcessGroup | None = None,
         copies: Mapping[Part, int] | None = None,
         counted_elsewhere: Sequence[tuple[int, int]] = (),
+        params_norm: bool = False,
+        count_zeros_of: int | None = None,
         implementation: str = "auto",
     ) -> None:
         for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
@@ -88,15 +97,14 @@ class Optimizer:
         device, layout = buffers.device, buffers.layout
         self._owned = [buffers.owned_span(bucket) for bucket in layout.buckets]
         self._norm_group = norm_group or buffers.ownership.group
+        copies = copies or {}
+        elsewhere = self._owned_pieces(counted_elsewhere)
         owned_grads = buffers.owned_grads()
-        self._owned_grads = [grads for _, grads in owned_grads]
-        self._copies = [(copies or {}).get(part, 1) for part, _ in owned_grads]
-        self._counted_elsewhere = [
-            buffers.grads[max(start, first) : min(end, last)]
-            for start, end in counted_elsewhere
-            for first, last in self._owned
-            if max(start, first) < min(end, last)
-        ]
+        self._gradients = Counted(
+            [grads for _, grads in owned_grads],
+            [buffers.grads[start:end] for _, start, end in elsewhere],
+            [copies.get(part, 1) for part, _ in owned_grads],
+        )
         # What follows is by number of the bucket.
         self._masters = [self._master_of(bucket) for bucket in layout.buckets]
         self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
@@ -107,10 +115,24 @@ class Optimizer:
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         """Steps taken, skipped ones not counted."""
+        self._statistics = Statistics(
+            self._gradients,
+            Counted(
+                self._masters,
+                [self._master(*piece) for piece in elsewhere],
+                [copies.get(bucket.part, 1) for bucket in layout.buckets],
+            ),
+            elements=count_zeros_of,
+            params_norm=params_norm,
+            group=self._norm_group,
+            device=device,
+        )
         self._stats = StepStats(
             grad_norm=torch.zeros((), dtype=torch.float32, device=device),
             nonfinite=torch.zeros((), dtype=torch.float32, device=device),
             skipped=torch.zeros((), dtype=torch.float32, device=device),
+            params_norm=self._statistics.params_norm,
+            grad_zeros=self._statistics.grad_zeros,
         )
         self.reset_masters()
         ranges = buffers.owned_ranges()
@@ -129,6 +151,8 @@ class Optimizer:
         norm_group: dist.ProcessGroup | None = None,
         copies: Mapping[Part, int] | None = None,
         counted_elsewhere: Sequence[tuple[int, int]] = (),
+        params_norm: bool = False,
+        count_zeros_of: int | None = None,
     ) -> Optimizer:
         """An optimizer with the values of ``config``."""
         return cls(
@@ -141,6 +165,8 @@ class Optimizer:
             norm_group=norm_group,
             copies=copies,
             counted_elsewhere=counted_elsewhere,
+            params_norm=params_norm,
+            count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
         )
 
@@ -163,13 +189,7 @@ class Optimizer:
         """
         if lr is not None:
             self.set_lr(lr)
-        norm, nonfinite = norm_and_flag(
-            self._owned_grads,
-            loss,
-            group=self._norm_group,
-            elsewhere=self._counted_elsewhere,
-            copies=self._copies,
-        )
+        norm, nonfinite = norm_and_flag(self._gradients, loss, group=self._norm_group)
         skip = nonfinite if hold is None else nonfinite.maximum((hold > 0).to(torch.float32))
         self.steps.add_(1.0 - skip)
         control = Control(
@@ -181,7 +201,9 @@ class Optimizer:
             beta2=self._betas[1],
             eps=self._eps,
         )
+        self._statistics.before_update()
         self._run(self._slices, control)
+        self._statistics.after_update()  # before the parameters are on their way to other ranks
         self.write_params()
         self._stats.grad_norm.copy_(norm)
         self._stats.nonfinite.copy_(nonfinite)
@@ -267,6 +289,15 @@ class Optimizer:
         for name, view in self.state_shards().items():
             view.copy_(state[name].reshape(-1)[starts[name] : starts[name] + view.numel()])
         self.write_params()
+
+    def _owned_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """What this rank owns of elements ``[start, end)`` of the gradient buffer: bucket, first and last element."""
+        return [
+            (bucket, max(start, first), min(end, last))
+            for start, end in ranges
+            for bucket, (first, last) in enumerate(self._owned)
+            if max(start, first) < min(end, last)
+        ]
 
     def _owned_part(self, slot: ParamSlot) -> tuple[int, int] | None:
         """Elements of ``slot`` that this rank owns; an empty parameter is the first rank's."""

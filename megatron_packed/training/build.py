@@ -92,6 +92,11 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
     ]
 
 
+def elements_of(model: HybridModel) -> int:
+    """Elements of all parameters on all ranks, each once, without what pads the vocabulary for this layout alone."""
+    return sum(sharded.stored_shape.numel() for sharded in model.sharded_parameters().values())
+
+
 def ranks_of_norm(groups: ParallelGroups, buffers: FlatBuffers) -> tuple[dist.ProcessGroup | None, dict[Part, int]]:
     """The fewest ranks that together hold every gradient, and how many of them own the same of each part."""
     ownership = buffers.ownership
@@ -122,6 +127,8 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         norm_group=norm_group,
         copies=copies,
         counted_elsewhere=counted_elsewhere(model, buffers),
+        params_norm=config.logging.log_params_norm,
+        count_zeros_of=elements_of(model) if config.logging.log_num_zeros_in_grad else None,
     )
     if config.parallel.overlap_param_gather:
         buffers.gather = OverlappedGather(buffers, model.stages)

@@ -55,6 +55,12 @@ class Console:
             f"loss {record.lm_loss:.4f}",
             f"lr {record.learning_rate:.2e}",
             f"grad norm {record.grad_norm:.3f}",
+        ]
+        if record.params_norm is not None:
+            parts.append(f"params norm {record.params_norm:.3f}")
+        if record.num_zeros is not None:
+            parts.append(f"{record.num_zeros:,} zeros")
+        parts += [
             f"{record.step_time_ms:,.0f} ms",
             f"{record.tokens_per_second:,.0f} tok/s",
         ]

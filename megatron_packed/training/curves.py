@@ -68,6 +68,8 @@ PANELS = (
     Panel("Waiting for data", "ms of a step", (Curve("data_wait_ms"),)),
     Panel("Step time", "ms", (Curve("step_time_ms"),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm"),)),
+    Panel("Parameter norm", "after the update", (Curve("params_norm"),)),
+    Panel("Zeros in the gradient", "elements", (Curve("num_zeros"),)),
     Panel("Learning rate", "", (Curve("learning_rate"),)),
 )
 

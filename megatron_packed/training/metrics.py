@@ -195,15 +195,20 @@ class StepRecord:
     experts: ExpertFigures | None
     graphs: GraphFigures | None
     offload: OffloadFigures | None
+    params_norm: float | None = None
+    """Of the parameters after the step; None where it is not asked for."""
+    num_zeros: int | None = None
+    """Gradients that are exactly zero; None where they are not counted."""
 
     def as_dict(self) -> dict[str, object]:
-        """One flat object; nothing about experts, graphs and offload where there are none."""
+        """One flat object; nothing about what there is not."""
         values = asdict(self)
         groups = {"expert": values.pop("experts"), "graph": values.pop("graphs"), "offload": values.pop("offload")}
         for prefix, group in groups.items():
             values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
-        if values.get("expert_load", ()) is None:
-            del values["expert_load"]
+        for name in ("expert_load", "params_norm", "num_zeros"):
+            if values.get(name, ()) is None:
+                del values[name]
         return values
 
 
@@ -219,6 +224,8 @@ def step_record(
     peak: float | None,
     memory: MemoryFigures,
     experts: ExpertFigures | None = None,
+    params_norm: float | None = None,
+    num_zeros: int | None = None,
 ) -> StepRecord:
     """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of this one."""
     flops_per_second = facts.flops / seconds / world_size
@@ -250,4 +257,6 @@ def step_record(
         experts=experts,
         graphs=facts.graphs,
         offload=facts.offload,
+        params_norm=params_norm,
+        num_zeros=num_zeros,
     )

@@ -29,6 +29,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel, HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.statistics import ZEROS_UNIT
 from megatron_packed.packed.micro_batch import MicroBatch
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
@@ -50,12 +51,18 @@ class StepValues(NamedTuple):
     again. See [Note: steps that are done again]."""
     weights_moved: bool = False
     """On some rank what graphs use lay elsewhere than where it was captured; that rank ran eagerly."""
+    params_norm: float = 0.0
+    """Of the parameters after the step; 0 where it is not asked for."""
+    grad_zeros: int = 0
+    """Gradients that are exactly zero; 0 where they are not counted."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
-        loss, aux_loss, grad_norm, nonfinite, stop, moved, *numbers, held = values
+        loss, aux_loss, grad_norm, nonfinite, stop, moved, *numbers, held, params_norm, units, rest = values
         bad = {rank: int(number) - 1 for rank, number in enumerate(numbers) if number > 0}
-        return cls(loss, aux_loss, grad_norm, nonfinite != 0, stop != 0, bad, held != 0, moved != 0)
+        zeros = int(units) * ZEROS_UNIT + int(rest)
+        signs = (nonfinite != 0, stop != 0, bad, held != 0, moved != 0)
+        return cls(loss, aux_loss, grad_norm, *signs, params_norm, zeros)
 
 
 _SIGNS = 2
@@ -121,7 +128,7 @@ class TrainStep:
         self.overlapped: OverlappedReduce | None = None
         if overlap:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
-        size, counts = 5 + _SIGNS + groups.world_size, sum(counter_slots(model).values())
+        size, counts = 8 + _SIGNS + groups.world_size, sum(counter_slots(model).values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
         """What one copy takes to the host: ``metrics``, and behind them how many tokens each expert got, by layer."""
         self.metrics = self.numbers[:size]
@@ -141,7 +148,7 @@ class TrainStep:
             lr: learning rate of this step.
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
         Returns:
-            The metrics vector ``(7 + world_size,)`` float32 on the device; the same memory every step.
+            The metrics vector ``(10 + world_size,)`` float32 on the device; the same memory every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
@@ -260,6 +267,8 @@ class TrainStep:
                 stats.nonfinite.to(torch.float32).reshape(1),
                 extras["signs"],
                 self._held,
+                stats.params_norm.reshape(1),
+                stats.grad_zeros,
             ],
             out=self.metrics,
         )

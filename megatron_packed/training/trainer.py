@@ -344,6 +344,8 @@ class Trainer:
             peak=self._peak,
             memory=MemoryFigures.now(self.groups.device),
             experts=ExpertFigures.of(counts, self.step.model.num_moe_layers, arrived.facts.iteration),
+            params_norm=values.params_norm if self.config.logging.log_params_norm else None,
+            num_zeros=values.grad_zeros if self.config.logging.log_num_zeros_in_grad else None,
         )
         self.console.step(record)
         self._write(record.as_dict())

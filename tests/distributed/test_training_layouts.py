@@ -17,6 +17,7 @@ from whole_state import Shards, assembled, assert_same_bits, everything, same_bi
 
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.data import DataConfig
+from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
@@ -96,6 +97,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             expert_tensor_parallel_size=way.expert_tp_size,
         ),
         training=TrainingConfig(train_iters=5, device="cpu", bf16=bf16, seed=seed),
+        logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
 
 
@@ -120,7 +122,8 @@ def train(groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]) -
     job = build_job(config_of(way, **model), groups, VOCAB)
     metrics, states = [], []
     for step in range(3):
-        metrics.append(job.step(mine(groups, way, step, count), 1e-2)[:5].clone())
+        vector = job.step(mine(groups, way, step, count), 1e-2)
+        metrics.append(torch.cat([vector[:5], vector[-3:]]))
         states.append(everything(job))
     return torch.stack(metrics), states[0], states[-1]
 
@@ -133,7 +136,9 @@ def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], 
 
 
 @pytest.mark.parametrize(
-    "way", [Way(4, 2, True), Way(4, 1, False, True, 2), Way(4, cp_size=2, comm_type="p2p")], ids=str
+    "way",
+    [Way(4, 2, True), Way(4, 1, False, True, 2), Way(2, ep_size=2), Way(4, cp_size=2, comm_type="p2p")],
+    ids=str,
 )
 def test_steps_with_an_empty_pack_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
     """Losses, norms, first moments after one step, and weights; `test_covering_layouts.py` has other steps."""
@@ -146,7 +151,9 @@ def compare(found: list[Any], expected: Tensor, first: dict[str, Tensor], last: 
     for metrics, _, _ in found:
         assert torch.equal(metrics, found[0][0]), "ranks report different numbers"
         torch.testing.assert_close(metrics, expected, rtol=1e-5, atol=1e-7)
-    assert expected[:, 0].min() > 1 and expected[:, 2].min() > 0.5 and expected[:, 3:].abs().max() == 0
+    assert expected[:, 0].min() > 1 and expected[:, 2].min() > 0.5 and expected[:, 3:5].abs().max() == 0
+    assert expected[:, 5].min() > 1 and expected[:, 7].min() > 100, "norms of parameters and zeros show nothing"
+    assert torch.equal(found[0][0][:, 6:], expected[:, 6:])
     for which, wanted, tolerance in ((1, first, 1e-5), (2, last, 1e-4)):
         for name, tensor in assembled([rank[which] for rank in found]).items():
             scale = wanted[name].abs().max().item()

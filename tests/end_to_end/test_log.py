@@ -165,13 +165,13 @@ def test_tensorboard_shows_every_number(data: Data, tmp_path: Path) -> None:
     options = tiny_options(
         data, train_iters=5, log_jsonl=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board",
         valid_data_path=data.valid, eval_interval=5, eval_iters=1, manual_gc=True, manual_gc_interval=2,
-        check_weight_hash_across_dp_replicas_interval=2,
+        check_weight_hash_across_dp_replicas_interval=2, log_params_norm=True, log_num_zeros_in_grad=True,
     )  # fmt: skip
     assert run(options, tmp_path, 2).exit_code == 0
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     log = steps(tmp_path / "log.jsonl")
-    for name in ("lm_loss", "grad_norm", "learning_rate", "real_tokens", "pack_fill"):
+    for name in ("lm_loss", "grad_norm", "params_norm", "num_zeros", "learning_rate", "real_tokens", "pack_fill"):
         shown = [(event.step, event.value) for event in board.Scalars(name)]
         assert shown == [(line["iteration"], pytest.approx(line[name])) for line in log if name in line]
     [perplexity] = board.Scalars("valid_perplexity")

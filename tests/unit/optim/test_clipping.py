@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.optim.clipping import clip_divisor, global_norm, norm_and_flag
+from megatron_packed.optim.clipping import Counted, clip_divisor, global_norm, norm_and_flag
 
 
 def model_with_gradients(scale: float) -> tuple[nn.Module, FlatBuffers]:
@@ -22,7 +22,7 @@ def test_clipping_equals_torch(scale: float) -> None:
     for p in model.parameters():
         p.grad = p.main_grad.clone()
     expected_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm, _ = norm_and_flag([buffers.grads])
+    norm, _ = norm_and_flag(Counted([buffers.grads]))
     torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
     assert (norm > 1) == (scale == 100.0)  # one case clips, the other must not
     divisor = clip_divisor(norm, 1.0)
@@ -43,12 +43,12 @@ def test_norm_does_not_drift_with_the_number_of_elements() -> None:
 def test_one_bad_value_anywhere_raises_the_flag(bad: float) -> None:
     grads = torch.ones(8192)
     fine = torch.zeros(3)
-    assert norm_and_flag([grads])[1].item() == 0.0
-    assert norm_and_flag([grads], fine)[1].item() == 0.0
+    assert norm_and_flag(Counted([grads]))[1].item() == 0.0
+    assert norm_and_flag(Counted([grads]), fine)[1].item() == 0.0
     fine[2] = bad
-    assert norm_and_flag([grads], fine)[1].item() == 1.0
+    assert norm_and_flag(Counted([grads]), fine)[1].item() == 1.0
     grads[5000] = bad
-    _, flag = norm_and_flag([grads])
+    _, flag = norm_and_flag(Counted([grads]))
     assert flag.item() == 1.0 and flag.shape == () and flag.dtype == torch.float32
 
 
@@ -56,6 +56,6 @@ def test_what_another_rank_counts_is_left_out_and_left_alone() -> None:
     grads = torch.randn(2 * 4096, generator=torch.Generator().manual_seed(0))
     before, counted = grads.clone(), grads.clone()
     counted[5:700], counted[4000:5000] = 0, 0
-    norm, _ = norm_and_flag([grads], elsewhere=[grads[5:700], grads[4000:5000]])
-    assert torch.equal(norm, norm_and_flag([counted])[0]) and norm < norm_and_flag([grads])[0]
+    norm, _ = norm_and_flag(Counted([grads], [grads[5:700], grads[4000:5000]]))
+    assert torch.equal(norm, norm_and_flag(Counted([counted]))[0]) and norm < norm_and_flag(Counted([grads]))[0]
     assert torch.equal(grads, before)

@@ -15,6 +15,7 @@ from test_train_step import CONFIG, SLOTS, VOCAB
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
+from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.run import RunConfig
@@ -45,6 +46,7 @@ def config_of(**graphs):
         optim=OptimizerConfig(lr=1e-2),
         training=TrainingConfig(train_iters=5, device="cpu"),
         cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
+        logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
 
 

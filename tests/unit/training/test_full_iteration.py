@@ -82,7 +82,8 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
     assert len(graphed.engine.log) == counters.replays + len(STEPS)
     graphed.engine.log.clear()
     for k in (1, 2, 4):
-        graphed.run([[9] * 3] * k)
+        values = StepValues.from_list(graphed.run([[9] * 3] * k).tolist())
+        assert values.params_norm > 1 and values.grad_zeros > 100  # found in the graph that ends a step
         assert len(graphed.engine.log) == k + 1 and len(set(graphed.engine.log)) == 2
         graphed.engine.log.clear()
 

@@ -4,6 +4,7 @@ import json
 import math
 import resource
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,19 @@ def test_loads_of_experts_are_shares_of_the_mean_of_their_layer():
     many = [ExpertFigures.of([1.0] * 1200, 3, iteration) for iteration in (6, 7)]
     assert many[0].load is not None and "expert_load" not in record(7, experts=many[1]).as_dict()
     assert ExpertFigures.of([], 0, 7) is None and not any("expert" in name for name in record(7).as_dict())
+
+
+def test_norm_of_parameters_and_zeros_are_shown_where_they_are_asked_for(capsys, tmp_path):
+    made = replace(record(3), params_norm=12.5, num_zeros=34_567)
+    line = made.as_dict()
+    assert (line["params_norm"], line["num_zeros"]) == (12.5, 34_567)
+    assert not {"params_norm", "num_zeros"} & record(3).as_dict().keys()
+    for shown, text in ((made, " | params norm 12.500 | 34,567 zeros | "), (record(3), "grad norm 1.000 | 500 ms")):
+        Console(rank=0, total_steps=10).step(shown)
+        assert text in capsys.readouterr().out
+        (tmp_path / "log.jsonl").write_text(json.dumps(shown.as_dict()) + "\n")
+        page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
+        assert ("Parameter norm" in page) == ("Zeros in the gradient" in page) == (shown is made)
 
 
 def test_figures_of_offload(capsys):
