@@ -19,6 +19,7 @@ from test_parallel_graphs_gpu import LADDER, LAYOUTS, PACKS, steps_of  # sets de
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
+from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
@@ -52,6 +53,7 @@ def config_of(
         optim=OptimizerConfig(lr=1e-3),
         parallel=ParallelConfig(**{name: value for name, value in parallel.items() if name not in GATHERED_LATER}),
         training=TrainingConfig(train_iters=8, bf16=True, device="cuda", deterministic_mode=deterministic),
+        logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
 
 

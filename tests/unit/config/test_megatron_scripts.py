@@ -52,7 +52,8 @@ TRAINING = """
     --hidden-size 1024 --num-attention-heads 16 --group-query-attention --num-query-groups 8
     --hybrid-layer-pattern M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-
     --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --log-validation-ppl-to-tensorboard
-    --log-timers-to-tensorboard --log-params-norm --log-num-zeros-in-grad --micro-batch-size 4 --global-batch-size 32 --seq-length 1024
+    --log-timers-to-tensorboard --log-params-norm --log-num-zeros-in-grad --micro-batch-size 4
+    --global-batch-size 32 --seq-length 1024
     --max-position-embeddings 1024 --train-iters 50 --timing-log-level 0 --lr-decay-iters 320000 --save empty
     --load empty --distributed-backend gloo --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
     --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 1 --save-interval 10000 --eval-iters 0
