@@ -81,6 +81,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "tp2 sp cp2": {**TP2, **SP, **CP2, "cp_comm_type": "a2a"}, "cp2 dp2": {**CP2, "cp_comm_type": "a2a"},
         "tp2 sp ep2": {**TP2, **SP, **EP2, "moe_token_dispatcher_type": "allgather"},
+        "dp4 zero": ZERO, "tp4 sp": {"tensor_model_parallel_size": 4, **SP},
+        "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
+        "ep4 allgather": {"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "allgather"},
     },
 }  # fmt: skip
 """By number of processes: name -> options of `ParallelConfig` and `ModelConfig`."""
@@ -299,7 +302,7 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 def quick(c: dict[str, Any]) -> dict[str, Any]:
     """The same layers, small enough for a CPU."""
     small = {**c, "T": 128, "pattern": "M*E-" if "experts" in c else "M*-", "hidden": 64, "heads": 4, "groups": 2,
-             "ffn": 64, "mamba_heads": 2, "mamba_groups": 2, "vocab": 256}  # fmt: skip
+             "ffn": 64, "mamba_heads": 4, "mamba_groups": 2, "vocab": 256}  # fmt: skip
     return small | ({"expert_ffn": 32} if "experts" in c else {})
 
 

@@ -35,8 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, folder in enumerate(first) if folder in item.path.parents), len(first)))
     count = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("multi_gpu") and count < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA GPUs, {count} here"))
+        marker = item.get_closest_marker("multi_gpu")
+        needed = 0 if marker is None else (marker.args or (2,))[0]
+        if count < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, {count} here"))
         elif item.get_closest_marker("gpu") and count < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, none here"))
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,8 @@ class WorkerPool:
 class WorkerPools:
     """One pool per world size, made when it is first used and again after a call has failed."""
 
-    def __init__(self, backend: str = "gloo") -> None:
-        self._backend = backend
+    def __init__(self, backend: str = "gloo", *, collective_timeout: float = 60.0) -> None:
+        self._start = partial(WorkerPool, backend=backend, collective_timeout=collective_timeout)
         self._pools: dict[int, WorkerPool] = {}
 
     def __enter__(self) -> WorkerPools:
@@ -189,7 +190,7 @@ class WorkerPools:
         """``WorkerPool.run`` in the pool of ``world_size`` processes."""
         pool = self._pools.get(world_size)
         if pool is None or not pool.usable:
-            pool = self._pools[world_size] = WorkerPool(world_size, backend=self._backend)
+            pool = self._pools[world_size] = self._start(world_size)
         return pool.run(fn, *args, layout=layout, timeout=timeout)
 
 

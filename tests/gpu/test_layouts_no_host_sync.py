@@ -1,4 +1,4 @@
-"""No host synchronisation in steady steps on two GPUs, in every layout that promises it, by both proofs."""
+"""No host synchronisation in steady steps on two and four GPUs, in every layout that promises it, by both proofs."""
 
 from __future__ import annotations
 
@@ -44,6 +44,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert_model_parallel_size": 2},
     "ep2 zero": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
 }
+_TP2_SP = LAYOUTS["tp2 sp"]
+LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
+    "tp2 sp cp2": _TP2_SP | LAYOUTS["cp2 a2a"],
+    "tp2 sp ep2": _TP2_SP | LAYOUTS["ep2"],
+    "cp2 dp2 zero overlap": LAYOUTS["cp2 a2a"] | LAYOUTS["dp2 zero overlap"],
+}
+EVERY_LAYOUT = [(name, 2) for name in LAYOUTS] + [
+    pytest.param(name, 4, marks=pytest.mark.multi_gpu(4)) for name in LAYOUTS_OF_FOUR
+]
+"""Names, and how many processes they have."""
 STEPS = 6
 
 
@@ -83,17 +93,18 @@ def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, A
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_steady_steps_wait_for_nothing(name: str) -> None:
-    options = LAYOUTS[name]
+@pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
+def test_steady_steps_wait_for_nothing(name: str, processes: int) -> None:
+    options = (LAYOUTS | LAYOUTS_OF_FOUR)[name]
     sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
-    for found in run_distributed(steady_steps, 2, options, backend="nccl", layout=sizes, timeout=300):
+    for found in run_distributed(steady_steps, processes, options, backend="nccl", layout=sizes, timeout=300):
         assert found["finite"] and found["events"] > 1000 and found["nccl"] > 0
         assert found["waits"] == [] and found["pageable"] == [], found
         assert found["to_host"] <= STEPS
 
 
-def test_every_layout_is_one_of_two_processes() -> None:
-    """Here, too, so that what needs two GPUs is not found wrong there."""
-    for options in LAYOUTS.values():
-        assert Layout(world_size=2, **ParallelConfig(**options).layout_sizes).world_size == 2
+@pytest.mark.parametrize("layouts, processes", [(LAYOUTS, 2), (LAYOUTS_OF_FOUR, 4)])
+def test_every_layout_is_one_of_as_many_processes(layouts: dict[str, dict[str, Any]], processes: int) -> None:
+    """Here, too, so that what needs several GPUs is not found wrong there."""
+    for options in layouts.values():
+        assert Layout(world_size=processes, **ParallelConfig(**options).layout_sizes).world_size == processes

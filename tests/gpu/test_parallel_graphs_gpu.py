@@ -1,4 +1,4 @@
-"""CUDA graphs that hold collectives, on two GPUs: replayed steps are the eager ones, bit for bit, without a wait."""
+"""CUDA graphs that hold collectives, on several GPUs: replayed steps are the eager ones, bitwise, without a wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from host_waits import waiting
-from test_layouts_no_host_sync import LAYOUTS, MODEL
+from test_layouts_no_host_sync import EVERY_LAYOUT, LAYOUTS, LAYOUTS_OF_FOUR, MODEL
 from test_no_host_sync import VOCAB, T
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
@@ -30,7 +30,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPool
+from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
@@ -45,8 +45,8 @@ OVERFLOWS = 3
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, backend="nccl", collective_timeout=300) as started:
+def pools() -> Iterator[WorkerPools]:
+    with WorkerPools(backend="nccl", collective_timeout=300) as started:
         yield started
 
 
@@ -117,13 +117,15 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(name: str, impl: str, pool: WorkerPool) -> None:
-    options = LAYOUTS[name]
+@pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
+def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
+    name: str, processes: int, impl: str, pools: WorkerPools
+) -> None:
+    options = (LAYOUTS | LAYOUTS_OF_FOUR)[name]
     if impl == "full_iteration":  # whose last graph has all parameters back
         options = {option: value for option, value in options.items() if option != "overlap_param_gather"}
     sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
-    for rank, found in enumerate(pool.run(compare, options, impl, layout=sizes, timeout=300)):
+    for rank, found in enumerate(pools.run(compare, processes, options, impl, layout=sizes, timeout=300)):
         print(f"{name}, {impl}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches")
         assert all(found["steps"]) and not found["weights"] and found["moved"], found
         assert found["fallbacks"] == EPOCHS and len(found["steps"]) == EPOCHS * STEPS, found
