@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False)
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import blend_sentences, build_tokenizer, plan_training
+    from megatron_packed.training.data import blend_sentences, build_tokenizer, epoch_sentence, plan_training
     from megatron_packed.training.documents import open_documents
 
     divides = config.data.split is not None and bool(config.training.validation_interval)
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         plan, _, report = plan_training(config, documents.train, show_progress=True)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    print("\n".join([*documents.sentences, *blend_sentences(config, plan), *report.sentences()]))
+    packed = [*blend_sentences(config, plan), *report.sentences(), epoch_sentence(config, report)]
+    print("\n".join([*documents.sentences, *packed]))
     return 0
 
 

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         words += ["--data-cache-path", str(prefix.parent)]
     options = parse_or_exit(with_unused_flags(words), launched=False).data
     from megatron_packed.data.errors import DataError
-    from megatron_packed.data.preprocess import PreprocessOptions, preprocess
+    from megatron_packed.data.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources import expand_paths
     from megatron_packed.training.documents import build_tokenizer
 
@@ -64,5 +64,6 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         )
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    print("\n".join([*report.lines_of_text(), *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
+    text = report.lines_of_text(quarantine_of(prefix))
+    print("\n".join([*text, *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
     return 0

@@ -11,8 +11,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.cache import get_or_build
-from megatron_packed.data.errors import REASONS, BadLine, DataError
+from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_packed.data.report import place_and_reason
 from megatron_packed.data.rows import reader_of
 from megatron_packed.data.schema import FIELDS, Conversation, PromptCompletion, parse_line
 from megatron_packed.data.sources import MAX_LINE_BYTES, expand_paths, file_identity
@@ -72,7 +73,7 @@ def train_bpe(
 def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokenizers.Tokenizer:
     first = next(texts, None)
     if first is None:
-        why = f"the first line cannot be used: {unusable[0]}" if unusable else "check the data paths."
+        why = f"the first line cannot be used: {unusable[0]}." if unusable else "check the data paths."
         raise DataError(f"the data holds no text to learn a vocabulary from; {why}")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,7 +112,7 @@ def _texts(files: Sequence[Path], training_bytes: int, unusable: list[str]) -> I
                 texts = _texts_of_line(line.data)
             except BadLine as error:
                 if not unusable:
-                    unusable.append(f"{file}, {line.kind} {line.number}: {error} ({REASONS[error.reason]}).")
+                    unusable.append(place_and_reason(file, line, error))
                 continue
             for text in texts:
                 taken += len(text)

@@ -79,7 +79,8 @@ def build_arrays(
             for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
                 for outcome in outcomes:
                     _account(chunk.file, outcome, report, schemas, writer, quarantine)
-                report.bad, report.schemas = dict(quarantine.counts), dict(schemas)
+                report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
+                report.schemas = dict(schemas)
                 report.check_early(options.max_bad_fraction, quarantine_path)
                 progress.update(chunk.position, f"{report.documents} documents, {report.num_bad} bad lines")
     finally:

@@ -116,7 +116,7 @@ class TokenizedDataset:
 
     def sentences(self) -> list[str]:
         """What was read, for people."""
-        return self.report.lines_of_text()
+        return self.report.lines_of_text(quarantine_of(self.directory))
 
     def verify(self) -> None:
         """Check every byte now; without it each block is checked when it is first read.
@@ -199,7 +199,7 @@ def open_dataset(
     if not build_missing and not _is_valid(root / key):
         chat.close()
         raise DataError(f"{', '.join(map(str, files))}: not tokenised yet, in {root}.")
-    quarantine = root / f"{key}{QUARANTINE_SUFFIX}"
+    quarantine = quarantine_of(root / key)
     log: Callable[[str], None] = _say if show else _be_quiet
     options = BuildOptions(
         sft=sft,
@@ -240,6 +240,11 @@ def open_dataset(
 def cache_directory(files: Sequence[Path], cache_root: str | Path | None) -> Path:
     """Where caches of ``files`` go: ``cache_root``, or `DEFAULT_CACHE_NAME` beside the first file."""
     return Path(cache_root) if cache_root is not None else files[0].parent / DEFAULT_CACHE_NAME
+
+
+def quarantine_of(directory: Path) -> Path:
+    """Where the lines are listed that a cache directory leaves out."""
+    return directory.with_name(f"{directory.name}{QUARANTINE_SUFFIX}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -6,11 +6,13 @@ REASONS: dict[str, str] = {
     # bytes
     "line_too_long": "the line is longer than the limit; it was skipped without being held in memory",
     "nul_byte": "the line contains NUL bytes, as a damaged file does",
-    "invalid_utf8": "the line is not UTF-8",
+    "invalid_utf8": "the line is not UTF-8; `iconv -f UTF-16 -t UTF-8`, or `-f LATIN1`, converts a file",
     "corrupt_gzip": "the gzip stream is damaged or cut off; nothing after this point of the file can be read",
     "read_error": "the operating system failed to read on; nothing after this point of the file can be read",
     # JSON
     "malformed_json": "the line is not a JSON value (each needs a line of its own; a cut-off line is the usual cause)",
+    "json_array": "a line must be one JSON object, and this begins an array; `python3 -c 'import json, sys; "
+    "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < data.json > data.jsonl` makes lines of one",
     "too_deep": "objects or lists are nested more than 128 levels deep",
     "nan_literal": "NaN and Infinity are not JSON",
     "huge_number": "a number has more digits than any reader handles",
@@ -22,7 +24,7 @@ REASONS: dict[str, str] = {
     "no_known_field": "a line needs `messages`, `conversations`, `prompt`, `instruction` and `output`, or `text`",
     "missing_key": "the line lacks a field that --json-keys names",
     "wrong_type": "a field has another type than the schema says",
-    "unknown_role": "roles are system, user, assistant and tool",
+    "unknown_role": "roles are system, user, assistant and tool; in `conversations` human and gpt, too",
     "missing_completion": "`prompt` needs a `completion`",
     "empty_messages": "`messages` is empty",
     "empty_assistant": "an assistant message says nothing and calls no tool",

@@ -33,7 +33,7 @@ from megatron_packed.data.indexed import token_type
 from megatron_packed.data.indexed_writer import IndexedWriter
 from megatron_packed.data.progress import Progress
 from megatron_packed.data.report import DataReport, Quarantine
-from megatron_packed.data.schema import parse_json
+from megatron_packed.data.schema import parse_object
 from megatron_packed.data.sources import MAX_LINE_BYTES, QUARANTINE_SUFFIX, RawLine
 from megatron_packed.data.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def preprocess(
     dtype = token_type(tokenizer.vocab_size)
     report = DataReport(files=len(files))
     names = [f"{prefix}_{key}_document" for key in options.keys]
-    quarantine_path = prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
+    quarantine_path = quarantine_of(prefix)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
         quarantine = Quarantine(quarantine_path)
@@ -113,12 +113,17 @@ def preprocess(
     return report, names
 
 
+def quarantine_of(prefix: Path) -> Path:
+    """Where the lines are listed that a data set leaves out."""
+    return prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
+
+
 def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Quarantine) -> None:
     good = len(encoded.lengths[0])
     report.lines += len(chunk.lines)
     report.blank += encoded.blank
     report.good += good
-    report.bad = dict(quarantine.counts)
+    report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
     report.schemas = {"text": report.good}
     for lengths in encoded.lengths:
         report.documents += good
@@ -173,9 +178,7 @@ def _texts(line: RawLine, keys: Sequence[str]) -> list[str]:
         raise BadLine(line.reason)
     if line.is_blank:
         return []
-    value = parse_json(line.data)
-    if not isinstance(value, dict):
-        raise BadLine("not_an_object")
+    value = parse_object(line.data)
     for key in keys:
         if key not in value:
             raise BadLine("missing_key", printable(key, 40))

@@ -25,6 +25,8 @@ class DataReport:
     """Lines that gave documents."""
     bad: dict[str, int] = field(default_factory=dict)
     """Lines in quarantine by reason (`errors.REASONS`)."""
+    first_bad: str = ""
+    """Where the first of them lies, and why it cannot be used."""
     schemas: dict[str, int] = field(default_factory=dict)
     """Good lines by schema."""
     documents: int = 0
@@ -44,8 +46,12 @@ class DataReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def lines_of_text(self) -> list[str]:
-        """For people: two lines, and one per reason."""
+    def lines_of_text(self, quarantine: Path) -> list[str]:
+        """For people: two lines, and where lines are bad one per reason, the first of them, and where all are listed.
+
+        Args:
+            quarantine: the file with the bad lines.
+        """
         schemas = ", ".join(f"{count} {name}" for name, count in sorted(self.schemas.items()))
         text = [
             f"{self.lines} lines in {self.files} {'file' if self.files == 1 else 'files'}: {self.good} used "
@@ -54,6 +60,8 @@ class DataReport:
             f"document has {self.longest_document} tokens",
         ]
         text += [f"  {count} x {reason}: {REASONS.get(reason, '')}" for reason, count in sorted(self.bad.items())]
+        if self.first_bad:
+            text.append(f"  the first is {self.first_bad}; all: {quarantine}")
         return text
 
     def check_early(self, max_bad_fraction: float, quarantine: Path) -> None:
@@ -69,17 +77,21 @@ class DataReport:
         """
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
         if self.bad_fraction > max_bad_fraction:
-            most = max(self.bad, key=lambda reason: self.bad[reason])
             raise DataError(
                 f"{self.num_bad} of {self.lines - self.blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), "
-                f"more than --max-bad-fraction {max_bad_fraction} allows; see {quarantine}, then correct the data or "
-                f"raise the fraction. {most}: {REASONS.get(most, '')}."
+                f"more than --max-bad-fraction {max_bad_fraction} allows. The first is {self.first_bad}. All are "
+                f"listed in {quarantine}; correct the data or raise the fraction."
             )
         if not self.documents:
             raise DataError(
                 f"the data holds no document: {self.lines} lines, {self.blank} blank, {reasons or 'none bad'}; "
                 "check the data paths."
             )
+
+
+def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
+    """Where a bad line lies, and why it cannot be used."""
+    return f"{file}, {line.kind} {line.number}: {bad} ({REASONS[bad.reason]})"
 
 
 class Quarantine:
@@ -93,10 +105,13 @@ class Quarantine:
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._file: Any = None
         self.counts: Counter[str] = Counter()
+        self.first = ""
+        """Where the first line lies, and what is wrong with it."""
 
     def add(self, file: Path, line: RawLine, bad: BadLine) -> None:
         self.counts[bad.reason] += 1
         if self._file is None:
+            self.first = place_and_reason(file, line, bad)
             self._file = self._temporary.open("w", encoding="ascii")
         start = printable(line.data[:200].decode("utf-8", errors="backslashreplace"))
         entry = {"file": str(file), line.kind: line.number, "reason": bad.reason, "detail": bad.detail, "start": start}

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_packed.data.errors import BadLine, printable
+from megatron_packed.data.sources import begins_array
 
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_NUMBER_CHARS = 4000
@@ -74,9 +75,7 @@ def parse_line(data: bytes) -> list[Sample]:
     Raises:
         BadLine: the line cannot be used, with the reason.
     """
-    value = parse_json(data)
-    if not isinstance(value, dict):
-        raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
+    value = parse_object(data)
     if "messages" in value:
         return _conversations(value, "messages")
     if "conversations" in value:
@@ -96,12 +95,23 @@ def parse_line(data: bytes) -> list[Sample]:
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
 
-def parse_json(data: bytes) -> Any:
-    """The JSON value of one line, read strictly.
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object of one line, read strictly.
 
     Raises:
-        BadLine: anything that readers of JSON might take differently.
+        BadLine: something else, or anything that readers of JSON might take differently.
     """
+    value = _parse_json(data)
+    if isinstance(value, list):
+        raise BadLine("json_array", f"the line is an array of {len(value)}")
+    if not isinstance(value, dict):
+        raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
+    return value
+
+
+def _parse_json(data: bytes) -> Any:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise BadLine("invalid_utf8", "it begins as UTF-16 does")
     if b"\x00" in data:
         raise BadLine("nul_byte")
     try:
@@ -111,7 +121,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise BadLine("too_deep") from None
     except ValueError as error:  # JSONDecodeError, and int() of too many digits
-        raise BadLine("malformed_json", str(error)) from None
+        raise (BadLine("json_array") if begins_array(data) else BadLine("malformed_json", str(error))) from None
     if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
         _check_depth(value)
     # Both are too rare to look at every string of every line for them.
@@ -200,7 +210,10 @@ def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
 
 def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
     """The line as one of ``messages``."""
-    answer = _string(value, "output" if "output" in value else "response")
+    name = "output" if "output" in value else "response"
+    answer = _string(value, name)
+    if not answer.strip():
+        raise BadLine("empty_assistant", name)
     question = _string(value, "instruction")
     for name in ("input", "context"):
         if value.get(name):

@@ -49,6 +49,11 @@ class RawLine(NamedTuple):
         return self.reason is None and not self.data.strip()
 
 
+def begins_array(data: bytes) -> bool:
+    """Whether a line is, or begins, a JSON array: many data sets come as one array of all their conversations."""
+    return data.lstrip().startswith(b"[")
+
+
 def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
     """Files named by ``paths``: each a file, a directory (its ``*.jsonl``, ``*.jsonl.gz`` and ``*.parquet``, at any
     depth, sorted; or the files of a Hugging Face data set), or a pattern with ``*``, ``?`` or ``[]``. The order of
@@ -205,7 +210,8 @@ class LineReader:
 
     def _line(self, number: int, pieces: list[bytes], num_bytes: int) -> RawLine:
         if num_bytes > self.max_line_bytes:
-            return RawLine(number, b"".join(piece[:1024] for piece in pieces[:2])[:1024], "line_too_long")
+            start = b"".join(piece[:1024] for piece in pieces[:2])[:1024]
+            return RawLine(number, start, "json_array" if begins_array(start) else "line_too_long")
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if data.startswith(_BYTE_ORDER_MARK):
             data = data[len(_BYTE_ORDER_MARK) :]

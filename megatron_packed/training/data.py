@@ -80,7 +80,8 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         config, train, groups.dp_size, evaluation, cost, show_progress=groups.rank == 0
     )
     beyond = _beyond_in_validation(ladder, evaluation)
-    for line in [*blend_sentences(config, plan), *packing.sentences(), *beyond, *spread_sentences(plan)]:
+    packed = [*blend_sentences(config, plan), *packing.sentences(), epoch_sentence(config, packing)]
+    for line in [*packed, *beyond, *spread_sentences(plan)]:
         say(line)
     if config.cuda_graph.cuda_graph_strict and ladder is not None and (packing.packs_beyond or beyond):
         raise GraphFallbackError(
@@ -114,6 +115,12 @@ def spread_sentences(plan: PackPlan) -> list[str]:
         f"Packs are spread over {plan.dp_size} data-parallel ranks by estimated FLOPs: the busiest has {p50:.3f} times "
         f"the mean (P50 of the first epoch's steps), {p99:.3f} times (P99)."
     ]
+
+
+def epoch_sentence(config: RunConfig, report: PackingReport) -> str:
+    """What --train-iters is to be measured by."""
+    packs = config.packs_per_step()
+    return f"An epoch takes {report.packs / packs:,.1f} steps of {packs} {'pack' if packs == 1 else 'packs'}."
 
 
 def blend_sentences(config: RunConfig, plan: PackPlan) -> list[str]:

@@ -55,13 +55,14 @@ def save_checkpoint(run_flags, seed):
 
 def test_packing_reports_the_data_and_its_packs(data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64]) == 0
-    lines, documents, packs, per_pack, tokens = capsys.readouterr().out.splitlines()
+    lines, documents, packs, per_pack, tokens, epoch = capsys.readouterr().out.splitlines()
     # One end-of-document token each: 101 + 32 + 31 + 21 + 6. The first is cut to 64, the others' 90 need two.
     assert lines.startswith("5 lines in 1 file: 5 used (5 text)")
     assert documents.startswith("5 documents, 191 tokens")
     assert packs.startswith("3 packs of 64 slots, 80.21% full")
     assert per_pack.startswith("Documents per pack: P50 2, ")
     assert tokens.startswith("191 tokens of 5 documents in = 154 kept + 37 truncated (1 documents) + 0 dropped")
+    assert epoch == "An epoch takes 3.0 steps of 1 pack."
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(data, monkeypatch):
@@ -91,7 +92,7 @@ def test_packing_of_a_run_of_several_processes(data, capsys):
     """As its ranks pack: documents of 64, 32, 31, 21 and 6 tokens take 64, 32, 32, 24 and 8 of 64 slots."""
     ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p"]
     assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
-    *_, padding = capsys.readouterr().out.splitlines()
+    *_, padding, _ = capsys.readouterr().out.splitlines()
     assert padding.startswith("Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents")
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -89,7 +90,8 @@ class Lines:
 
     def bad_garbage(self):
         size = self.random.randint(1, 50)
-        return bytes(self.random.choice(b"abc{}[]:,") for _ in range(size)) + b"x", "malformed_json"
+        line = bytes(self.random.choice(b"abc{}[]:,") for _ in range(size)) + b"x"
+        return line, "json_array" if line.startswith(b"[") else "malformed_json"
 
     def bad_nul(self):
         line, at = self.good_conversation()[0], self.random.randint(0, 10)
@@ -101,7 +103,7 @@ class Lines:
         return line[:-2] + wrong + line[-2:], "invalid_utf8"
 
     def bad_utf16(self):
-        return '{"prompt": "a", "completion": "b"}'.encode("utf-16").replace(b"\n", b""), "nul_byte"
+        return '{"prompt": "a", "completion": "b"}'.encode("utf-16").replace(b"\n", b""), "invalid_utf8"
 
     def bad_surrogate(self):
         return b'{"prompt": "a", "completion": "\\ud83d"}', "lone_surrogate"
@@ -129,7 +131,8 @@ class Lines:
         return b'{"prompt": "a", "prompt": "b", "completion": "c"}', "duplicate_key"
 
     def bad_value(self):
-        return self.dump(self.random.choice([[], 1, "text", None, True, [{"messages": []}]])), "not_an_object"
+        value = self.random.choice([[], 1, "text", None, True, [{"messages": []}]])
+        return self.dump(value), "json_array" if isinstance(value, list) else "not_an_object"
 
     def bad_fields(self):
         return self.dump(self.random.choice([{}, {"message": []}, {"completion": "a"}])), "no_known_field"
@@ -252,9 +255,11 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.0999)
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert str(quarantine) in str(caught.value)
-    assert "malformed_json: the line is not a JSON value" in str(caught.value)
+    first = r"\.jsonl, line 19: malformed_json: .* \(the line is not a JSON value"
+    assert re.search(first, str(caught.value))
     assert [json.loads(line)["line"] for line in quarantine.read_text().splitlines()] == [19, 21]
-    assert len(open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)) == 18
+    dataset = open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)
+    assert len(dataset) == 18 and re.search(f"{first}.*; all: {re.escape(str(quarantine))}$", dataset.sentences()[-1])
     with pytest.raises(DataError, match="more than --max-bad-fraction"):  # also when the cache is there already
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.05)
 

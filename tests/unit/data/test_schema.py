@@ -38,7 +38,10 @@ BAD = [
     (chat(USER, {**ASSISTANT, "tool_calls": [{"a": "\udcff"}]}), "lone_surrogate"),
     (b'{"text": "\\ufdd1"}', "reserved_character"),
     ('{"text": "\ufdd0"}'.encode(), "reserved_character"),
-    (b"[]", "not_an_object"),
+    (b"[]", "json_array"),
+    (b" [", "json_array"),  # the first line of a data set that is one array
+    (b'[{"text": "a"},', "json_array"),
+    ('{"text": "a"}'.encode("utf-16"), "invalid_utf8"),
     (b"null", "not_an_object"),
     (b'"text"', "not_an_object"),
     (b"{}", "no_known_field"),

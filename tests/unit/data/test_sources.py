@@ -72,6 +72,8 @@ def test_a_long_line_is_skipped_in_bounded_memory(tmp_path):
 def test_the_limit_is_exact(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 10 + b"\n" + b"x" * 11 + b"\n" + b"x" * 10)
     assert [reason for _, _, reason in read(tmp_path / "a", max_line_bytes=10)] == [None, "line_too_long", None]
+    (tmp_path / "b").write_bytes(b' [{"text": "a data set that is one array, in one line"}]\n')
+    assert [reason for _, _, reason in read(tmp_path / "b", max_line_bytes=10)] == ["json_array"]
 
 
 def test_paths_are_files_directories_and_patterns(tmp_path):

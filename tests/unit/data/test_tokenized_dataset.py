@@ -41,7 +41,7 @@ def test_documents_lengths_and_counts(tmp_path):
     report = dataset.report
     assert (report.lines, report.good, report.documents, report.tokens) == (4, 4, 4, sum(lengths))
     assert (report.schemas, report.longest_document) == ({"text": 4}, 301)
-    assert "4 lines in 1 file: 4 used (4 text), 0 blank, 0 in quarantine" in report.lines_of_text()[0]
+    assert "4 lines in 1 file: 4 used (4 text), 0 blank, 0 in quarantine" in report.lines_of_text(tmp_path)[0]
 
 
 def test_targets_of_pieces(tmp_path):
