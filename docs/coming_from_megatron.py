@@ -54,11 +54,11 @@ def tables() -> str:
         f"Of {len(NAMES)} flags {len(same)} mean the same here, {len(other)} differ as said, and {len(refused)} are "
         "refused, each with the sentence below.",
         "## Same",
-        _markdown(("flag", "here"), ((_code(flag), text) for flag, text in same)),
+        markdown(("flag", "here"), ((_code(flag), text) for flag, text in same)),
         "## Different",
-        _markdown(("flag", "Megatron-LM", "here"), ((_code(flag), *texts) for flag, *texts in other)),
+        markdown(("flag", "Megatron-LM", "here"), ((_code(flag), *texts) for flag, *texts in other)),
         "## Refused",
-        _markdown(("flags", "because", "instead"), (
+        markdown(("flags", "because", "instead"), (
             (", ".join(_code(flag) for flag in group.flags if flag not in ALWAYS), group.reason, group.nearest)
             for group in sorted(REFUSED, key=lambda group: -len(group.flags))
             if not set(group.flags) <= ALWAYS.keys()
@@ -90,7 +90,7 @@ def _code(flag: str) -> str:
     return f"`{flag}`"
 
 
-def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head), *(list(row) for row in rows)]
     texts = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines]
     return "\n".join([texts[0], "|" + "---|" * len(lines[0]), *texts[1:]])

@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from shown import Recorder
 
 if TYPE_CHECKING:
     from megatron_packed.distributed.testing import WorkerPools
@@ -21,6 +22,18 @@ torch.set_num_threads(1)
 
 FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")
 """Folders whose tests begin: a file of theirs may take a minute, and at the end one processor would wait for it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-shown", metavar="FILE", action="append", default=[], help="keep there what tests show (shown.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "shows(column, *rows, of): cells of docs/support_matrix.md that a test fills")
+    for path in config.getoption("--record-shown"):
+        config.pluginmanager.register(Recorder(config, Path(path)))
 
 
 @pytest.hookimpl(optionalhook=True)

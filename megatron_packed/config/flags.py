@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
@@ -100,7 +103,10 @@ def parse_or_exit(
     except ConfigError as error:
         report = _report(error.problems, speaks, os.environ)
         _write(sys.stderr, report)
-        if not report:
+        if report:
+            _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # stopped beside the one that has failed
             time.sleep(SILENT_SECONDS)
         raise SystemExit(EXIT_CODE) from None
     if speaks:
@@ -196,6 +202,15 @@ def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str
     first_of_its_machine = environ.get("LOCAL_RANK") == "0" and environ.get("GROUP_RANK", "0") != "0"
     local = [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
     return f"On {socket.gethostname()}: {format_problems(local)}" if local else ""
+
+
+def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
+    """The cause with which torchrun's own report ends, in the file and form of torch's ``ErrorHandler``."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        told = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": told}, file)
 
 
 def _finish(text: str) -> NoReturn:

@@ -196,6 +196,9 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.shows(
+    "eager", "CP a2a", "CP p2p", "EP allgather", "EP alltoall", of=lambda world_size, layout: (world_size, layout)
+)
 @pytest.mark.parametrize(("world_size", "layout"), EXPERTS, ids=str)
 def test_slices_of_a_pack_share_experts(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     """An expert-parallel group has ranks with other slices of the same pack, and the tail of all of them."""
@@ -386,6 +389,10 @@ ISOLATED = [
 """World size, sizes of the axes, sequence parallelism."""
 
 
+@pytest.mark.shows(
+    "isolation", "CP a2a", "CP all_gather", "CP p2p",
+    of=lambda world_size, layout, sequence_parallel: (world_size, layout, {"sequence_parallel": sequence_parallel}),
+)
 @pytest.mark.parametrize(("world_size", "layout", "sequence_parallel"), ISOLATED, ids=str)
 def test_other_documents_do_not_change_by_a_bit(
     pools: WorkerPools, world_size: int, layout: dict[str, int], sequence_parallel: bool

@@ -205,6 +205,8 @@ def alone(packs: int) -> dict[torch.dtype, Found]:
     return train(ParallelGroups.single(), ALONE._replace(accumulate=packs))
 
 
+@pytest.mark.shows("Precision", "float32")
+@pytest.mark.shows("eager", of=lambda way: (way.processes, config_of(way)))
 @pytest.mark.parametrize("way", LAYOUTS, ids=str)
 def test_steps_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}

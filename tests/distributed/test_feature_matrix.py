@@ -76,6 +76,10 @@ def train(groups: ParallelGroups, way: Way, impl: str, on: frozenset[str]) -> tu
         return [[one[0], one[2]] for one in metrics], 0 if graphs is None else graphs.counters.replays
 
 
+@pytest.mark.shows("eager", of=lambda name: (2, config_of(WAYS[name])))
+@pytest.mark.shows("offload", of=lambda name: (2, config_of(WAYS[name])))
+@pytest.mark.shows(lambda name: f"graphs: {IMPLS[name]}", of=lambda name: (2, config_of(WAYS[name])))
+@pytest.mark.shows(lambda name: f"graphs: {IMPLS[name]}", "offload")
 @pytest.mark.parametrize("name", WAYS)
 def test_each_on_and_off_has_the_same_losses(name: str, pools: WorkerPools) -> None:
     way = WAYS[name]

@@ -23,6 +23,7 @@ from test_training_layouts import (
 )
 
 from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import OverlappedGather, stages_of_buckets
@@ -33,15 +34,20 @@ BUCKET = 4000
 """Elements: a dozen buckets of the small model."""
 
 
-def job_of(groups: ParallelGroups, way: Way, overlap: bool, *, bf16: bool = False, **model: Any) -> Job:
+def with_overlap(way: Way, overlap: bool, **options: Any) -> RunConfig:
     """With overlap, parameters come back late wherever they have several owners."""
-    config = config_of(way, bf16=bf16, **model)
+    config = config_of(way, **options)
     gather = overlap and way.distributed_optimizer
     parallel = dataclasses.replace(
         config.parallel, ddp_bucket_size=BUCKET, overlap_grad_reduce=overlap, overlap_param_gather=gather
     )
+    return dataclasses.replace(config, parallel=parallel)
+
+
+def job_of(groups: ParallelGroups, way: Way, overlap: bool, *, bf16: bool = False, **model: Any) -> Job:
+    config = with_overlap(way, overlap, bf16=bf16, **model)
     training = dataclasses.replace(config.training, device=groups.device.type)
-    return build_job(dataclasses.replace(config, parallel=parallel, training=training), groups, VOCAB)
+    return build_job(dataclasses.replace(config, training=training), groups, VOCAB)
 
 
 def train(groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: bool) -> dict[str, Any]:
@@ -74,6 +80,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.shows("eager", of=lambda way: (way.world_size, with_overlap(way, overlap=True)))
 @pytest.mark.parametrize(("way", "count"), WAYS, ids=str)
 def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: WorkerPools) -> None:
     """Metrics, weights and moments of three steps; sums begin in the backward pass, parameters come back late."""
@@ -160,6 +167,7 @@ def test_who_reads_parameters_waits_for_them(tmp_path: Path, pools: WorkerPools)
     assert_same_bits(*(assembled([found["state"][overlap] for found in ranks]) for overlap in (False, True)))
 
 
+@pytest.mark.shows("eager", of=lambda way: (way.world_size, with_overlap(way, overlap=True)))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     "way", [Way(2), Way(2, distributed_optimizer=True), Way(2, ep_size=2), Way(2, 2, True)], ids=str

@@ -109,6 +109,7 @@ def compare(
         }
 
 
+@pytest.mark.shows("graphs: local", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
     [
@@ -132,6 +133,7 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
         assert result["audited"] == f"4 modules {EQUAL}"
 
 
+@pytest.mark.shows("graphs: full_iteration", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
     [Way(2, 2, True), Way(2, cp_size=2), Way(2, cp_size=2, comm_type="p2p"),
@@ -154,6 +156,7 @@ PADDED = {
 }  # fmt: skip
 
 
+@pytest.mark.shows("graphs: local", "EP alltoall")
 def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
     way = Way(2, ep_size=2)
     for result in pools.run(compare, 2, way, PADDED, layout=way.layout):
@@ -185,6 +188,7 @@ def test_a_step_without_room_for_experts_is_done_again_without_graphs(impl: str,
         assert result == {"held": True, "again": True, "validated": True, "fallbacks": {reason: 2}}
 
 
+@pytest.mark.shows("graphs: transformer_engine", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize("way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2)], ids=str)
 def test_replayed_layers_of_transformer_engine_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
     """It runs a pass of its own before its captures, in which ranks wait for each other."""
@@ -278,6 +282,7 @@ def audited_with_overlap(groups: ParallelGroups, way: Way) -> tuple[str | None, 
     return sound, ""
 
 
+@pytest.mark.shows("graphs: full_iteration", "overlapped sums", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize("way", [Way(2), Way(2, distributed_optimizer=True)], ids=str)
 def test_last_micro_batches_are_audited_with_the_sums_that_they_begin(way: Way, pools: WorkerPools) -> None:
     (sound, spoiled), (other, unspoiled) = pools.run(audited_with_overlap, 2, way)

@@ -61,6 +61,7 @@ def alike(found: list[object], expected: list[object]) -> bool:
     return True
 
 
+@pytest.mark.shows("recompute", of=lambda way: (way.processes, config_of(way)))
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}

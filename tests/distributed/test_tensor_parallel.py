@@ -437,6 +437,7 @@ def observe(model: HybridModel, batch: Any) -> dict[str, Tensor]:
     return {"outputs": logits_TV, "loss": output.per_token_loss_T, "input gradients": gradient}
 
 
+@pytest.mark.shows("isolation", "TP + SP", of=lambda world_size, tp_size: (world_size, {"tp_size": tp_size}))
 @pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
 def test_other_documents_do_not_change_by_a_bit(pools: WorkerPools, world_size: int, tp_size: int) -> None:
     runs = [

@@ -135,6 +135,7 @@ def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], 
     return metrics, assembled([first]), assembled([last])
 
 
+@pytest.mark.shows("eager", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
     [Way(4, 2, True), Way(4, 1, False, True, 2), Way(2, ep_size=2), Way(4, cp_size=2, comm_type="p2p")],
@@ -289,6 +290,8 @@ def load(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
     return {"state": state, "loss": loss, "later": everything(job)}
 
 
+@pytest.mark.shows("Precision", "bf16")
+@pytest.mark.shows("checkpoint", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: Path, pools: WorkerPools) -> None:
     written = pools.run(save, way.world_size, way, str(tmp_path), layout=way.layout)
@@ -327,6 +330,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
     return [result.passed for result in results]
 
 
+@pytest.mark.shows("isolation", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
     [Way(2, 2, True), Way(4, 4), Way(2, cp_size=2), Way(4, 2, True, cp_size=2), Way(4, cp_size=4, comm_type="p2p")],

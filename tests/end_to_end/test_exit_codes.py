@@ -67,6 +67,7 @@ def test_a_wrong_command_line_under_torchrun(data: Data, tmp_path: Path) -> None
     console = torchrun(wrong(data, tmp_path), tmp_path, 2)
     root_cause = console.partition("Root Cause")[2]
     assert re.search(r"rank +: 0 ", root_cause) and re.search(r"exitcode +: 2 ", root_cause), console
+    assert "traceback : the configuration is refused; its problems are listed above.\n===" in root_cause, console
     assert_reported_once(console)
 
 

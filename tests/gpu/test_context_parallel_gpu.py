@@ -68,6 +68,8 @@ def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
     return train(groups, *arguments)
 
 
+@pytest.mark.shows("eager", of=lambda comm_type: (2, {"cp_size": 2, "cp_comm_type": comm_type}))
+@pytest.mark.shows("isolation", of=lambda comm_type: (2, {"cp_size": 2, "cp_comm_type": comm_type}))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("comm_type", ["a2a", "all_gather", "p2p"])
 @pytest.mark.parametrize("zigzag", ["auto", "reference"])

@@ -219,6 +219,7 @@ def dense():
 # ---------------------------------------------------------------------------------------------- replay equals eager
 
 
+@pytest.mark.shows("graphs: local", "one process")
 def test_replay_equals_eager_bit_for_bit_over_fifty_packings(deterministic):
     """One graph set, three capacities, every static tensor NaN before each micro-batch."""
     micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(50))]
@@ -347,6 +348,7 @@ def test_slots_have_memory_of_their_own(deterministic, two_slots):
 # -------------------------------------------------------------------------------------------------------- isolation
 
 
+@pytest.mark.shows("isolation", "one process")
 @pytest.mark.parametrize(
     "lengths, victim, replays",
     [([300, 1, 200, 129, 100], 2, True), ([14] * 70, 33, False)],

@@ -90,6 +90,7 @@ def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, f
     return errors
 
 
+@pytest.mark.shows("eager", "EP allgather", "EP alltoall", of=lambda layout: (2, layout, {"sequence_parallel": True}))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts"])
 def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:

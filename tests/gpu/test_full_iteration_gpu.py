@@ -116,6 +116,7 @@ def poison_pool(graphs: FullIteration) -> None:
     assert found > 0, "no memory of the graphs was found"
 
 
+@pytest.mark.shows("graphs: full_iteration", "one process")
 def test_twenty_steps_are_the_eager_ones_bit_for_bit(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups):
     """One, two and four micro-batches, of both cells and of none, over memory that is made NaN between steps."""
     eager, job, graphs = jobs
@@ -315,6 +316,7 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
 
 
+@pytest.mark.shows("graphs: full_iteration", of=lambda name: (2, config_of(**LAYOUTS[name])))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", ["dp2 zero", "dp2 overlap", "dp2 zero overlap", "tp2 sp", "ep2"])
 def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:

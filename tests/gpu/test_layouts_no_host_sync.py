@@ -91,6 +91,7 @@ def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, A
     return waiting(job.step, batches(groups, config.parallel.document_alignment))
 
 
+@pytest.mark.shows("no host sync", of=lambda name, processes: (processes, MODEL, (LAYOUTS | LAYOUTS_OF_FOUR)[name]))
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)

@@ -50,6 +50,7 @@ def job():
     return TrainStep(model, buffers, Optimizer(buffers), groups)
 
 
+@pytest.mark.shows("no host sync", "one process")
 def test_ten_steady_steps_wait_for_nothing(job):
     found = waiting(job, host_batches(10))
     assert len(found["values"]) == 18 and found["finite"]

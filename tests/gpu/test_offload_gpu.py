@@ -107,6 +107,7 @@ def run(job: Job, steps: list[list[MicroBatch]]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.shows("offload", "one process")
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_without(mode: str, groups: ParallelGroups) -> None:
     """Buffers grow from step to step, packs change, and nothing else does."""
@@ -122,6 +123,7 @@ def test_dropped_numbers_are_drawn_again(groups: ParallelGroups) -> None:
     compared(job, run(job, packs(groups)), without(0.1, engine=False))
 
 
+@pytest.mark.shows("no host sync", "offload")
 @pytest.mark.parametrize("mode", ["1 buffer", "4 buffers", "all parts"])
 def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES[mode], deterministic=False), groups, VOCAB)
@@ -130,6 +132,7 @@ def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None
     assert found["to_host"] > 6 * PACKS, found  # what goes away, beside one copy of metrics for each step
 
 
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "offload")
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mode", ["1 buffer", "2 buffers", "two layers", "all parts", "groups"])
 def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: str, groups: ParallelGroups) -> None:

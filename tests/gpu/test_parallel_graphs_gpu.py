@@ -116,14 +116,22 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
         }
 
 
+def options_of(name: str, impl: str) -> dict[str, Any]:
+    """Of a layout; the last graph of whole steps has all parameters back."""
+    late = {"overlap_param_gather"} if impl == "full_iteration" else set()
+    return {option: value for option, value in (LAYOUTS | LAYOUTS_OF_FOUR)[name].items() if option not in late}
+
+
+@pytest.mark.shows("Precision", "bf16")
+@pytest.mark.shows(
+    lambda impl: f"graphs: {impl}", of=lambda name, processes, impl: (processes, MODEL, options_of(name, impl))
+)
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
 def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
     name: str, processes: int, impl: str, pools: WorkerPools
 ) -> None:
-    options = (LAYOUTS | LAYOUTS_OF_FOUR)[name]
-    if impl == "full_iteration":  # whose last graph has all parameters back
-        options = {option: value for option, value in options.items() if option != "overlap_param_gather"}
+    options = options_of(name, impl)
     sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
     for rank, found in enumerate(pools.run(compare, processes, options, impl, layout=sizes, timeout=300)):
         print(f"{name}, {impl}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches")

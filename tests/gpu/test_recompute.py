@@ -91,6 +91,7 @@ def without(dropout: float, engine: bool) -> tuple[list[torch.Tensor], dict[str,
     return run(job, packs(groups)), state_of(job)
 
 
+@pytest.mark.shows("recompute", "one process")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGroups) -> None:
@@ -99,6 +100,7 @@ def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGrou
     assert not torch.equal(without(0.1, engine=False)[0][0], without(0.0, engine=False)[0][0])
 
 
+@pytest.mark.shows("recompute", "TE layers")
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="TransformerEngine is not installed")
 @pytest.mark.parametrize("mode", ["groups", "parts", "small parts"])
 def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
@@ -106,6 +108,7 @@ def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> N
     compared(job, run(job, packs(groups)), without(0.0, engine=True))
 
 
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "recompute")
 @pytest.mark.parametrize(
     ("impl", "mode"),
     [("local", mode) for mode in MODES if mode != "groups"]
@@ -138,6 +141,7 @@ def replayed(
         return found
 
 
+@pytest.mark.shows("no host sync", "recompute")
 @pytest.mark.parametrize("mode", ["layers", "groups", "parts", "small parts"])
 def test_eager_steps_wait_for_nothing_random_states_included(mode: str, groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES[mode], dropout=0.1, deterministic=False), groups, VOCAB)
@@ -219,6 +223,7 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, tuple[
     return answers
 
 
+@pytest.mark.shows("recompute", of=lambda name: (2, config_of(**LAYOUTS[name])))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", ["dp2 zero overlap", "tp2 sp", "cp2 a2a", "cp2 p2p", "ep2"])
 def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:

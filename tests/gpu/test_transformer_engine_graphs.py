@@ -247,6 +247,7 @@ def judge(found: dict[str, Any], reason: str | None = None) -> None:
         assert sum(fallbacks.values()) == 2 * STEPS and all(one.startswith(reason) for one in fallbacks), fallbacks
 
 
+@pytest.mark.shows("graphs: transformer_engine", "one process", of=lambda impl: (1, run_config(impl, {})))
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", [LOCAL, ENGINE])
 def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
@@ -254,6 +255,10 @@ def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
     judge(replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), impl, {}, {}))
 
 
+@pytest.mark.shows(
+    "graphs: transformer_engine",
+    of=lambda impl, way: (2, run_config(impl, {}), ParallelConfig(**WAYS[way][0])),
+)
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("impl", [LOCAL, ENGINE])

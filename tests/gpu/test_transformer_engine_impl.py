@@ -136,12 +136,14 @@ def judge(found: dict[str, Any]) -> None:
     assert bad == {}, "(TransformerEngine, local) from float32"
 
 
+@pytest.mark.shows("TE layers", "one process")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_one_gpu(name: str) -> None:
     judge(compare(None, False, CASES[name]))
 
 
+@pytest.mark.shows("TE layers", lambda sequence_parallel: "TP + SP" if sequence_parallel else "TP")
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", CASES)
@@ -187,11 +189,13 @@ def judge_training(local: dict[str, Any], engine: dict[str, Any]) -> None:
     assert sum(losses[STEPS - 1 :]) < sum(losses[: STEPS - 1]), "the same packs a second time"
 
 
+@pytest.mark.shows("no host sync", "TE layers")
 @pytest.mark.gpu
 def test_steps_through_flat_buffers_wait_for_nothing() -> None:
     judge_training(*train_both(ParallelGroups.single(torch.device("cuda", 0)), {}))
 
 
+@pytest.mark.shows("no host sync", "TE layers")
 @pytest.mark.multi_gpu
 def test_steps_of_two_tensor_parallel_gpus() -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -199,6 +203,7 @@ def test_steps_of_two_tensor_parallel_gpus() -> None:
         judge_training(*found)
 
 
+@pytest.mark.shows("checkpoint", "TE layers")
 @pytest.mark.gpu
 @pytest.mark.parametrize("saved, loaded", [(ENGINE, LOCAL), (LOCAL, ENGINE)])
 def test_a_checkpoint_does_not_know_whose_layers_made_it(tmp_path: Path, saved: str, loaded: str) -> None:
@@ -266,11 +271,13 @@ def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict
 REPLAYED = {"metrics": [True] * 3, "weights": True, "replays": 6, "fallbacks": {}}
 
 
+@pytest.mark.shows("graphs: local", "TE layers")
 @pytest.mark.gpu
 def test_replayed_steps_are_the_eager_ones() -> None:
     assert replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), {}) == REPLAYED
 
 
+@pytest.mark.shows("graphs: local", "TE layers", "TP + SP")
 @pytest.mark.multi_gpu
 def test_replayed_steps_of_two_tensor_parallel_gpus() -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -279,6 +286,7 @@ def test_replayed_steps_of_two_tensor_parallel_gpus() -> None:
         assert found == REPLAYED
 
 
+@pytest.mark.shows("isolation", "TE layers")
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [CASES["rms norm, squared relu"], CASES["layer norm, biases, gelu"]])
 def test_documents_stay_apart(changes: dict[str, Any]) -> None:

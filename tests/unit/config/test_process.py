@@ -20,11 +20,13 @@ print("ran", config.model.num_layers)
 WRONG = ["--hidden-size", "0", "--lr", "abc", "--data-path", "absent.jsonl", "--fp16", "--sequence-lenght", "5"]
 
 
-def start(argv: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(
+    argv: list[str], cwd: Path, program: str = PROGRAM, **environment: str
+) -> subprocess.CompletedProcess[str]:
     launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
     env = {key: value for key, value in os.environ.items() if key not in launch}
     env |= {"PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-c", PROGRAM, *argv]
+    command = [sys.executable, "-c", program, *argv]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -51,6 +53,12 @@ def test_only_rank_0_speaks(tmp_path) -> None:
     assert silent.returncode == 2
     assert silent.stderr == "imported: []\n"
     assert start(["--help"], tmp_path, RANK="1", WORLD_SIZE="2").stdout == ""
+
+
+def test_a_silent_rank_that_the_launcher_stops_has_not_failed(tmp_path) -> None:
+    """So that torchrun's report is of rank 0 alone."""
+    stopped = "import os, signal, time\ntime.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)\n" + PROGRAM
+    assert start(WRONG, tmp_path, stopped, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2").returncode == 0
 
 
 def test_the_first_rank_of_another_machine_tells_of_paths_alone(tmp_path) -> None:

@@ -111,6 +111,7 @@ def jobs():
     return Job(tiny_model()), Job(tiny_model(), graphs=True).capture()
 
 
+@pytest.mark.shows("graphs: local", "one process")
 def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memory(jobs):
     eager, graphed = jobs
     for number, lengths in enumerate(random_packs(50)):

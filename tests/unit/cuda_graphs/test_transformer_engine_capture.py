@@ -25,6 +25,7 @@ def by_engine(*modules, made=None, kind=Chain, **options):
     return kind(*modules, made_by=made or stand_in()[0], **options).capture()
 
 
+@pytest.mark.shows("graphs: transformer_engine", "one process")
 def test_replay_equals_eager_and_gradients_reach_main_grad_once():
     """Losses, every gradient, and nothing in ``grad``, over cells and dirty memory; experts return several tensors."""
     eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, made_by=stand_in()[0]).capture()

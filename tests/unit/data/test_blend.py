@@ -43,6 +43,7 @@ def test_weights_that_are_the_shares_of_tokens_read_everything_once() -> None:
         assert sorted(fair.epoch(epoch)) == list(range(500))
 
 
+@pytest.mark.shows("Data", "blend")
 def test_a_plan_of_a_blend() -> None:
     segments = Segments.cut(LENGTHS, 128)
     made = {"packer": Packer(slots=128, window=64), "packs_per_step": 8, "seed": 7}

@@ -35,6 +35,7 @@ def read(prefix: Path) -> list[list[list[int]]]:
     return documents
 
 
+@pytest.mark.shows("Data", ".bin and .idx")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_of_megatron_core_are_read_and_written_alike(name: str, tmp_path: Path) -> None:
     assert read(PREPARED / name) == DOCUMENTS[name]

@@ -99,6 +99,7 @@ def test_every_reason_of_a_line_is_covered():
     assert {reason for _, reason in BAD} | elsewhere | preprocessing == set(REASONS)
 
 
+@pytest.mark.shows("Data", "messages", "prompt and completion", "text")
 def test_good_lines():
     assert parse_line(b'{"text": "a", "x": ' + b"[" * 127 + b"]" * 127 + b"}") == [Text("a")]
     assert parse_line('{"text": "é \\u0000 \\ud83d\\ude00"}'.encode()) == [Text("é \0 😀")]
@@ -111,6 +112,7 @@ def test_good_lines():
     assert parse_line(chat(USER, {**ASSISTANT, "train": False}, {**ASSISTANT, "train": True}))
 
 
+@pytest.mark.shows("Data", "ShareGPT", "Alpaca")
 def test_sharegpt_and_alpaca_are_conversations():
     system = {"role": "system", "content": "s"}
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

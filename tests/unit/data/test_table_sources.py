@@ -55,6 +55,7 @@ def opened(path, cache, sft=True, **options):
     return open_dataset([path], ByteTokenizer(), IdentityFormat(), sft=sft, cache_root=cache, show=False, **options)
 
 
+@pytest.mark.shows("Data", lambda kind: "Parquet" if kind == "parquet" else "Hugging Face data set")
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream", "saved"])
 @pytest.mark.parametrize("rows", [CONVERSATIONS, SHAREGPT, ALPACA, PROMPTS, TEXTS], ids="csapt")
 def test_documents_are_those_of_the_same_lines(pa, tmp_path, kind, rows):

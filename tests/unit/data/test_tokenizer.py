@@ -11,6 +11,7 @@ from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.tokenizer import ByteTokenizer, vocabulary
 
 
+@pytest.mark.shows("Tokenizer", "bytes")
 def test_bytes_round_trip():
     tokenizer = ByteTokenizer()
     text = "aé😀<|im_end|>\0"
@@ -74,6 +75,7 @@ def test_the_end_of_a_document_is_configured_or_known_and_never_guessed(tmp_path
         save_tokenizer(tmp_path / "g", byte_level(["</s>", "<|endoftext|>"]))
 
 
+@pytest.mark.shows("Tokenizer", "tokenizer.json")
 def test_a_bare_file_a_directory_and_damage(tmp_path):
     directory = save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>")
     assert HuggingFaceTokenizer(tmp_path / "a" / "tokenizer.json").fingerprint == directory.fingerprint
@@ -106,6 +108,7 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
         vocabulary(tokenizer, 259)
 
 
+@pytest.mark.shows("Tokenizer", "BPE trained on the data")
 def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [conversation(f"{text} {n}", text) for n, text in enumerate(CORPUS)]
@@ -130,6 +133,7 @@ def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
         train_bpe([path], 300, tmp_path / "one")
 
 
+@pytest.mark.shows("Tokenizer", "GPT-2's two files")
 def test_gpt2_from_its_two_files(tmp_path):
     engine = byte_level(["<|endoftext|>"])
     engine.model.save(str(tmp_path))

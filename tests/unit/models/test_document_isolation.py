@@ -49,6 +49,7 @@ def visible_changes(model, batch, at) -> dict[str, float]:
     return {name: (before[name][others_T] - after[name][others_T]).abs().max().item() for name in before}
 
 
+@pytest.mark.shows("isolation", "one process")
 @pytest.mark.parametrize("variant", cases.VARIANTS)
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_other_documents_do_not_change_by_a_bit(pattern, variant):

@@ -45,6 +45,7 @@ def expected(request):
     return changes, train(None, **changes)
 
 
+@pytest.mark.shows("offload", "one process")
 @pytest.mark.parametrize("name", MODES)
 def test_gradients_and_outputs_are_those_of_none(name, expected):
     changes, wanted = expected

@@ -32,6 +32,7 @@ def test_packed_equals_alone(pattern, pack):
     check(pattern, "plain", *PACKS[pack])
 
 
+@pytest.mark.shows("eager", "one process")
 @pytest.mark.parametrize("variant", cases.VARIANTS)
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_packed_equals_the_plain_oracle(pattern, variant):

@@ -82,6 +82,7 @@ def drawing(core):
     return function
 
 
+@pytest.mark.shows("recompute", "one process")
 @pytest.mark.parametrize("memory", MODES, ids=mode_id)
 def test_gradients_and_outputs_are_those_of_none(memory, expected):
     changes, wanted = expected

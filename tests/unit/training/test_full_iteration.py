@@ -71,6 +71,7 @@ def test_a_capture_changes_nothing_of_the_job():
     assert state_hash(job.job) != before
 
 
+@pytest.mark.shows("graphs: full_iteration", "one process")
 def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replays():
     """For any number of micro-batches and any mix of cells, those that fit none run eagerly between replays."""
     graphed = captured()

@@ -59,6 +59,12 @@ def expected():
     return [(run.step(number), state_hash(run.job)) for number in range(len(STEPS))]
 
 
+def mode_of(memory):
+    """Its row of the support matrix."""
+    return "offload" if memory.offloads else "recompute"
+
+
+@pytest.mark.shows(lambda impl: "eager" if impl == "none" else f"graphs: {impl}", mode_of)
 @pytest.mark.parametrize(
     ("impl", "memory"),
     [

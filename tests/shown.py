@@ -1,0 +1,166 @@
+"""What tests show: the marker ``shows``, and ``--record-shown FILE``, which keeps what passed on which machine.
+
+A test says which cells of docs/support_matrix.md it fills: a column and rows, named or found in what it trains (``of``
+takes parameters of the test and gives the number of processes and their configuration)::
+
+    @pytest.mark.shows("eager", of=lambda way: (way.processes, config_of(way)))
+
+A record is of one machine: of a GPU, with the tests that need one, or of a CPU, with the others. A run adds what it
+ran. With ``--collect-only`` nothing runs; what tests no longer show leaves the record, and what is new is "not run".
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TP, CP, EP = "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
+SIZES = {"tp_size": TP, "cp_size": CP, "ep_size": EP}
+LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+AXES: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "DP": {},
+    "ZeRO-1": {"use_distributed_optimizer": True},
+    "overlapped sums": {"overlap_grad_reduce": True},
+    "overlapped gathers": {
+        "overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True,
+    },
+    "TP": {TP: 2, "sequence_parallel": False},
+    "TP + SP": {TP: 2, "sequence_parallel": True},
+    **{f"CP {how}": {CP: 2, "cp_comm_type": how} for how in ("a2a", "all_gather", "p2p")},
+    **{f"EP {how}": {EP: 2, "moe_token_dispatcher_type": how} for how in ("allgather", "alltoall")},
+}  # fmt: skip
+"""Parallelism, and its options."""
+GRAPHS = {f"graphs: {i}": {"cuda_graph_impl": i} for i in ("local", "full_iteration", "transformer_engine")}
+MODES: dict[str, dict[str, Any]] = {
+    "recompute": LAYERS,
+    "offload": {**LAYERS, "offload_layer_inputs": True},
+    "TE layers": {"transformer_impl": "transformer_engine"},
+}
+ROWS = {**AXES, **MODES}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "eager": {}, **GRAPHS, **MODES, "isolation": {}, "checkpoint": {}, "no host sync": {}
+}  # fmt: skip
+OTHERS = {
+    "Data": ("messages", "ShareGPT", "Alpaca", "prompt and completion", "text", "Parquet", "Hugging Face data set",
+             ".bin and .idx", "blend"),
+    "Tokenizer": ("tokenizer.json", "GPT-2's two files", "bytes", "BPE trained on the data"),
+    "Precision": ("float32", "bf16"),
+}  # fmt: skip
+"""Columns of their own."""
+
+
+def axes_of(processes: int, *configurations: Any) -> list[str]:
+    """Rows of what sections, whole configurations or mappings (of ``tp_size``, too) ask for; later ones count."""
+    options = {SIZES.get(name, name): value for one in configurations for name, value in _options(one)}
+
+    def chosen(name: str, wanted: Any) -> bool:
+        found = options.get(name, False)
+        return found > 1 if name in SIZES.values() else found == wanted
+
+    known = {**AXES, "TE layers": ROWS["TE layers"]}
+    rows = [row for row, wanted in known.items() if wanted and all(chosen(*option) for option in wanted.items())]
+    replicated = processes > (options.get(TP) or 1) * (options.get(CP) or 1)
+    return rows + ["DP"] * replicated + ["one process"] * (processes == 1)
+
+
+def _options(of: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in (of if isinstance(of, Mapping) else vars(of)).items():
+        yield from _options(value) if is_dataclass(value) else [(name, value)]
+
+
+def claims_of(item: pytest.Item) -> dict[str, list[str]]:
+    """Column -> rows that a test fills.
+
+    Raises:
+        pytest.UsageError: the matrix has no such cell.
+    """
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+
+    def asked(function: Callable[..., Any]) -> Any:
+        return function(**{name: given[name] for name in inspect.signature(function).parameters})
+
+    claims: dict[str, set[str]] = {}
+    for marker in item.iter_markers("shows"):
+        column, *rows = (asked(word) if callable(word) else word for word in marker.args)
+        rows += axes_of(*asked(marker.kwargs["of"])) if "of" in marker.kwargs else []
+        if not rows or not {*rows} <= {*(ROWS if column in COLUMNS else OTHERS.get(column, ()))}:
+            raise pytest.UsageError(f"{item.nodeid} shows {rows} of {column}, which the matrix does not have")
+        claims.setdefault(column, set()).update(rows)
+    return {column: sorted(rows) for column, rows in sorted(claims.items())}
+
+
+def outcome_of(phases: list[pytest.TestReport]) -> str:
+    """A test passed if it was called and nothing else happened."""
+    outcomes, called = {report.outcome for report in phases}, any(report.when == "call" for report in phases)
+    if "failed" not in outcomes and "skipped" in outcomes:
+        return "skipped"
+    return "passed" if called and outcomes == {"passed"} else "failed"
+
+
+class Recorder:
+    """The plugin behind ``--record-shown``.
+
+    Raises:
+        pytest.UsageError: the record is of another machine or other versions, and tests of it have run.
+    """
+
+    def __init__(self, config: pytest.Config, path: Path) -> None:
+        self._path, self._collects = path, config.option.collectonly
+        self._writes = not hasattr(config, "workerinput")  # workers' reports come to the process that has them
+        self._phases: dict[str, list[pytest.TestReport]] = {}
+        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        here = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}
+        self._record = json.loads(path.read_text()) if path.exists() else {**here, "tests": {}}
+        if self._collects:
+            return
+        ran = any(entry["outcome"] != "not run" for entry in self._record["tests"].values())
+        if ran and here != {name: self._record[name] for name in here}:
+            raise pytest.UsageError(f"{path} is of another machine or other versions than {here}")
+        self._record |= here
+
+    @pytest.hookimpl(tryfirst=True)  # before any is left out
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        claims = {}
+        for item in items:
+            needs_gpu = any(item.get_closest_marker(name) for name in ("gpu", "multi_gpu"))
+            if needs_gpu == (self._record["machine"] != "CPU") and (found := claims_of(item)):
+                claims[item.nodeid] = found
+                item.user_properties.append(("shows", found))
+        if self._collects:
+            files, before = {item.path for item in items}, self._record["tests"]
+            root = items[0].config.rootpath if items else Path()
+            paths = {name: root / name.split("::")[0] for name in before}
+            kept = {name: before[name] for name, path in paths.items() if path not in files and path.exists()}
+            for name, found in claims.items():
+                same = before.get(name, {}).get("shows") == found
+                kept[name] = before[name] if same else {"outcome": "not run", "shows": found}
+            self._write(kept)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if dict(report.user_properties).get("shows"):
+            self._phases.setdefault(report.nodeid, []).append(report)
+
+    def pytest_sessionfinish(self) -> None:
+        if self._collects or not self._writes:
+            return
+        tests = self._record["tests"]
+        for name, phases in self._phases.items():
+            entry = {"outcome": outcome_of(phases), "shows": dict(phases[0].user_properties)["shows"]}
+            if entry["outcome"] == "skipped" and tests.get(name) == {**entry, "outcome": "passed"}:
+                continue  # there were more GPUs
+            tests[name] = entry
+        self._write(tests)
+
+    def _write(self, tests: dict[str, Any]) -> None:
+        head = json.dumps({name: value for name, value in self._record.items() if name != "tests"})
+        lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(tests.items()))
+        self._path.write_text(f'{head[:-1]}, "tests": {{\n' + ",\n".join(lines) + "\n}}\n")

@@ -1,0 +1,100 @@
+"""docs/support_matrix.md is what the records say, the records are of the tests as they are, and only passing counts."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import shown
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted((ROOT / "docs" / "support").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "docs" / "support_matrix.py"))
+
+
+def test_the_page_is_up_to_date(script):
+    text = script["PAGE"].read_text()
+    assert script["filled"](text) == text, "run python docs/support_matrix.py"
+
+
+def test_records_say_what_tests_say(tmp_path):
+    """A test that is gone, or shows something else now, is no longer in them, and a new one is there as not run."""
+    files = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.shows(" in path.read_text()]
+    copies = [tmp_path / record.name for record in RECORDS]
+    options = []
+    for record, copy in zip(RECORDS, copies):
+        copy.write_text(record.read_text())
+        options += ["--record-shown", str(copy)]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, *files]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:]
+    for record, copy in zip(RECORDS, copies):
+        name = record.relative_to(ROOT)
+        assert copy.read_text() == record.read_text(), f"run pytest --collect-only --record-shown {name}, then tests"
+
+
+CLAIM = {"eager": ["TP"], "graphs: local": ["TP"]}
+
+
+@pytest.mark.parametrize(("machine", "outcomes", "eager", "graphs"), [
+    ("CPU", ["passed"], "[CPU](../a.py)", "[CPU stand-in](../a.py)"),
+    ("NVIDIA H200", ["not run", "passed"], "[H200](../b.py)", "[H200](../b.py)"),
+    ("CPU", ["passed", "failed"], "[**CPU fails**](../b.py)", "[**CPU stand-in fails**](../b.py)"),
+    ("CPU", ["skipped", "not run"], "[*CPU skipped*](../a.py)", "[*CPU stand-in skipped*](../a.py)"),
+    ("CPU", [], "-", "-"),
+])  # fmt: skip
+def test_only_what_passed_is_seen(script, tmp_path, monkeypatch, machine, outcomes, eager, graphs):
+    tests = {f"{file}.py::test": {"outcome": outcome, "shows": CLAIM} for file, outcome in zip("ab", outcomes)}
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "one.json").write_text(json.dumps({"machine": machine, "tests": tests}))
+    everything = script["Cells"].__call__.__globals__
+    monkeypatch.setitem(everything, "RECORDS", tmp_path / "docs")
+    monkeypatch.setitem(everything, "ROOT", tmp_path)  # without benchmarks
+    cell = script["Cells"]()
+    assert (cell("eager", "TP"), cell("graphs: local", "TP")) == (eager, graphs)
+    assert cell("eager", "TP", "ZeRO-1") == "-"
+
+
+def report(when, outcome, name="tests/a.py::test"):
+    return SimpleNamespace(when=when, outcome=outcome, nodeid=name, user_properties=[("shows", CLAIM)])
+
+
+@pytest.mark.parametrize(("phases", "outcome"), [
+    (["setup passed", "call passed", "teardown passed"], "passed"),
+    (["setup passed", "call passed", "teardown failed"], "failed"),
+    (["setup passed", "call skipped", "teardown passed"], "skipped"),
+    (["setup skipped", "teardown passed"], "skipped"),
+    (["setup passed"], "failed"),
+])  # fmt: skip
+def test_what_a_run_records(phases, outcome, tmp_path):
+    path = tmp_path / "record.json"
+    config = SimpleNamespace(option=SimpleNamespace(collectonly=False))
+    for _ in range(2):  # the second finds the file of the first
+        recorder = shown.Recorder(config, path)
+        for phase in phases:
+            recorder.pytest_runtest_logreport(report(*phase.split()))
+        recorder.pytest_sessionfinish()
+    record = json.loads(path.read_text())
+    assert record["tests"] == {"tests/a.py::test": {"outcome": outcome, "shows": CLAIM}}
+    skipping = shown.Recorder(config, path)
+    skipping.pytest_runtest_logreport(report("setup", "skipped"))
+    skipping.pytest_sessionfinish()
+    after = json.loads(path.read_text())["tests"]["tests/a.py::test"]["outcome"]
+    assert after == ("passed" if outcome == "passed" else "skipped")
+    path.write_text(json.dumps({**record, "torch": "0.1"}))
+    with pytest.raises(pytest.UsageError, match="another machine or other versions"):
+        shown.Recorder(config, path)
+
+
+def test_axes_are_those_of_what_is_trained():
+    assert shown.axes_of(1, {}) == ["one process"] and shown.axes_of(2, {"cp_size": 2}) == []
+    assert shown.axes_of(4, {"tp_size": 2}, {"sequence_parallel": True}) == ["TP + SP", "DP"]
+    assert shown.axes_of(2, {"cp_size": 2, "cp_comm_type": "p2p", "ep_size": 1}) == ["CP p2p"]
