@@ -320,9 +320,10 @@ def _writers(config: RunConfig, groups: ParallelGroups, state: RunState, console
     writers: list[Writer] = []
     if groups.rank != 0:
         return writers
+    first = state.progress.iteration + 1
     if options.log_jsonl:
-        writers.append(JsonlWriter(options.log_jsonl, first_iteration=state.progress.iteration + 1))
+        writers.append(JsonlWriter(options.log_jsonl, first))
     if options.tensorboard_dir:
-        writers.append(TensorBoardWriter(options.tensorboard_dir))
+        writers.append(TensorBoardWriter(options.tensorboard_dir, first))
     tracked = services(options, save=config.checkpoint.save, run_id=state.run_id, config=state.config)
     return writers + [TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked]

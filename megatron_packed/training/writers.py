@@ -75,18 +75,20 @@ class JsonlWriter:
 class TensorBoardWriter:
     """Scalars for TensorBoard.
 
+    Args:
+        first_iteration: what the folder holds of this step and later is no longer shown, as in `JsonlWriter`.
     Raises:
         ValueError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, first_iteration: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
                 f"--tensorboard-dir {folder} needs TensorBoard: pip install 'megatron-packed[log]' ({error})."
             ) from error
-        self._writer = SummaryWriter(folder)
+        self._writer = SummaryWriter(folder, purge_step=first_iteration)
 
     def write(self, record: dict[str, object]) -> None:
         step = int(record["iteration"])  # type: ignore[call-overload]

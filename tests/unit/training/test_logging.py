@@ -3,8 +3,10 @@
 import json
 import math
 import resource
+import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ from megatron_packed.training.console import Console
 from megatron_packed.training.curves import read_jsonl
 from megatron_packed.training.metrics import ExpertFigures, GraphFigures, MemoryFigures, StepFacts, peak_of, step_record
 from megatron_packed.training.report import write_report
-from megatron_packed.training.writers import JsonlWriter
+from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter
 
 
 def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs=None, experts=None, offload=None):
@@ -65,6 +67,31 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     assert lines[-1]["lm_loss"] == "nan"
+
+
+def test_tensorboard_shows_steps_that_are_done_again_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for run, (first, last) in enumerate([(1, 4), (3, 5)]):  # resumed from the checkpoint of step 2
+        writer = TensorBoardWriter(str(tmp_path), first)
+        for iteration in range(first, last + 1):
+            writer.write(record(iteration, loss=10.0 * run + iteration).as_dict())
+        writer.close()
+        for file in tmp_path.glob("events.*"):  # their names begin with the second
+            file.rename(tmp_path / f"{run}.tfevents")
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    shown = [(event.step, event.value) for event in board.Scalars("lm_loss")]
+    assert shown == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0)]
+
+
+def test_tensorboard_is_told_where_a_run_begins(monkeypatch):
+    made = []
+    module = SimpleNamespace(SummaryWriter=lambda folder, **options: made.append((folder, options)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    TensorBoardWriter("board", 3)
+    assert made == [("board", {"purge_step": 3})]
 
 
 def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
