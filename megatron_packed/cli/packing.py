@@ -34,9 +34,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.training.data import blend_sentences, build_tokenizer, epoch_sentence, plan_training
     from megatron_packed.training.documents import open_documents
 
-    divides = config.data.split is not None and bool(config.training.validation_interval)
+    divided = config.data.split is not None
     try:
-        documents = open_documents(config.data, build_tokenizer(config.data), validates=divides)
+        tokenizer = build_tokenizer(config.data)
+        documents = open_documents(
+            config.data, tokenizer, validates=divided and config.validates, tests=divided and config.tests
+        )
         plan, _, report = plan_training(config, documents.train, show_progress=True)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.config.data import TRAINING_DATA
 from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.gather import gather
 from megatron_packed.config.parallel import fewest_processes
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def _complete(run_flags: Sequence[str]) -> list[str]:
     """The flags, with those that a run requires and a plan does not use."""
     given = gather(run_flags).values
-    has_data = {"data.data_path", "data.train_data_path"} & set(given)
+    has_data = set(TRAINING_DATA) & set(given)
     return with_unused_flags([*([] if has_data else NO_DATA), *run_flags])
 
 

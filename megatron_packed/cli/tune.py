@@ -21,6 +21,7 @@ from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import NO_DATA
 from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.data import TRAINING_DATA
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.gather import gather
@@ -126,7 +127,7 @@ def _packed(
     if arguments.measure is not None and "model.hybrid_layer_pattern" not in given:
         raise UsageError("--measure needs the flags of the model, --hybrid-layer-pattern and its sizes.")
     here = arguments.lengths is None
-    if not here and not {"data.data_path", "data.train_data_path"} & set(given):
+    if not here and not set(TRAINING_DATA) & set(given):
         flags += NO_DATA
     config = parse_or_exit(with_unused_flags(flags), launched=False, here=here)
     if arguments.measure is not None:

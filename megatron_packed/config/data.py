@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from megatron_packed.config.blend import Blend, blend_fault, split_shares
+from megatron_packed.config.data_args import NamedData, read_data_args, read_per_split_data_args
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
@@ -16,6 +18,9 @@ CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 CACHE_NAME = ".megatron_packed_cache"
 """Directory beside the first file that holds tokenised data when --data-cache-path names none."""
+_NAMES_TRAINING = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
+"""The options of which one names the training data."""
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
     **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer",
@@ -43,9 +48,20 @@ class DataConfig(Section, title="data"):
     valid_data_path: tuple[str, ...] = option(
         (), "Documents to validate on, named likewise.", group="files", path="input_data"
     )
+    test_data_path: tuple[str, ...] = option(
+        (), "Documents whose loss is told at the end of training, named likewise.", group="files", path="input_data"
+    )
+    data_args_path: str | None = option(
+        None, "File that holds the words of --data-path, in its place.", group="files", path="data_args"
+    )
+    per_split_data_args_path: str | None = option(
+        None, "JSON file that names training, validation and test data, {\"train\": [...], \"valid\": [...], \"test\": "
+        "[...]}, in place of --train-data-path, --valid-data-path and --test-data-path.",
+        group="files", path="data_args",
+    )
     split: str | None = option(
         None, "Divide the documents of every --data-path by these proportions into training, validation and test, for "
-        "example 969,30,1; test documents are left out. Without it all of them train.", group="files",
+        "example 969,30,1. Without it all of them train.", group="files",
     )
     sft: bool = option(
         False, "Fine-tuning: documents are conversations or prompts with answers, and only the answers are learned.",
@@ -87,10 +103,20 @@ class DataConfig(Section, title="data"):
         group="tokenizer",
     )
 
+    @cached_property
+    def named(self) -> NamedData:
+        """The words of all data paths, whichever options or files name them; the files are read once."""
+        if self.per_split_data_args_path is not None:
+            return read_per_split_data_args(self.per_split_data_args_path)
+        train, fault = self.train_data_path or self.data_path, ""
+        if self.data_args_path is not None:
+            train, _, _, fault = read_data_args(self.data_args_path)
+        return NamedData(train, self.valid_data_path, self.test_data_path, fault)
+
     @property
     def train_blend(self) -> Blend:
         """What to train on, whichever option named it."""
-        return Blend.of(self.train_data_path or self.data_path)
+        return Blend.of(self.named.train)
 
     @property
     def train_paths(self) -> tuple[str, ...]:
@@ -99,29 +125,54 @@ class DataConfig(Section, title="data"):
 
     @property
     def valid_blend(self) -> Blend:
-        """What --valid-data-path names to validate on."""
-        return Blend.of(self.valid_data_path)
+        """What is named to validate on."""
+        return Blend.of(self.named.valid)
+
+    @property
+    def test_blend(self) -> Blend:
+        """What is named to test on."""
+        return Blend.of(self.named.test)
+
+    @property
+    def paths_in_files(self) -> list[tuple[str, str]]:
+        """Paths that a file names, each with the option that names the file."""
+        named_by = self._naming_training
+        if named_by == ["data_args_path"]:
+            return [(self.flag("data_args_path"), path) for path in self.train_paths]
+        if named_by == ["per_split_data_args_path"]:
+            blends = (self.train_blend, self.valid_blend, self.test_blend)
+            return [(self.flag("per_split_data_args_path"), path) for blend in blends for path in blend.paths]
+        return []
+
+    @property
+    def _naming_training(self) -> list[str]:
+        """The options that name training data: one, where they are right."""
+        return [name for name in _NAMES_TRAINING if getattr(self, name)]
+
+    def flag_of(self, split: str) -> str:
+        """The option that names the data of ``valid`` or ``test``."""
+        return self.flag(f"{split}_data_path" if self.per_split_data_args_path is None else "per_split_data_args_path")
 
     @property
     def shares(self) -> tuple[Fraction, Fraction, Fraction]:
-        """Shares of documents that train, validate and are left out."""
+        """Shares of documents that train, validate and test."""
         given = None if self.split is None else split_shares(self.split)
         return given or (Fraction(1), Fraction(0), Fraction(0))
 
     @property
     def has_validation(self) -> bool:
         """Whether there are documents to validate on."""
-        return bool(self.valid_data_path) or bool(self.shares[1])
+        return bool(self.named.valid) or bool(self.shares[1])
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there are documents to test on; of --split there may be none in the end."""
+        return bool(self.named.test) or bool(self.shares[2])
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        if sound("data_path", "train_data_path"):
-            if self.data_path and self.train_data_path:
-                yield Problem("--data-path", " ".join(self.data_path), "contradicts --train-data-path: both name the "
-                              "training data", "put all training files behind one of them")
-            if not (self.data_path or self.train_data_path):
-                yield Problem("--data-path", "", "is required: there is nothing to train on",
-                              "give --data-path FILE [FILE ...]")
-        for name in ("data_path", "train_data_path", "valid_data_path"):
+        if sound(*_NAMES_TRAINING):
+            yield from self._source_rules()
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if sound(name):
                 yield from self._path_rules(self.flag(name), getattr(self, name))
         if sound("split") and self.split is not None:
@@ -145,6 +196,37 @@ class DataConfig(Section, title="data"):
             yield Problem("--chat-template", self.chat_template, "templates are applied to conversations only",
                           "add --sft, or leave it out")
 
+    def _source_rules(self) -> Iterator[Problem]:
+        """One option names the training data, and what a file says is sound."""
+        given = self._naming_training
+        if not given:
+            yield Problem("--data-path", "", "is required: there is nothing to train on",
+                          "give --data-path FILE [FILE ...]")
+        if len(given) > 1:
+            yield Problem(self.flag(given[0]), self._shown(given[0]), f"contradicts {self.flag(given[1])}: both name "
+                          "the training data", "put all training files behind one of them")
+        for file in ("data_args_path", "per_split_data_args_path"):
+            if given == [file]:
+                yield from self._file_rules(file)
+
+    def _file_rules(self, file: str) -> Iterator[Problem]:
+        """Of the file that names data."""
+        if self.named.fault:
+            cure = "give a file with WEIGHT PATH [WEIGHT PATH ...] or with paths alone"
+            if file == "per_split_data_args_path":
+                cure = 'give a file like {"train": ["3", "a", "1", "b"], "valid": ["c"], "test": ["d"]}'
+            yield Problem(self.flag(file), self._shown(file), self.named.fault, cure, node_dependent=True)
+        for words in self.named[:3]:
+            yield from self._path_rules(self.flag(file), words)
+        for name in ("valid_data_path", "test_data_path"):
+            if file == "per_split_data_args_path" and getattr(self, name):
+                yield Problem(self.flag(name), self._shown(name), f"contradicts {self.flag(file)}, which names all "
+                              "data", "name it there, or leave the file out")
+
+    def _shown(self, name: str) -> str:
+        value = getattr(self, name)
+        return value if isinstance(value, str) else " ".join(value)
+
     def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
         fault, paths = blend_fault(words), Blend.of(words).paths
         if fault:
@@ -157,7 +239,7 @@ class DataConfig(Section, title="data"):
         if split_shares(split) is None:
             yield Problem("--split", split, "must be one to three proportions, for training, validation and test; the "
                           "first above 0", "give for example 969,30,1")
-        for name in ("train_data_path", "valid_data_path"):
+        for name in ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"):
             if getattr(self, name):
                 yield Problem("--split", split, f"divides --data-path, and {self.flag(name)} is not to be divided",
                               "give one or the other")

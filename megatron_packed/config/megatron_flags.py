@@ -233,9 +233,8 @@ REFUSED: tuple[Refused, ...] = (
          "--tokenizer-library", "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
     ),
     Refused(
-        "there is no test set, one validation set, and paths are on the command line",
-        "name data by --data-path and --split, or --train-data-path and --valid-data-path",
-        ("--test-data-path", "--data-args-path", "--per-split-data-args-path", "--multiple-validation-sets"),
+        "there is one validation set", "name all of it by --valid-data-path, or one part of it in each run",
+        ("--multiple-validation-sets",),
     ),
     Refused(
         "data is read in one way: mapped into memory, its order a function of --seed",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules, whole_step_rules
-from megatron_packed.config.data import DataConfig
+from megatron_packed.config.data import TRAINING_DATA, DataConfig
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.layout import Layout
@@ -97,6 +97,16 @@ class RunConfig:
         return samples / self.packing.global_batch_size if samples else iters
 
     @property
+    def validates(self) -> bool:
+        """Whether there are validations."""
+        return bool(self.training.validation_interval) and self.data.has_validation
+
+    @property
+    def tests(self) -> bool:
+        """Whether there is a test at the end."""
+        return bool(self.training.eval_iters) and self.data.has_test
+
+    @property
     def document_alignment(self) -> int:
         """What slots of documents begin and end at multiples of, A; a zigzag needs one."""
         return self.packing.pad_packed_seq_alignment or self.parallel.document_alignment
@@ -153,20 +163,22 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
             yield Problem("--moe-router-topk", str(model.moe_router_topk),
                           f"makes {rows} rows of a pack of {packing.tokens_per_pack} tokens, and offsets are 32-bit",
                           "make the pack smaller by --seq-length or --micro-batch-size")
-    if sound("training.eval_interval", "training.eval_iters", "data.valid_data_path", "data.split"):
+    evaluated = sound(*TRAINING_DATA, "data.valid_data_path", "data.test_data_path", "data.split")
+    if evaluated and sound("training.eval_interval", "training.eval_iters") and not data.named.fault:
         if training.validation_interval is not None and not data.has_validation:
             yield Problem("--eval-interval", str(training.eval_interval), "there is no validation data",
                           "give --valid-data-path FILE [FILE ...] or --split, or leave it out")
-        if sound("training.skip_train") and training.skip_train and training.validation_interval is None:
-            yield Problem("--skip-train", "", "leaves nothing to do without a validation",
+        nothing = training.validation_interval is None and not run.tests
+        if sound("training.skip_train") and training.skip_train and nothing:
+            yield Problem("--skip-train", "", "leaves nothing to do without validation or test data",
                           "give --valid-data-path FILE and --eval-interval 1, or leave it out")
         if training.eval_iters and training.eval_interval is None and data.valid_data_path:
             yield Problem("--valid-data-path", " ".join(data.valid_data_path), "is never used without --eval-interval",
                           "give --eval-interval N, or leave it out")
-    if sound("data.train_data_path", "data.data_path", "data.valid_data_path"):
-        both = sorted(set(data.train_paths) & set(data.valid_blend.paths))
+    for split, blend, verb in (("valid", data.valid_blend, "validate"), ("test", data.test_blend, "test")):
+        both = sorted(set(data.train_paths) & set(blend.paths)) if evaluated else []
         if both:
-            yield Problem("--valid-data-path", " ".join(both), "is training data too, so it would validate nothing",
+            yield Problem(data.flag_of(split), " ".join(both), f"is training data too, so it would {verb} nothing",
                           "name files that are not trained on")
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and training.device == "cpu":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_packed.config.blend import Blend
 from megatron_packed.config.cuda_graph import ENGINE
-from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE
+from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE, TRAINING_DATA
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.parallel import NOT_BUILT, SIZES, processes_rules
 from megatron_packed.config.registry import every_field
@@ -50,7 +50,7 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Every path that is read must be readable, and every path that is written must have a writable directory."""
     for described in every_field():
         use = described.option.path
-        if use is None or not sound(described.key):
+        if use in (None, "data_args") or not sound(described.key):  # files of words are read by the section's rules
             continue
         value = getattr(getattr(run, described.section), described.name)
         if use == "input_data":
@@ -64,6 +64,10 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 wrong = _tried(_CHECKS[use], path)
             if wrong is not None:
                 yield Problem(described.flag, path, *wrong, node_dependent=True)
+    for flag, path in run.data.paths_in_files if sound(*TRAINING_DATA) else ():
+        wrong = _tried(_input_data, path)
+        if wrong is not None:
+            yield Problem(flag, path, *wrong, node_dependent=True)
     template = run.data.chat_template
     if template is not None and sound("data.chat_template") and template not in CHAT_TEMPLATES:
         wrong = _tried(_input_file, template)
@@ -76,7 +80,7 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Without --data-cache-path the tokenised data goes beside the first training file."""
-    if run.data.data_cache_path is not None or not sound("data.data_path", "data.train_data_path"):
+    if run.data.data_cache_path is not None or not sound(*TRAINING_DATA):
         return
     for path in run.data.train_paths[:1]:
         place = Path(path).absolute().parent

@@ -27,10 +27,10 @@ class TrainingConfig(Section, title="training"):
         None, "Validate every so many iterations; never when not given.", unit="iterations", group=LOOP, minimum=1
     )
     eval_iters: int = option(
-        100, "Steps of one validation, at most; fewer when the data is used up. 0 for no validation.",
+        100, "Steps of one validation or test, at most; fewer when the data is used up. 0 for none.",
         unit="iterations", group=LOOP, minimum=0,
     )
-    skip_train: bool = option(False, "Validate once and stop, without a training step.", group=LOOP)
+    skip_train: bool = option(False, "Validate and test once and stop, without a training step.", group=LOOP)
     exit_interval: int | None = option(
         None, "Save and stop at the next multiple of this.", unit="iterations", group=LOOP, minimum=1
     )

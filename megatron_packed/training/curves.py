@@ -48,7 +48,11 @@ PANELS = (
     Panel(
         "Loss",
         "nats per target token",
-        (Curve("lm_loss", "training"), Curve("valid_loss", "validation", dots=True)),
+        (
+            Curve("lm_loss", "training"),
+            Curve("valid_loss", "validation", dots=True),
+            Curve("test_loss", "test", dots=True),
+        ),
     ),
     Panel("Throughput", "real tokens per second", (Curve("tokens_per_second"),)),
     Panel("MFU", "% of the dense bf16 peak", (Curve("mfu", scale=100),)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,19 +42,20 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What a run trains and validates on."""
+    """What a run trains, validates and tests on."""
 
     tokenizer: Tokenizer
     vocab_size: int
     train: Stream
     valid: Stream | None
+    test: Stream | None
     packing: PackingReport
     """What the packer made of the first epoch of the training data."""
     ladder: Ladder | None
     """Sizes that CUDA graphs are captured for, the same on all ranks; None without graphs."""
 
     def close(self) -> None:
-        for stream in (self.train, self.valid):
+        for stream in (self.train, self.valid, self.test):
             if stream is not None:
                 stream.loader.close()
 
@@ -68,18 +69,17 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     options, show = config.data, groups.rank == 0
     tokenizer = build_tokenizer(options, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
-    validates = bool(config.training.validation_interval) and options.has_validation
-    documents = open_documents(options, tokenizer, validates=validates, show=show)
+    documents = open_documents(options, tokenizer, validates=config.validates, tests=config.tests, show=show)
     for line in documents.sentences:
         say(line)
-    train, valid, evaluation = documents.train, documents.valid, None
     cost = pack_cost(config, vocab_size)
-    if valid is not None:
-        evaluation = plan_validation(config, valid, groups.dp_size, cost)
+    both = {"validation": documents.valid, "test": documents.test}
+    evaluated = {name: dataset for name, dataset in both.items() if dataset is not None}
+    evaluations = {n: plan_evaluation(config, dataset, groups.dp_size, cost) for n, dataset in evaluated.items()}
     plan, ladder, packing = plan_training(
-        config, train, groups.dp_size, evaluation, cost, show_progress=groups.rank == 0
+        config, documents.train, groups.dp_size, list(evaluations.values()), cost, show_progress=groups.rank == 0
     )
-    beyond = _beyond_in_validation(ladder, evaluation)
+    beyond = [line for name, evaluation in evaluations.items() for line in _beyond(ladder, evaluation, name)]
     packed = [*blend_sentences(config, plan), *packing.sentences(), epoch_sentence(config, packing)]
     for line in [*packed, *beyond, *spread_sentences(plan)]:
         say(line)
@@ -87,14 +87,16 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         raise GraphFallbackError(
             f"packs would run eagerly, which --cuda-graph-strict forbids: {packing.packs_beyond:,} of "
             f"{packing.packs:,} packs of the first epoch hold more than the {ladder.largest} documents of the largest "
-            f"capacity{', and some of validation do' if beyond else ''}; raise --cuda-graph-max-packed-seqs or cap the "
-            "packer by --max-documents-per-pack."
+            f"capacity{', and some of validation or test do' if beyond else ''}; raise --cuda-graph-max-packed-seqs or "
+            "cap the packer by --max-documents-per-pack."
         )
+    streams = {n: _stream(config, groups, dataset, evaluations[n], ladder) for n, dataset in evaluated.items()}
     return RunData(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        train=_stream(config, groups, train, plan, ladder),
-        valid=None if evaluation is None else _stream(config, groups, valid, evaluation, ladder),
+        train=_stream(config, groups, documents.train, plan, ladder),
+        valid=streams.get("validation"),
+        test=streams.get("test"),
         packing=packing,
         ladder=ladder,
     )
@@ -132,7 +134,7 @@ def plan_training(
     config: RunConfig,
     dataset: Documents,
     dp_size: int = 1,
-    evaluation: EvaluationPlan | None = None,
+    evaluations: Sequence[EvaluationPlan] = (),
     cost: PackCost = BY_TOKENS,
     *,
     show_progress: bool = False,
@@ -140,8 +142,9 @@ def plan_training(
     """The endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
 
     The balanced packer keeps to the room that there is. With given capacities that is the largest; without, the first
-    epoch is packed freely, its packs and those of ``evaluation`` decide the capacities, and later epochs keep to the
-    first one's largest count. So the plan depends on the training data and the options, not on the validation data.
+    epoch is packed freely, its packs and those of ``evaluations`` decide the capacities, and later epochs keep to the
+    first one's largest count. So the plan depends on the training data and the options, not on validation and
+    test data.
 
     Raises:
         DataError: the documents cannot be packed as the options ask.
@@ -164,8 +167,8 @@ def plan_training(
         documents = plan.epoch(0).documents_per_pack
         capacities = config.cuda_graph.capacities
         if capacities is None:
-            validated = documents[:0] if evaluation is None else evaluation.documents_per_pack
-            capacities = choose_capacities(np.concatenate([documents, validated]))
+            evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
+            capacities = choose_capacities(np.concatenate([documents, *evaluated]))
             if packer.method == "balanced":
                 plan = plan.keeping_to(int(documents.max()))
         ladder = Ladder.of(capacities, config.packing.tokens_per_pack)
@@ -173,10 +176,10 @@ def plan_training(
     return plan, ladder, report
 
 
-def plan_validation(
+def plan_evaluation(
     config: RunConfig, dataset: Documents, dp_size: int = 1, cost: PackCost = BY_TOKENS
 ) -> EvaluationPlan:
-    """The finite plan over the validation data.
+    """The finite plan over validation or test data.
 
     Raises:
         DataError: the documents cannot be packed as the options ask.
@@ -195,15 +198,15 @@ def plan_validation(
     )
 
 
-def _beyond_in_validation(ladder: Ladder | None, plan: EvaluationPlan | None) -> list[str]:
-    if ladder is None or plan is None:
+def _beyond(ladder: Ladder | None, plan: EvaluationPlan, name: str) -> list[str]:
+    if ladder is None:
         return []
     documents = plan.documents_per_pack
     beyond = int((documents > ladder.largest).sum())
     if not beyond:
         return []
     return [
-        f"CUDA graphs: {beyond} of {documents.size} packs of the validation data hold more than the "
+        f"CUDA graphs: {beyond} of {documents.size} packs of the {name} data hold more than the "
         f"{ladder.largest} documents of the largest capacity, and run eagerly."
     ]
 

@@ -1,4 +1,4 @@
-"""The tokenizer and the documents that a run's options name: opened, joined, divided into training and validation."""
+"""The tokenizer and the documents that a run's options name: opened, joined, divided to train, validate and test."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
 
 
 class RunDocuments(NamedTuple):
-    """What a run trains and validates on."""
+    """What a run trains, validates and tests on."""
 
     train: Documents
     valid: Documents | None
+    test: Documents | None
     sentences: list[str]
     """What was read for training and how it was divided, for people."""
 
@@ -66,12 +67,18 @@ def build_tokenizer(
 
 
 def open_documents(
-    options: DataConfig, tokenizer: Tokenizer, *, validates: bool, show: bool = True, build_missing: bool = True
+    options: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    validates: bool,
+    tests: bool = False,
+    show: bool = True,
+    build_missing: bool = True,
 ) -> RunDocuments:
     """Open the data that the options name, tokenising first what is text and not in the cache.
 
     Args:
-        validates: whether validation data is wanted.
+        validates, tests: whether validation data and test data are wanted.
         show: print progress and warnings.
         build_missing: False: text that is not tokenised yet is an error.
     Raises:
@@ -81,16 +88,11 @@ def open_documents(
     sources = opener.open(options.train_blend)
     sentences = [line for source in sources for line in source.sentences()]
     if options.split is not None:
-        return _divided(options, sources, validates, sentences)
-    train = _joined([Range(source, 0, len(source)) for source in sources], options.train_blend)
-    valid = None
-    if validates:
-        try:
-            sources = opener.open(options.valid_blend)
-        except DataError as error:
-            raise DataError(f"--valid-data-path: {error}") from None
-        valid = _joined([Range(source, 0, len(source)) for source in sources], options.valid_blend)
-    return RunDocuments(train, valid, sentences)
+        return _divided(options, sources, sentences, validates=validates, tests=tests)
+    train = _whole(sources, options.train_blend)
+    valid = opener.evaluation(options.valid_blend, "valid") if validates else None
+    test = opener.evaluation(options.test_blend, "test") if tests else None
+    return RunDocuments(train, valid, test, sentences)
 
 
 class _Opener:
@@ -102,6 +104,13 @@ class _Opener:
         if blend.weights is None and not any(map(names_indexed, blend.paths)):
             return [self._text(blend.paths)]
         return [self._indexed(path) if names_indexed(path) else self._text((path,)) for path in blend.paths]
+
+    def evaluation(self, blend: Blend, split: str) -> Documents:
+        """Validation or test data."""
+        try:
+            return _whole(self.open(blend), blend)
+        except DataError as error:
+            raise DataError(f"{self._options.flag_of(split)}: {error}") from None
 
     def _text(self, paths: tuple[str, ...]) -> Documents:
         options = self._options
@@ -125,6 +134,10 @@ class _Opener:
         return IndexedDocuments(prefix, vocab_size=self._tokenizer.vocab_size, eod_id=self._tokenizer.eod_id)
 
 
+def _whole(sources: list[Documents], blend: Blend) -> Documents:
+    return _joined([Range(source, 0, len(source)) for source in sources], blend)
+
+
 def _joined(ranges: list[Range], blend: Blend) -> Documents:
     """A single source as it is, so that its plan and its hash are its own."""
     if len(ranges) == 1 and ranges[0].stop - ranges[0].first == len(ranges[0].documents):
@@ -133,30 +146,38 @@ def _joined(ranges: list[Range], blend: Blend) -> Documents:
 
 
 def _divided(
-    options: DataConfig, sources: list[Documents], validates: bool, sentences: list[str]
+    options: DataConfig, sources: list[Documents], sentences: list[str], *, validates: bool, tests: bool
 ) -> RunDocuments:
     """Every source divided by the proportions of --split, at the documents where Megatron divides it."""
-    train_share, valid_share, _ = options.shares
     blend = options.train_blend
-    train, valid = [], []
-    for source, path in zip(sources, blend.paths):
-        places = [_nearest(share * len(source)) for share in (train_share, train_share + valid_share)]
-        train.append(Range(source, 0, places[0]))
-        valid.append(Range(source, *places))
-        for name, (_, first, stop), wanted in (("train", train[-1], True), ("validate", valid[-1], validates)):
+    borders = [sum(options.shares[:count], Fraction(0)) for count in range(4)]
+    parts: list[list[Range]] = []
+    for number, (verb, wanted) in enumerate((("train", True), ("validate", validates), ("test", False))):
+        parts.append([])
+        for source, path in zip(sources, blend.paths):
+            first, stop = (_nearest(border * len(source)) for border in borders[number : number + 2])
             if first == stop and wanted:
                 raise DataError(
-                    f"--split {options.split} leaves no document of {path} ({len(source)} documents) to {name} on; "
+                    f"--split {options.split} leaves no document of {path} ({len(source)} documents) to {verb} on; "
                     "raise that proportion, or name the data of each by --train-data-path and --valid-data-path."
                 )
-    counts = [sum(part.stop - part.first for part in parts) for parts in (train, valid)]
-    rest = sum(map(len, sources)) - sum(counts)
+            parts[number].append(Range(source, first, stop))
+    train, valid, test = parts
+    # A smallest share that leaves nothing of a source is no reason not to train, nor to test on other sources alone.
+    tests = tests and all(part.first < part.stop for part in test)
+    counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
     unused = "" if validates else " (there is no --eval-interval)"
+    rest = "test" if tests else "are left out"
     sentences.append(
-        f"Divided by --split {options.split}: {counts[0]} documents train, {counts[1]} validate{unused}, {rest} are "
-        "left out."
+        f"Divided by --split {options.split}: {counts[0]} documents train, {counts[1]} validate{unused}, {counts[2]} "
+        f"{rest}."
     )
-    return RunDocuments(_joined(train, blend), _joined(valid, blend) if validates else None, sentences)
+    return RunDocuments(
+        _joined(train, blend),
+        _joined(valid, blend) if validates else None,
+        _joined(test, blend) if tests else None,
+        sentences,
+    )
 
 
 def _nearest(place: Fraction) -> int:

@@ -86,7 +86,7 @@ def build_graphs(
     step, unused = job.step, set()
     if step.overlapped is None:
         unused.add(LAST_MICRO_BATCH)
-    if not config.data.has_validation or not config.training.validation_interval:
+    if not config.validates and not config.tests:
         unused.add(VALIDATION)
     return FullIteration(
         {name: part for name, part in step.parts.items() if name not in unused},

@@ -164,6 +164,7 @@ def _train(
         schedule=Schedule.from_config(config),
         train=data.train,
         valid=data.valid,
+        test=data.test,
         flops=FlopCounter(config.model, data.vocab_size),
         console=console,
         writers=writers,

@@ -116,6 +116,10 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     if validations:
         losses = [_number(r, "valid_loss") for r in validations]
         rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    tests = [r for r in records if "test_loss" in r]
+    if tests:
+        text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"
+        rows.insert(4 if validations else 3, ("test loss", text))
     return rows
 
 

@@ -59,6 +59,7 @@ class Trainer:
     schedule: Schedule
     train: Stream
     valid: Stream | None
+    test: Stream | None
     flops: FlopCounter
     console: Console
     writers: list[Writer]
@@ -93,6 +94,7 @@ class Trainer:
         exit_code = None
         if training.skip_train:
             self.validate()
+            self.evaluate_test()
             return ExitCode.DONE
         if self._due(training.validation_interval) and 0 < progress.iteration != progress.validated_at:
             self.validate()  # was due when the run was stopped, which saved at once
@@ -134,33 +136,45 @@ class Trainer:
             self._say_saved(self.state.saved(wait=True))
         if exit_code == ExitCode.PREEMPTED:
             self.console.say("Stopped on request. Run the same command again to go on.")
+        if exit_code in (None, ExitCode.DONE) and progress.iteration >= training.train_iters:
+            self.evaluate_test()
         return ExitCode.DONE if exit_code is None else exit_code
 
     def validate(self) -> float | None:
         """Loss in nats per target token over the validation plan, on all ranks; None without validation data."""
         if self.valid is None:
             return None
+        loss = self._evaluate(self.valid, "validation", "valid")
+        self.state.progress.validated_at = self.state.progress.iteration
+        self._saved_at = None  # a checkpoint of this iteration would not know of it
+        return loss
+
+    def evaluate_test(self) -> float | None:
+        """As `validate`, over the test plan; None without test data."""
+        return None if self.test is None else self._evaluate(self.test, "test", "test")
+
+    def _evaluate(self, stream: Stream, name: str, field: str) -> float:
+        """Loss in nats per target token over a finite plan, on all ranks: said, and written as ``{field}_loss``."""
         targets = 0
         self.step.validation_loss.zero_()
         with self._garbage.in_validation():
-            for number in range(self.valid.plan.num_steps):
-                targets += self.valid.plan.step(number).global_targets
-                for micro_batch in self._loaded(self.valid, number):
+            for number in range(stream.plan.num_steps):
+                targets += stream.plan.step(number).global_targets
+                for micro_batch in self._loaded(stream, number):
                     self.step.validate(micro_batch)
         if self.heartbeat is not None:  # a whole validation may be queued by now
             self.step.beat()
             self.heartbeat.wait()
         loss_sum = all_reduce_sum(self.step.validation_loss, self.groups.dp_cp_group).item()
         loss = loss_sum / targets if targets else float("nan")
-        iteration = self.state.progress.validated_at = self.state.progress.iteration
-        self._saved_at = None  # a checkpoint of this iteration would not know of it
-        self.console.say(f"validation at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
+        iteration = self.state.progress.iteration
+        self.console.say(f"{name} at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
         self._write(
             {
                 "iteration": iteration,
-                "valid_loss": loss,
-                "valid_target_tokens": targets,
-                "plan_hash": self.valid.plan.hash,
+                f"{field}_loss": loss,
+                f"{field}_target_tokens": targets,
+                "plan_hash": stream.plan.hash,
             }
         )
         return loss

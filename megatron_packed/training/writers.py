@@ -95,8 +95,9 @@ class TensorBoardWriter:
         for name, value in record.items():
             if isinstance(value, (int, float)) and name != "iteration":
                 self._writer.add_scalar(name, value, step)
-        if isinstance(loss := record.get("valid_loss"), float):
-            self._writer.add_scalar("valid_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step)
+        for name in ("valid", "test"):
+            if isinstance(loss := record.get(f"{name}_loss"), float):
+                self._writer.add_scalar(f"{name}_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step)
 
     def close(self, *, failed: bool = False) -> None:
         self._writer.close()

@@ -1,5 +1,6 @@
 """The losses of a small run: those committed here, whatever the number of processes that compute them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ TOLERANCE = 3e-6
 """Relative: float32 sums differ by 1e-7 between numbers of processes and between torch 2.11 and 2.13; a rotary base of
 20,000 in place of 10,000 moves a loss by 4.5e-6."""
 
-STATISTICS: dict[str, Any] = {"log_params_norm": True, "log_num_zeros_in_grad": True}
+
+
+def options_of(data: Data, folder: Path) -> dict[str, Any]:
+    """One file names all data; what tests is what validates."""
+    splits = {"train": [str(data.train)], "valid": str(data.valid), "test": [str(data.valid)]}
+    (data.folder / "splits.json").write_text(json.dumps(splits))
+    return tiny_options(
+        data, train_iters=LAST, eval_interval=11, train_data_path=None, log_params_norm=True,
+        log_num_zeros_in_grad=True, per_split_data_args_path=data.folder / "splits.json", **in_folder(folder),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +41,7 @@ def folders(data: Data, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
     made = {}
     for processes in (1, 2, 4):
         folder = made[processes] = tmp_path_factory.mktemp(f"processes_{processes}")
-        options: dict[str, Any] = tiny_options(
-            data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11, **STATISTICS, **in_folder(folder)
-        )
-        finished = run(options, folder, processes)
+        finished = run(options_of(data, folder), folder, processes)
         assert finished.exit_code == 0, finished.console
     return made
 
@@ -50,6 +57,14 @@ def test_the_golden_losses(folders: dict[int, Path]) -> None:
     assert valid == pytest.approx(GOLDEN_VALIDATION, rel=TOLERANCE), shown
 
 
+def test_the_test_set_is_looked_at_once_at_the_end(folders: dict[int, Path]) -> None:
+    """By the weights and the packs of the last validation."""
+    *before, validation, test = steps(folders[2] / "log.jsonl")
+    renamed = {name.replace("test_", "valid_"): value for name, value in test.items()}
+    assert renamed == validation and "test_loss" in test and test["iteration"] == LAST
+    assert not any("test_loss" in line for line in before)
+
+
 def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) -> None:
     """So the equal losses below include ranks that run packs which are all tail."""
     options = tiny_options(data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11)
@@ -61,9 +76,7 @@ def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) ->
 
 def test_the_distributed_optimizer_changes_no_bit(data: Data, folders: dict[int, Path], tmp_path: Path) -> None:
     """Of the log and the last checkpoint of two processes, begun with it (and overlap), and gone on without it."""
-    options = tiny_options(
-        data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11, **STATISTICS, **in_folder(tmp_path)
-    )
+    options = options_of(data, tmp_path)
     overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     for more in ({**overlap, "exit_interval": LAST // 2}, {}):
         finished = run({**options, **more}, tmp_path, 2)
@@ -76,7 +89,7 @@ def test_the_distributed_optimizer_changes_no_bit(data: Data, folders: dict[int,
 def test_the_same_losses_with_any_number_of_processes(processes: int, folders: dict[int, Path]) -> None:
     """The same packs in every step, their sums in another order."""
     alone, together = steps(folders[1] / "log.jsonl"), steps(folders[processes] / "log.jsonl")
-    rounded = ("lm_loss", "aux_loss", "grad_norm", "valid_loss", "params_norm")
+    rounded = ("lm_loss", "aux_loss", "grad_norm", "valid_loss", "test_loss", "params_norm")
     assert len(alone) == len(together)
     assert all(line["params_norm"] > 1 and line["num_zeros"] > 100 for line in alone if "lm_loss" in line)
     for one, other in zip(alone, together):

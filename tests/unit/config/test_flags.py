@@ -229,6 +229,42 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
     assert Blend.of(("a", "b")).weights is Blend.of(()).weights is None  # as Megatron: two paths are no weights
 
 
+def test_data_may_be_named_by_files(right, tmp_path) -> None:
+    """As Megatron reads them: words with any white space, and a JSON object of lists or texts."""
+    del right["--data-path"]
+    (tmp_path / "corpus_text.idx").write_bytes(b"1")
+    (tmp_path / "words").write_text("0.3 train.jsonl\n0.1\tcorpus_text\n")
+    data = parse([*words(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]).data
+    assert data.train_blend == Blend(("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4)))
+    (tmp_path / "splits").write_text('{"train": [0.3, "train.jsonl", "0.1", "corpus_text"], "test": "valid.jsonl"}')
+    run = parse([*words(right), "--per-split-data-args-path", "splits"])
+    assert run.data.train_blend == data.train_blend and run.data.test_blend.paths == ("valid.jsonl",)
+    assert (run.validates, run.tests) == (False, True)
+    assert not parse([*words(right), "--per-split-data-args-path", "splits", "--eval-iters", "0"]).tests
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"), (b"\xff", "is no text"), (b"{", "is no JSON"),
+        (b"[1]", "no JSON object"),
+        (b'{"train": ["train.jsonl"], "validation": []}', "holds the key 'validation'"), (b"{}", "no training data"),
+        (b'{"train": [["1", "train.jsonl"]]}', "the data of 'train' by a list of words"),
+        (b'{"train": ["train.jsonl"], "valid": ["train.jsonl"]}', "would validate nothing"),
+        (b'{"train": ["train.jsonl"], "test": "absent.jsonl"}', "does not exist"),
+        (b'{"train": ["-1", "train.jsonl", "1", "valid.jsonl"]}', "the weight -1 must be more than 0"),
+    ],
+)  # fmt: skip
+def test_files_that_name_data_wrongly(right, tmp_path, text, said) -> None:
+    del right["--data-path"]
+    if text is not None:
+        (tmp_path / "splits").write_bytes(text)
+    found = problems([*words(right), "--per-split-data-args-path", "splits"])
+    assert list(found) == ["--per-split-data-args-path"] and said in found["--per-split-data-args-path"]
+    if text is None or text == b"\xff":
+        assert said in problems([*words(right), "--data-args-path", "splits"])["--data-args-path"]
+
+
 def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(right, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.access", lambda place, mode: not (mode & os.W_OK and str(place) == str(tmp_path)))
     assert set(problems(words(right))) == {"--data-cache-path"}

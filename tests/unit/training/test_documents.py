@@ -29,9 +29,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("c.jsonl").write_text("".join(json.dumps({"text": "c"}) + "\n" for _ in range(20)))
 
 
-def opened(*paths: str, validates: bool = False, **options) -> RunDocuments:
+def opened(*paths: str, validates: bool = False, tests: bool = False, **options) -> RunDocuments:
     config = DataConfig(data_path=paths, **options)
-    return open_documents(config, ByteTokenizer(), validates=validates, show=False)
+    return open_documents(config, ByteTokenizer(), validates=validates, tests=tests, show=False)
 
 
 def tokens(documents: Documents) -> list[list[int]]:
@@ -64,8 +64,19 @@ def test_divided_at_the_documents_where_megatron_divides() -> None:
     assert tokens(documents.train) == [*a[:36], *b[:54]]
     assert tokens(documents.valid) == [*a[36:38], *b[54:57]]
     assert "90 documents train, 5 validate, 5 are left out" in documents.sentences[-1]
+    documents = opened("a", "b", split="90,5,5", tests=True)
+    assert tokens(documents.test) == [*a[38:], *b[57:]] and documents.valid is None
+    assert "90 documents train, 5 validate (there is no --eval-interval), 5 test." in documents.sentences[-1]
+    assert opened("a", split="99,0,1", tests=True).test is None  # no document is left to test on
     with pytest.raises(DataError, match=r"--split 99,1 leaves no document of a \(40 documents\) to validate on"):
         opened("a", split="99,1", validates=True)
+
+
+def test_test_data_of_its_own() -> None:
+    documents = opened("a", tests=True, test_data_path=("c.jsonl",))
+    assert len(documents.test) == 20 and documents.valid is None and opened("a", test_data_path=("b",)).test is None
+    with pytest.raises(DataError, match="--test-data-path: "):
+        opened("a", tests=True, test_data_path=("absent.jsonl",))
 
 
 def test_a_blend_in_a_plan() -> None:

@@ -191,12 +191,14 @@ def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = [record(i, loss=5 - 0.3 * i).as_dict() for i in range(1, 11)]
     lines.insert(5, {"iteration": 5, "valid_loss": 3.25})
+    lines.append({"iteration": 10, "test_loss": 2.75})
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
-    assert len(read_jsonl(log)) == 11
+    assert len(read_jsonl(log)) == 12
     page = write_report(
         log, tmp_path / "r" / "report.html", levels={"unigram entropy": 4.5}, notes=[("Answer", "<b>&")]
     ).read_text()
-    for part in ("<svg", "4.7000 → 2.0000", "unigram entropy 4.50", "&lt;b&gt;&amp;", "3.2500"):
+    for part in ("<svg", "4.7000 → 2.0000", "unigram entropy 4.50", "&lt;b&gt;&amp;", "3.2500",
+                 "2.7500 at step 10"):  # fmt: skip
         assert part in page, part
 
 

@@ -18,7 +18,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing import Packer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capacity import choose_capacities
-from megatron_packed.training.data import build_data, plan_training, plan_validation
+from megatron_packed.training.data import build_data, plan_evaluation, plan_training
 
 SLOTS, SEED = 2048, 5
 
@@ -61,8 +61,8 @@ def test_the_data_of_this_file_would_overflow_later() -> None:
 @pytest.mark.parametrize("validated", [False, True])
 def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
     config = run_config()
-    evaluation = plan_validation(config, VALID) if validated else None
-    plan, ladder, report = plan_training(config, TRAIN, evaluation=evaluation)
+    evaluation = plan_evaluation(config, VALID)
+    plan, ladder, report = plan_training(config, TRAIN, evaluations=[evaluation] * validated)
     first = PLAIN.epoch(0).documents_per_pack
     counts = np.concatenate([first, evaluation.documents_per_pack]) if validated else first
     assert ladder.capacities == choose_capacities(counts) == report.graph_capacities
@@ -84,7 +84,8 @@ def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
     alone, _, _ = plan_training(config, TRAIN)
     crowded = documents(400, seed=1)
     crowded.lengths = np.full(400, 20)  # 102 documents in a pack of validation
-    plan, ladder, _ = plan_training(config, TRAIN, dp_size=4, evaluation=plan_validation(config, crowded, dp_size=4))
+    evaluation = plan_evaluation(config, crowded, dp_size=4)
+    plan, ladder, _ = plan_training(config, TRAIN, dp_size=4, evaluations=[evaluation])
     assert ladder.largest >= 100
     assert plan.hash == alone.hash
     assert packs_of(plan) == packs_of(alone)
@@ -93,8 +94,8 @@ def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
 @pytest.mark.parametrize("capacities", [(5,), (3, 5), (64,)])
 def test_the_balanced_packer_keeps_to_given_capacities(capacities: tuple[int, ...]) -> None:
     config = run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities})
-    evaluation = plan_validation(config, VALID)
-    plan, ladder, _ = plan_training(config, TRAIN, evaluation=evaluation)
+    evaluation = plan_evaluation(config, VALID)
+    plan, ladder, _ = plan_training(config, TRAIN, evaluations=[evaluation])
     assert ladder.capacities == capacities
     assert [plan.epoch(epoch).documents_per_pack.max() <= capacities[-1] for epoch in range(3)] == [True] * 3
     assert evaluation.documents_per_pack.max() <= capacities[-1]

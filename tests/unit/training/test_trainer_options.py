@@ -44,11 +44,14 @@ def test_garbage_is_collected_when_it_is_asked_for(flags: str, at: list[Any], mo
     assert gc.isenabled() and collected == at
 
 
-def test_skip_train_validates_and_stops() -> None:
-    validated = []
-    config = config_of("--skip-train --valid-data-path v.jsonl --eval-interval 1")
-    trainer = SimpleNamespace(config=config, state=SimpleNamespace(progress=None), validate=lambda: validated.append(1))
-    assert Trainer._run(trainer) == ExitCode.DONE and validated == [1]  # type: ignore[arg-type]
+@pytest.mark.parametrize("data", ["--valid-data-path v.jsonl --eval-interval 1", "--test-data-path t.jsonl"])
+def test_skip_train_evaluates_and_stops(data: str) -> None:
+    done: list[str] = []
+    trainer = SimpleNamespace(
+        config=config_of(f"--skip-train {data}"), state=SimpleNamespace(progress=None),
+        validate=lambda: done.append("validation"), evaluate_test=lambda: done.append("test"),
+    )  # fmt: skip
+    assert Trainer._run(trainer) == ExitCode.DONE and done == ["validation", "test"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

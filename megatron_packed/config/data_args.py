@@ -1,0 +1,68 @@
+"""Files that name data in place of options, as Megatron reads them: words of a path, or a JSON object of splits."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+SPLITS = ("train", "valid", "test")
+
+
+class NamedData(NamedTuple):
+    """The words of data paths, by what they are for."""
+
+    train: tuple[str, ...] = ()
+    valid: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    fault: str = ""
+    """What is wrong with the file that was to name them; then it names nothing."""
+
+
+def read_data_args(path: str) -> NamedData:
+    """Training data from a file of words, ``WEIGHT PATH`` or paths alone, with any white space between them."""
+    text, fault = _read(path)
+    if not fault and not text.split():
+        fault = "names no data"
+    return NamedData(fault=fault) if fault else NamedData(train=tuple(text.split()))
+
+
+def read_per_split_data_args(path: str) -> NamedData:
+    """All data from a JSON object with ``train``, and perhaps ``valid`` and ``test``: a list of words, or a text of
+    them; null and an empty list name nothing.
+
+    Example:
+        ``{"train": ["3", "a", "1", "b"], "valid": "c", "test": null}``.
+    """
+    text, fault = _read(path)
+    if fault:
+        return NamedData(fault=fault)
+    try:
+        found = json.loads(text, parse_int=str, parse_float=str)  # a weight counts as it is written
+    except (ValueError, RecursionError) as error:
+        return NamedData(fault=f"is no JSON ({error})")
+    if not isinstance(found, dict):
+        return NamedData(fault="holds no JSON object")
+    for split, words in found.items():
+        if split not in SPLITS:
+            return NamedData(fault=f"holds the key {split!r}; it may hold train, valid and test")
+        if isinstance(words, str):
+            found[split] = words.split()
+        elif words is None:
+            found[split] = []
+        elif not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+            return NamedData(fault=f"must name the data of {split!r} by a list of words, or by a text of them")
+    if not found.get("train"):
+        return NamedData(fault="names no training data")
+    train, valid, test = (tuple(found.get(split, ())) for split in SPLITS)
+    return NamedData(train, valid, test)
+
+
+def _read(path: str) -> tuple[str, str]:
+    """The text of a file, and why there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(), ""
+    except OSError as error:
+        return "", f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        return "", f"is no text: {error}"
