@@ -138,7 +138,7 @@ def attention(
     q_TNH, k_TKH, v_TKH = leaves
     tables = prepare_tables(
         backend, packed.seq_idx, packed.cu_seqlens, num_heads=q_TNH.shape[1], num_kv_heads=k_TKH.shape[1],
-        head_dim=q_TNH.shape[2], dtype=q_TNH.dtype, max_seqlen=packed.max_seqlen,
+        head_dim=q_TNH.shape[2], dtype=q_TNH.dtype,
     )  # fmt: skip
 
     def step() -> tuple[Tensor, ...]:

@@ -52,7 +52,10 @@ class Inputs:
     oversized_backward: int = 0
     """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else 0."""
     oversized_square: int = 0
-    """Documents x heads x max_seqlen^2 where cuDNN must be deterministic and it is 2^30 or more, else 0."""
+    """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else 0.
+
+    Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16 documents of 512 tokens.
+    """
 
 
 def varlen_attention(
@@ -99,7 +102,6 @@ def varlen_attention(
         dtype=q_TNH.dtype,
         device=q_TNH.device,
         num_sequences=cu_seqlens.shape[0] - 1,
-        max_seqlen=max_seqlen,
         window_size=window,
         deterministic=deterministic,
     )
@@ -130,7 +132,6 @@ def prepare_tables(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    max_seqlen: int | None = None,
     window_size: int | None = None,
     deterministic: bool = False,
 ) -> Tables | None:
@@ -148,7 +149,6 @@ def prepare_tables(
         dtype=dtype,
         device=seq_idx_1T.device,
         num_sequences=cu_seqlens.shape[0] - 1,
-        max_seqlen=seq_idx_1T.shape[-1] if max_seqlen is None else max_seqlen,
         window_size=window,
         deterministic=deterministic,
     )
@@ -173,12 +173,11 @@ def _inputs(
     dtype: torch.dtype,
     device: torch.device,
     num_sequences: int,
-    max_seqlen: int,
     window_size: int | None,
     deterministic: bool,
 ) -> Inputs:
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
-    square = num_sequences * num_heads * max_seqlen**2
+    square = num_sequences * num_heads * tokens**2
     exact = deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"  # as TransformerEngine reads it
     return Inputs(
         tokens=tokens,
@@ -225,7 +224,6 @@ def inputs_of_pack(
         dtype=dtype,
         device=device,
         num_sequences=documents + 1,  # and the tail
-        max_seqlen=tokens,
         window_size=None,
         deterministic=deterministic,
     )

@@ -39,7 +39,7 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     if inputs.oversized_square:
         reasons.append(
             f"cuDNN's deterministic backward pass would need a workspace for {inputs.oversized_square} scores "
-            "(documents x heads x max_seqlen^2), and TransformerEngine refuses 2^30 and more"
+            "(documents x heads x tokens^2), and TransformerEngine refuses 2^30 and more"
         )
     return reasons
 

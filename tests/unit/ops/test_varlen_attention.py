@@ -258,11 +258,9 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = api._inputs(
-        **sizes, tokens=8192, num_sequences=8200, max_seqlen=8192, window_size=None, deterministic=False
-    )
+    found = api._inputs(**sizes, tokens=8192, num_sequences=8200, window_size=None, deterministic=False)
     assert found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
-    many = {**sizes, "tokens": 8192, "num_sequences": 66, "max_seqlen": 8192, "window_size": None}
+    many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None}
     found = api._inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # what cuDNN is told by hand counts as well
