@@ -67,6 +67,8 @@ class Captured(ABC):
     """Which outputs get gradients."""
     unfit = ""
     """Why it must not be replayed, if `adopt_forward` has found something."""
+    gives_up_input = False
+    """Whether graphs behind the forward graph may use the memory of the hidden states that it has read."""
 
     def __init__(
         self,
@@ -201,6 +203,7 @@ class CapturedModule(Captured):
 
     def _release_input(self, before: CapturedModule) -> None:
         """Give up the memory of the hidden states behind the forward graph: no backward graph reads it."""
+        self.gives_up_input = True
         self.input = before.outputs[0] = self._engine.borrowed(self.input)
         self._leaf.data = self.input
         assert before._live is not None

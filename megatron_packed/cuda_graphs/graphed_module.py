@@ -119,6 +119,8 @@ class GraphedModule:
                 f"a module would run eagerly, which --cuda-graph-strict forbids: {self.name}: {reason}."
             )
         self._counters.module_fallbacks[f"{self.name}: {reason}"] += 1
+        if captured is not None and captured.gives_up_input and args and isinstance(args[0], Tensor):
+            args = (args[0].clone(), *args[1:])  # what it keeps must not be what the next graph writes over
         return self.forward(*args, **options)
 
     def _why_eager(

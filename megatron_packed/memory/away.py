@@ -13,6 +13,8 @@ from megatron_packed.memory.recompute import versions_of
 
 _ALIGNMENT = 512
 """Bytes: every tensor in a block begins at a multiple, whatever its dtype."""
+_ALIGNED = 256
+"""Bytes: kernels, and those who choose among them, may ask whether a tensor begins at a multiple of up to so many."""
 
 
 class Layout(NamedTuple):
@@ -25,6 +27,8 @@ class Layout(NamedTuple):
     """Elements from the first to the last in memory."""
     begin: int
     """In bytes."""
+    lead: int
+    """Elements that lie in front of it when it is back, so that it is as well aligned as it was."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +67,7 @@ def layouts_of(tensors: Sequence[Tensor]) -> tuple[list[Layout], int]:
     layouts, begin = [], 0
     for tensor in tensors:
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-        layouts.append(Layout(tensor.shape, tensor.stride(), tensor.dtype, span, begin))
+        lead = int(tensor.storage_offset()) % (_ALIGNED // tensor.itemsize)
+        layouts.append(Layout(tensor.shape, tensor.stride(), tensor.dtype, span, begin, lead))
         begin += -(-layouts[-1].num_bytes // _ALIGNMENT) * _ALIGNMENT
     return layouts, begin

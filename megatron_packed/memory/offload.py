@@ -28,6 +28,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,7 +167,8 @@ class Offload:
             if away.arrival is not None:
                 self.streams.wait(away.arrival)  # (4)
             self._watch.waited(before)
-            tensors = [loaded.as_strided(one.shape, one.stride) for one, loaded in zip(away.layouts, away.loaded)]
+            pairs = zip(away.layouts, away.loaded)
+            tensors = [loaded.as_strided(one.shape, one.stride, one.lead) for one, loaded in pairs]
             away.loaded = None
             self._loaded -= 1
         self._remove(number)
@@ -207,13 +209,13 @@ class Offload:
 
     def _load(self, away: Away) -> None:
         streams = self.streams
-        targets = [streams.empty(layout.span, layout.dtype) for layout in away.layouts]
+        targets = [streams.empty(layout.lead + layout.span, layout.dtype) for layout in away.layouts]
         free = streams.mark()
         with streams.inward(), torch.no_grad():
             streams.wait(free)  # (3)
             begin = self._watch.begin()
             for target, layout in zip(targets, away.layouts):
-                streams.copy(target, layout.part_of(away.block))
+                streams.copy(target[layout.lead :], layout.part_of(away.block))
             self._watch.loaded(begin, away.num_bytes)
             away.arrival = streams.mark()
         away.loaded = targets
@@ -260,8 +262,13 @@ class Offload:
         moved = self._watch.end_step(self.buffers.now)
         if self.off is not None:
             return
+        if self._largest == 0 and not self._said:
+            self._say_once(
+                f"offload has moved nothing: no tensor that it is for has {self.min_elements:,} elements "
+                "(--min-offloaded-tensor-size)"
+            )
         if self.buffers.end_step(self._largest, self.streams.free_bytes):
-            self._say_once(f"offload: {self.buffers.now} device buffers of {self._largest / 2**20:,.1f} MiB")
+            self._say_buffers()
         reason = None if self.figures is None or self.buffers.fixed else self.figures.cannot_pay
         if reason is not None and self.streams.free_bytes() > moved + self.buffers.headroom_bytes:
             self.turn_off(f"{reason}, and the device has room for what was moved")
@@ -272,6 +279,8 @@ class Offload:
         self._forget_dropped()
         self._watch.forget()
         self.buffers.settle(self._largest, self.streams.free_bytes)
+        if self._largest:
+            self._say_buffers()
         self.pool.set_apart()
 
     def seam(self) -> None:
@@ -287,7 +296,7 @@ class Offload:
     def loaded_ahead(self) -> Callable[[], None] | None:
         """Copies what is loaded ahead once more, into the same memory, on the current stream; None if nothing is."""
         pairs = [
-            (loaded, layout.part_of(away.block))
+            (loaded[layout.lead :], layout.part_of(away.block))
             for away in self._away.values()
             for loaded, layout in zip(away.loaded or (), away.layouts)
         ]
@@ -310,14 +319,25 @@ class Offload:
         self.join()
 
     def abandon(self) -> None:
-        """A pass has failed, perhaps inside a capture, whose marks nobody may wait for: the host waits for the copies
-        instead, unless they were only recorded."""
-        if not self.streams.capturing():
-            self.streams.synchronize()
+        """A pass has failed, perhaps inside a capture, whose marks nobody may wait for: the current stream waits for
+        new ones, behind all copies, unless these were only recorded. The host waits for nothing: a collective may be
+        queued in front of them that no other rank comes to."""
+        copied = None if self.streams.capturing() else self._all_copied()
         for away in self._away.values():
             away.sources, away.loaded, away.arrival = None, None, None
+            away.copied = away.copied if copied is None else copied
         self._held.clear()
         self._loaded = 0
+
+    def _all_copied(self) -> Any:
+        streams = self.streams
+        with streams.outward():
+            put = streams.mark()
+        with streams.inward():
+            streams.wait(put)
+            copied = streams.mark()
+        streams.wait(copied)
+        return copied
 
     @property
     def figures(self) -> OffloadFigures | None:
@@ -345,6 +365,9 @@ class Offload:
         self.off = self.off or "it was closed"
         self.reset()
         self.pool.close()
+
+    def _say_buffers(self) -> None:
+        self._say_once(f"offload: {self.buffers.now} device buffer(s) of {self._largest / 2**20:,.1f} MiB")
 
     def _run_short(self, to: int) -> None:
         self.buffers.shrink(to)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from host_waits import waiting
 from test_full_iteration_gpu import config_of
 from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import PACKS, steps_of  # sets deterministic variables, too
+from test_parallel_graphs_gpu import LADDER, PACKS, steps_of  # sets deterministic variables, too
 from test_recompute import (
     HIDDEN,
     LARGE,
@@ -32,6 +33,7 @@ from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.memory.recompute import checkpoint
@@ -74,6 +76,9 @@ MODES = {
 }  # fmt: skip
 
 
+needs_engine = pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+)
 IMPLS = ("local", "full_iteration")
 """Graphs that offload goes together with."""
 
@@ -141,6 +146,39 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
     config = dataclasses.replace(config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
     found = replayed(config, groups, run)
     assert found["to_host"] > 6 * PACKS, found
+
+
+@needs_engine
+@pytest.mark.parametrize("mode", ["1 buffer", "groups", "all parts", "beside recomputation"])
+def test_steps_of_transformer_engines_layers_are_those_without(mode: str, groups: ParallelGroups) -> None:
+    """Losses, gradients' norms, weights and moments; what its modules save and free in their backward passes, too."""
+    job = build_job(config_with(MODES[mode], engine=True), groups, VOCAB)
+    compared(job, run(job, packs(groups)), without(0.0, engine=True))
+    offload = job.model.offload
+    assert offload is not None and offload.figures is not None and offload.figures.moved_mib > 0
+
+
+@needs_engine
+@pytest.mark.parametrize(("impl", "mode"), [("local", "2 buffers"), ("full_iteration", "all parts")])
+def test_replayed_steps_of_transformer_engines_layers(impl: str, mode: str, groups: ParallelGroups) -> None:
+    config = config_with(MODES[mode], engine=True)
+    config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    assert replayed(config, groups, run, engine=True)["to_host"] > 6 * PACKS
+
+
+def test_a_layer_that_runs_eagerly_among_replayed_ones(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input would be another graph's memory by the time that it is copied, late, or asked for."""
+    monkeypatch.setattr(offload_module, "streams_of", lambda device: DelayedStreams("copy"))
+    config = dataclasses.replace(config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl="local"))
+    job = build_job(config, groups, VOCAB)
+    graphs = build_graphs(config, job, LADDER, groups, print)
+    assert graphs is not None
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.step.graphs = graphs
+        job.model.layers[2].eval()  # an MLP, which computes the same
+        compared(job, run(job, packs(groups)), without(0.0, engine=False))
+        assert graphs.counters.module_fallbacks.total() > PACKS
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

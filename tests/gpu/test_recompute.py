@@ -119,7 +119,11 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
 
 
 def replayed(
-    config: RunConfig, groups: ParallelGroups, steps_by: Callable[..., list[torch.Tensor]] = run
+    config: RunConfig,
+    groups: ParallelGroups,
+    steps_by: Callable[..., list[torch.Tensor]] = run,
+    *,
+    engine: bool = False,
 ) -> dict[str, Any]:
     """Replays steps, one micro-batch of them eagerly, against those without; what the host did in steady ones."""
     job = build_job(config, groups, VOCAB)
@@ -129,7 +133,7 @@ def replayed(
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
         job.step.graphs = graphs
         assert not graphs.refusals
-        compared(job, steps_by(job, packs(groups)), without(0.0, engine=False))
+        compared(job, steps_by(job, packs(groups)), without(0.0, engine=engine))
         assert graphs.counters.fallbacks.total() == 1 and graphs.counters.replays == STEPS * PACKS - 1
         assert not graphs.counters.module_fallbacks
         steady = steps_of(groups, 1, overflow=False)[:6]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.sharding import Segment
 from megatron_packed.layers import implementation as implementation_module
@@ -23,6 +24,7 @@ from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -183,6 +185,28 @@ def test_the_same_numbers_names_and_marks(engine, name: str, flat: bool) -> None
         assert torch.equal(mine, other) and mine.dtype == other.dtype
         assert {key for key in vars(mine) if key != "main_grad"} == {key for key in vars(other) if key != "main_grad"}
     assert [held.shard.name for held in held_state(model)] == [held.shard.name for held in held_state(local)]
+
+
+@pytest.mark.parametrize("memory", [
+    MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
+                 offload_layer_inputs=True, min_offloaded_tensor_size=1),
+    MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm"),
+                 fine_grained_activation_offloading=True, min_offloaded_tensor_size=1,
+                 offload_modules=("attn_proj", "mamba_scan", "mamba_out_proj", "mlp_act", "mlp_fc2", "expert_fc1")),
+    MemoryConfig(fine_grained_activation_offloading=True, min_offloaded_tensor_size=1,
+                 offload_modules=tuple(OFFLOADED_IN)),
+], ids=["inputs", "beside recomputation", "all parts"])  # fmt: skip
+def test_recomputed_and_offloaded_they_give_the_same_bits(engine, memory: MemoryConfig) -> None:
+    found = []
+    for chosen in (MemoryConfig(), memory):
+        config = cases.tiny_config("M*-E", moe_shared_expert_intermediate_size=24)
+        model = HybridModel(config, vocab_size=cases.VOCAB, max_positions=256, backends=ENGINE, memory=chosen).train()
+        buffers = FlatBuffers(model)
+        for seed in (0, 1):
+            model(cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3)).loss.backward()
+        found.append(buffers.grads.clone())
+    assert torch.equal(*found) and found[0].any()
+    assert model.offload is not None and model.offload.pool.pinned > 0
 
 
 def test_every_linear_and_norm_between_the_layers_is_its_own(engine) -> None:

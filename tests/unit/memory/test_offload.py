@@ -120,6 +120,24 @@ def test_small_tensors_and_others_of_the_same_bundle():
     assert offload.pool.num_bytes == 512
 
 
+def test_what_comes_back_is_as_well_aligned_as_it_was():
+    """Kernels, and those who choose among them, ask for it."""
+    offload, base = offloader(), torch.randn(300)
+    for offset in (0, 3, 64, 77):
+        view = base[offset : offset + 200].view(20, 10)
+        kept = offload.keep([view])
+        offload.join()
+        (taken,) = kept.take()
+        assert torch.equal(taken, view) and taken.storage_offset() == offset % 64
+
+
+def test_that_nothing_is_large_enough_is_said_once():
+    _, offload, said = gradients(LateStreams(prompt=True), min_elements=1000)
+    assert said == ["offload has moved nothing: no tensor that it is for has 1,000 elements "
+                    "(--min-offloaded-tensor-size)"]  # fmt: skip
+    assert offload.off is None and offload.pool.pinned == 0
+
+
 def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
     """As autograd has it. Nobody else hears of it: not the next bundle, and none if it is dropped."""
     for then in ("take", "keep", "stays"):
@@ -287,7 +305,7 @@ def plain():
 def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
     _, offload, said = gradients(free := LateStreams(prompt=True))
     assert free.allocations["device"] > 10 and offload.buffers.now == 3
-    assert said == ["offload: 2 device buffers of 0.0 MiB", "offload: 3 device buffers of 0.0 MiB"]
+    assert said == ["offload: 2 device buffer(s) of 0.0 MiB", "offload: 3 device buffer(s) of 0.0 MiB"]
     for number in range(free.allocations["device"]):
         found, offload, said = gradients(LateStreams(prompt=True, fail_device=[number]))
         assert all(map(torch.equal, found, plain)), number
@@ -383,8 +401,10 @@ def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
 
 
 @pytest.mark.parametrize("order", ORDERS[::3])
-def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order):
+def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, monkeypatch):
+    """And the host waits for nothing meanwhile: a collective that no other rank comes to may be queued before them."""
     streams = LateStreams(order)
+    monkeypatch.setattr(streams, "synchronize", None)
     offload = offloader(streams, forced=3)
     with pytest.raises(KeyError), offload.whole_pass():
         kept = [offload.keep([streams.tensor(pack(5, number))]) for number in range(8)]

@@ -105,7 +105,10 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(impl, memory, buffer
     run = Run(config_of(cuda_graph_impl=impl), dataclasses.replace(memory, offload_buffers=buffers), engine)
     run_all(run, expected)
     offload = run.job.model.offload
-    assert engine.streams.copies_in_graphs and offload.buffers.now == buffers and offload.news()[1:] == []
+    said = offload.news()
+    assert engine.streams.copies_in_graphs and said[0].startswith(f"offload: {buffers} device buffer(s) of ")
+    # Sizes of what the reference kernels save differ from pack to pack, and a replay of the stand-in runs them again.
+    assert memory is TRAVELLERS or said[1:] == []
     assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
 
 
@@ -175,6 +178,24 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected
     for number in (*range(len(STEPS)), 0):
         plain.step(number)
     assert digest_of(run.job) == digest_of(plain.job)
+
+
+def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected, released):  # noqa: F811
+    """The next graph may write over its input, which it keeps and copies to the host when it likes."""
+    run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine())
+    module, addresses = run.graphs.modules[2], set()
+    given_up = {captured.input.data_ptr() for captured in module.captured.values() if captured in released}
+    forward = module.forward
+
+    def watching(hidden, packed):
+        addresses.add(hidden.data_ptr())
+        return forward(hidden, packed)
+
+    module.forward = watching
+    for number, (metrics, digest) in enumerate(expected):
+        module.module.eval()  # an MLP, which computes the same
+        assert torch.equal(run.step(number), metrics) and digest_of(run.job) == digest, number
+    assert run.graphs.counters.module_fallbacks and given_up and not given_up & addresses
 
 
 def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
