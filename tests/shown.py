@@ -99,11 +99,10 @@ def claims_of(item: pytest.Item) -> dict[str, list[str]]:
 
 
 def outcome_of(phases: list[pytest.TestReport]) -> str:
-    """A test passed if it was called and nothing else happened."""
+    """Of a test, as far as it came: one that was never called has not run."""
     outcomes, called = {report.outcome for report in phases}, any(report.when == "call" for report in phases)
-    if "failed" not in outcomes and "skipped" in outcomes:
-        return "skipped"
-    return "passed" if called and outcomes == {"passed"} else "failed"
+    worst = next(outcome for outcome in ("failed", "skipped", "passed") if outcome in outcomes)
+    return worst if called or worst != "passed" else "not run"
 
 
 class Recorder:
@@ -146,21 +145,18 @@ class Recorder:
             self._write(kept)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if dict(report.user_properties).get("shows"):
-            self._phases.setdefault(report.nodeid, []).append(report)
-
-    def pytest_sessionfinish(self) -> None:
-        if self._collects or not self._writes:
+        """Written at once: who stops a long run keeps what it has shown."""
+        shows, tests = dict(report.user_properties).get("shows"), self._record["tests"]
+        if shows is None or not self._writes:
             return
-        tests = self._record["tests"]
-        for name, phases in self._phases.items():
-            entry = {"outcome": outcome_of(phases), "shows": dict(phases[0].user_properties)["shows"]}
-            if entry["outcome"] == "skipped" and tests.get(name) == {**entry, "outcome": "passed"}:
-                continue  # there were more GPUs
-            tests[name] = entry
-        self._write(tests)
+        phases = self._phases.setdefault(report.nodeid, [])
+        phases.append(report)
+        entry = {"outcome": outcome_of(phases), "shows": shows}
+        if entry["outcome"] != "skipped" or tests.get(report.nodeid) != {**entry, "outcome": "passed"}:  # on more GPUs
+            self._write(tests | {report.nodeid: entry})
 
     def _write(self, tests: dict[str, Any]) -> None:
+        self._record["tests"] = tests
         head = json.dumps({name: value for name, value in self._record.items() if name != "tests"})
         lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(tests.items()))
         self._path.write_text(f'{head[:-1]}, "tests": {{\n' + ",\n".join(lines) + "\n}}\n")

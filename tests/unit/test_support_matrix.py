@@ -74,7 +74,7 @@ def report(when, outcome, name="tests/a.py::test"):
     (["setup passed", "call passed", "teardown failed"], "failed"),
     (["setup passed", "call skipped", "teardown passed"], "skipped"),
     (["setup skipped", "teardown passed"], "skipped"),
-    (["setup passed"], "failed"),
+    (["setup passed"], "not run"),
 ])  # fmt: skip
 def test_what_a_run_records(phases, outcome, tmp_path):
     path = tmp_path / "record.json"
@@ -83,15 +83,13 @@ def test_what_a_run_records(phases, outcome, tmp_path):
         recorder = shown.Recorder(config, path)
         for phase in phases:
             recorder.pytest_runtest_logreport(report(*phase.split()))
-        recorder.pytest_sessionfinish()
     record = json.loads(path.read_text())
     assert record["tests"] == {"tests/a.py::test": {"outcome": outcome, "shows": CLAIM}}
     skipping = shown.Recorder(config, path)
     skipping.pytest_runtest_logreport(report("setup", "skipped"))
-    skipping.pytest_sessionfinish()
     after = json.loads(path.read_text())["tests"]["tests/a.py::test"]["outcome"]
     assert after == ("passed" if outcome == "passed" else "skipped")
-    path.write_text(json.dumps({**record, "torch": "0.1"}))
+    path.write_text(path.read_text().replace(shown.torch.__version__, "0.1"))
     with pytest.raises(pytest.UsageError, match="another machine or other versions"):
         shown.Recorder(config, path)
 
