@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "tests", "benchmarks", "docs"))
 
 from coming_from_megatron import markdown
-from shown import AXES, COLUMNS, GRAPHS, OTHERS, ROWS, axes_of
+from shown import AXES, COLUMNS, GRAPHS, OPTIONS, OTHERS, ROWS, axes_of
 
 import layouts
 from megatron_packed.config.errors import ConfigError
@@ -101,7 +101,7 @@ class Cells:
                 stand_in = " stand-in" * (seen.label == "CPU" and column in GRAPHS)
                 if seen.outcome == outcome:
                     texts.setdefault(seen.label.split()[0], f"[{text.format(seen.label + stand_in)}]({seen.link})")
-        refused = refusal(COLUMNS.get(column, {}), *(ROWS.get(row, {}) for row in rows))
+        refused = refusal(COLUMNS.get(column, {}), *(OPTIONS.get(row, {}) for row in rows))
         if refused:
             self.refusals += [refused] * (refused not in self.refusals)
             otherwise = "else " * bool(texts)
@@ -133,7 +133,7 @@ def tables() -> str:
             (f"**{row}**", *(cell(column, row) if column != row else "" for column in COLUMNS)) for row in ROWS
         )),
         "## Parallelism together", markdown(("", *axes), together),
-        "## Data, tokenizers, precision",
+        "## Data, tokenizers and the rest",
         markdown(("", "", "seen on"), (
             (kind, name, cell(kind, name)) for kind, names in OTHERS.items() for name in names
         )),
