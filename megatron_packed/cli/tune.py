@@ -355,7 +355,7 @@ class _Report:
         if one.step_ms is None:
             return cells | {"micro-batch ms": "-", "step ms": "-", "tokens/s": "-"}
         return cells | {
-            "micro-batch ms": f"{one.micro_batch_ms:.4g}", "step ms": f"{one.step_ms:.4g}",
+            "micro-batch ms": f"{one.micro_batch_ms:,.2f}", "step ms": f"{one.step_ms:,.2f}",
             "tokens/s": f"{one.tokens_per_second:,.0f}",
         }  # fmt: skip
 

@@ -98,8 +98,13 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a run's log; a line that a killed run cut off is passed over."""
-    records = []
+    """The records of a run's log; a line that a killed run cut off is passed over.
+
+    The load of each expert is left in the last record that has it: a number for each expert, layer and step would be
+    most of what a long log takes in memory.
+    """
+    records: list[Record] = []
+    loaded: Record = {}
     with open(path, errors="replace") as lines:
         for line in lines:
             try:
@@ -108,6 +113,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
                 continue
             if isinstance(record, dict):
                 records.append(record)
+                if record.get("expert_load"):
+                    loaded.pop("expert_load", None)
+                    loaded = record
     return records
 
 

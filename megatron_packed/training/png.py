@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_packed.training.curves import Run, panels_of, points
+from megatron_packed.training.curves import Run, panels_of
+from megatron_packed.training.report import lines_of
+from megatron_packed.training.svg import COLOURS, DASHES, MOST_POINTS, Line, thinned
 
 _COLUMNS = 2
 
@@ -25,24 +28,45 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
         raise ValueError(f"a PNG needs matplotlib: pip install 'megatron-packed[plot]' ({error}).") from error
     panels = panels_of(runs)
     rows = -(-len(panels) // _COLUMNS)
-    figure = Figure(figsize=(11, 3.2 * rows), layout="constrained")
+    head = 0.25 * len(runs) if len(runs) > 1 else 0.0  # a line for each of them
+    figure = Figure(figsize=(11, 3.2 * rows + head), layout="constrained")
     axes = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
     for axis, panel in zip(axes, panels):
-        for run in runs:
-            for curve in panel.curves:
-                found = points(run.records, curve)
-                if found:
-                    words = " ".join(filter(None, [run.name if len(runs) > 1 else "", curve.legend]))
-                    marker = "o" if curve.dots or len(found) == 1 else ""
-                    # What begins with an underscore would be left out of the legend.
-                    axis.plot(*zip(*found), marker=marker, markersize=4, label=words.lstrip("_"))
+        for line in lines_of(panel, runs):
+            _draw(axis, line)
         axis.set(title=panel.title, ylabel=panel.unit, xlabel="step")
         axis.grid(alpha=0.3)
-        if any(text for text in axis.get_legend_handles_labels()[1]):
-            axis.legend()
+        named = [curve for curve in panel.curves if curve.legend]
+        if named:
+            alone = len(runs) == 1
+            keys = [_key(COLOURS[at] if alone else "black", "" if alone else DASHES[at], curve.dots)
+                    for at, curve in enumerate(named)]  # fmt: skip
+            axis.legend(keys, [curve.legend for curve in named], fontsize=8, framealpha=0.6)
     for axis in axes[len(panels) :]:
         axis.remove()
+    if len(runs) > 1:
+        keys = [_key(COLOURS[number % len(COLOURS)], "", False) for number in range(len(runs))]
+        figure.legend(keys, [run.name for run in runs], loc="outside upper left", frameon=False)
     image = Path(image)
     image.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(image)
     return image
+
+
+def _draw(axis: Any, line: Line) -> None:
+    """As the page does: means of a long line, in a band from the smallest to the largest."""
+    xs, means, low, high = zip(*thinned(line.points, MOST_POINTS))
+    if len(xs) < len(line.points):
+        axis.fill_between(xs, low, high, color=line.colour, alpha=0.18, linewidth=0)
+    marker = "o" if line.dots or len(xs) == 1 else ""
+    axis.plot(xs, means, color=line.colour, linestyle=_style(line.dash), marker=marker, markersize=4, linewidth=1.4)
+
+
+def _key(colour: str, dash: str, dots: bool) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=colour, linestyle=_style(dash), marker="o" if dots else "", markersize=4)
+
+
+def _style(dash: str) -> Any:
+    return (0, tuple(map(float, dash.split()))) if dash else "-"

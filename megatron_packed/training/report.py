@@ -12,18 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.training.curves import Panel, Record, Run, panels_of, points, read_run
+from megatron_packed.training.page import write_html
 from megatron_packed.training.svg import COLOURS, DASHES, Line, heat_map, line_chart
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2em auto; padding: 0 1em; color: #222 }
-h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
-table { border-collapse: collapse }
-td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top }
-pre { background: #f5f5f5; padding: 1em; overflow-x: auto }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1em 1.5em }
-figure { margin: 0 } figcaption span { margin-left: 1em; white-space: nowrap; font-size: .85em }
+.runs td, .runs th { min-width: 6.5em; overflow-wrap: anywhere }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1em 1.5em }
+figure { margin: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
 figure > svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: #444 }
 .key { width: 22px; height: 10px }
+@media (max-width: 480px) { figure > svg { font-size: 15px } }
 """
 
 
@@ -38,7 +36,8 @@ def charts(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> st
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
             title = f"Load of each expert{_of(run, runs)}"
-            unit = f"step {with_loads[-1]['iteration']}, over the mean of its layer (rows: E layers)"
+            last = f"step {with_loads[-1]['iteration']}, over the mean of its layer"
+            unit = f"{last} (rows: E layers; white: the mean, blue: less, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             found.append(heat_map(title, unit, loads, row="E layer", column="expert"))
     return f'<div class="charts">{"".join(found)}</div>'
@@ -48,7 +47,8 @@ def _of(run: Run, runs: Sequence[Run]) -> str:
     return f" of {run.name}" if len(runs) > 1 else ""
 
 
-def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> str:
+def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
+    """The curves of a panel that have points: one run in a colour for each curve, several in a colour each."""
     lines = []
     for number, run in enumerate(runs):
         for place, curve in enumerate(panel.curves):
@@ -63,7 +63,11 @@ def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> st
                     curve.dots,
                 )
             )
-    lines = [line for line in lines if line.points]
+    return [line for line in lines if line.points]
+
+
+def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> str:
+    lines = lines_of(panel, runs)
     if panel.title != "Loss":
         return line_chart(panel.title, panel.unit, lines)
     skipped = [(float(str(step["iteration"])), 0.0) for run in runs for step in run.steps if step.get("skipped")]
@@ -148,15 +152,8 @@ def write_page(
         cells = "".join(f"<td>{html.escape(column.get(name, ''))}</td>" for column in columns)
         rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
     blocks = "".join(f"<h2>{html.escape(k)}</h2><pre>{html.escape(v)}</pre>" for k, v in notes)
-    page = Path(page)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><table>{''.join(rows)}</table><h2>Curves</h2>"
-        f"{charts(runs, levels)}{blocks}</html>\n",
-        encoding="utf-8",
-    )
-    return page
+    table = f"<div class='wide'><table class='runs'>{''.join(rows)}</table></div>"
+    return write_html(page, title, f"{table}<h2>Curves</h2>{charts(runs, levels)}{blocks}", _STYLE)
 
 
 def write_report(

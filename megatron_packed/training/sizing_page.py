@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.sizing import Expected, Packing
+from megatron_packed.training.page import write_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; color: #222 }
-h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
-table { border-collapse: collapse } td, th { padding: .25em .9em .25em 0; text-align: right }
-pre { background: #f5f5f5; padding: 1em; white-space: pre-wrap } svg { max-width: 100%; height: auto }
+td, th { text-align: right; white-space: nowrap }
+.flags { white-space: pre-wrap }
+.wide > svg { display: block; width: 100%; min-width: 720px; height: auto }
 """
 
 
@@ -49,6 +49,7 @@ def figure(
         edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
         axis.hist(lengths, bins=edges, color="tab:gray")
         axis.set(title="Documents by length", xlabel="tokens", ylabel="documents", xscale="log")
+        axis.xaxis.set_major_formatter("{x:,.0f}")
     counts, covered = next(axes), next(axes)
     for packing in packings:
         top = packing.percentiles()
@@ -56,10 +57,15 @@ def figure(
         counts.step(values, packs, where="mid", label=packing.method)
         label = f"{packing.method}: P50 {top['p50']}, P90 {top['p90']}, P99 {top['p99']}, most {top['max']}"
         covered.step(values, 100 * np.cumsum(packs) / packs.sum(), where="post", label=label)
-    counts.set(title="Packs by documents", xlabel="documents in a pack", ylabel="packs", xscale="log", yscale="log")
-    covered.set(title="Packs that a capacity covers", xlabel="capacity", ylabel="% of packs", xscale="log")
-    for capacity in choice.capacities:
-        covered.axvline(capacity, color="black", linestyle="--", linewidth=1)
+    counts.set(title="Packs by documents", xlabel="documents in a pack", ylabel="packs", yscale="log")
+    covered.set(title="Packs that a capacity covers", xlabel="capacity", ylabel="% of packs")
+    for axis in (counts, covered):  # 1, 2, 4, 8 ...
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    counts.yaxis.set_major_formatter("{x:,.0f}")
+    for number, capacity in enumerate(choice.capacities):
+        label = None if number else "recommended"
+        covered.axvline(capacity, color="black", linestyle="--", linewidth=1, label=label)
     counts.legend(fontsize=8)
     covered.legend(fontsize=8)
     if priced:
@@ -101,12 +107,13 @@ def write_page(
     FigureCanvasSVG(made).print_svg(target)
     svg = target.getvalue()
     blocks = "".join(f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><h2>Recommended</h2><pre>{html.escape(flags)}</pre>"
-        f"{blocks}<h2>Charts</h2>{svg[svg.index('<svg') :]}"
-        f"<h2>As on the console</h2><pre>{html.escape(chr(10).join(text))}</pre></html>\n"
+    write_html(
+        path,
+        title,
+        f"<h2>Recommended</h2><pre class='flags'>{html.escape(flags)}</pre>{blocks}"
+        f"<h2>Charts</h2><div class='wide'>{svg[svg.index('<svg') :]}</div>"
+        f"<h2>As on the console</h2><pre>{html.escape(chr(10).join(text))}</pre>",
+        _STYLE,
     )
 
 
@@ -116,4 +123,4 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>" for row in rows
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"

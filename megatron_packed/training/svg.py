@@ -12,7 +12,7 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 
 _WIDTH, _HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 8, 36
-_MOST_POINTS = 500
+MOST_POINTS = 500
 """Of a line; a longer one is drawn as means, in a band from the smallest to the largest value of each."""
 
 Points = Sequence[tuple[float, float]]
@@ -67,7 +67,7 @@ def heat_map(title: str, unit: str, rows: Sequence[Sequence[float]], *, row: str
 
     Args:
         rows: values, 1 being what all should have.
-        row, column: what rows and columns are, for the words that a pointer shows.
+        row, column: what rows and columns are.
     """
     columns = max(map(len, rows))
     wide = (_WIDTH - _LEFT - _RIGHT) / columns
@@ -80,12 +80,17 @@ def heat_map(title: str, unit: str, rows: Sequence[Sequence[float]], *, row: str
                 f'<rect x="{_LEFT + j * wide:.1f}" y="{_TOP + i * high:.1f}" width="{wide:.2f}" height="{high:.2f}" '
                 f'fill="{_shade(value)}"><title>{_text(row)} {i}, {_text(column)} {j}: {value:.2f}</title></rect>'
             )
+            if wide >= 40 and high >= 14:
+                x, y = _LEFT + (j + 0.5) * wide, _TOP + (i + 0.5) * high + 4
+                parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{value:.2f}</text>')
     for i in range(0, len(rows), max(1, len(rows) // 8)):
         y = _TOP + (i + 0.5) * high + 4
         parts.append(f'<text x="{_LEFT - 6}" y="{y:.1f}" text-anchor="end">{i}</text>')
     for j in range(0, columns, max(1, columns // 8)):
         x, y = _LEFT + (j + 0.5) * wide, height - _BOTTOM + 15
         parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{j}</text>')
+    x, y = (_LEFT + _WIDTH - _RIGHT) / 2, height - 4
+    parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{_text(column)}</text>')
     heading = f"<b>{_text(title)}</b> <small>{_text(unit)}</small>"
     return (
         f'<figure><figcaption>{heading}</figcaption><svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
@@ -144,7 +149,7 @@ def _rule(y: float, colour: str, dash: str = "") -> str:
 
 def _drawn(line: Line, across: _Axis, up: _Axis) -> list[str]:
     parts = []
-    bins = thinned(line.points, _MOST_POINTS)
+    bins = thinned(line.points, MOST_POINTS)
     places = [(across.at(x), up.at(mean)) for x, mean, _, _ in bins]
     if len(bins) < len(line.points):
         upper = [f"{across.at(x):.1f} {up.at(high):.1f}" for x, _, _, high in bins]
@@ -188,10 +193,15 @@ def _shade(value: float) -> str:
 
 
 def _number(value: float, unit: float) -> str:
-    """A tick, with as many digits as tell neighbours apart."""
-    if value and not 1e-3 <= max(abs(value), unit) < 1e7:
+    """A tick, with as many digits as tell neighbours apart.
+
+    Example:
+        1,500,000 among multiples of 500,000: ``1.5 M``.
+    """
+    if max(abs(value), unit) < 1e-3:
         return f"{value:.2g}" if unit >= 0.1 * abs(value) else f"{value:.4g}"
-    return f"{value:,.{max(0, -math.floor(math.log10(unit)))}f}"
+    power, letter = next(((p, s) for p, s in ((12, " T"), (9, " G"), (6, " M")) if abs(value) >= 10**p), (0, ""))
+    return f"{value / 10**power:,.{max(0, power - math.floor(math.log10(unit)))}f}{letter}"
 
 
 def _text(text: str) -> str:

@@ -211,6 +211,7 @@ def test_plot(tmp_path, capsys):
         assert part in page, part
     assert "http" not in page and "<script" not in page and "a<b" not in page and len(page) < 300_000
     assert "Gradient norm" not in page  # no run has it
+    assert "name='viewport'" in page and page.count("<div class='wide'><table") == 1  # which a phone scrolls
     tree = ElementTree.fromstring(page[page.index('<div class="charts">') : page.index("</html>")])
     assert len(tree.findall("figure")) == 10 + 2
     pytest.importorskip("matplotlib")

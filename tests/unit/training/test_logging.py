@@ -187,6 +187,13 @@ def test_console_shows_no_control_characters(capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_a_read_log_keeps_the_last_loads_of_experts(tmp_path):
+    lines = [{"step": 1, "expert_load": [[1, 1]]}, {"step": 2, "expert_load": [[0, 2]]}, {"step": 3}]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_jsonl(log) == [{"step": 1}, *lines[1:]]
+
+
 def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = [record(i, loss=5 - 0.3 * i).as_dict() for i in range(1, 11)]
