@@ -53,14 +53,14 @@ OTHERS = {
     "Data": ("messages", "ShareGPT", "Alpaca", "prompt and completion", "text", "Parquet", "Hugging Face data set",
              ".bin and .idx", "blend"),
     "Tokenizer": ("tokenizer.json", "GPT-2's two files", "bytes", "BPE trained on the data", "tiktoken",
-                  "SentencePiece"),
+                  "SentencePiece", "token numbers"),
+    "Prompt format": ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"),
     "Precision": ("float32", "bf16"),
     "Parallelism": ("pipeline", "CP a2a+p2p"),
 }  # fmt: skip
 """Columns of their own."""
 OPTIONS = {
     **ROWS,
-    "tiktoken": {"tokenizer_type": "TikTokenizer"}, "SentencePiece": {"tokenizer_type": "SentencePieceTokenizer"},
     "pipeline": {"pipeline_model_parallel_size": 2}, "CP a2a+p2p": {"cp_comm_type": "a2a+p2p"},
 }  # fmt: skip
 """Of rows that may be refused."""

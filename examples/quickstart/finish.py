@@ -24,8 +24,8 @@ MARGIN = 0.5
 
 def main() -> int:
     config = parse_or_exit(sys.argv[1:], launched=False)
-    tokenizer = build_tokenizer(config.data)
-    chat = chat_format("default", tokenizer)
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    chat = chat_format(tokenizer)
     valid = open_dataset(
         config.data.valid_data_path, tokenizer, chat, sft=True, cache_root=config.data.data_cache_path, show=False
     )

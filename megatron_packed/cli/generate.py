@@ -47,21 +47,23 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.data.chat import Piece, chat_format
-    from megatron_packed.data.encode import EncodedDocument, encode_pieces, prompt_tokens
+    from megatron_packed.data.encode import encode_pieces, prompt_tokens
+    from megatron_packed.data.errors import BadLine
     from megatron_packed.data.tokenizer import vocabulary
     from megatron_packed.models.generate import generate
     from megatron_packed.training.build import device_of
     from megatron_packed.training.data import build_tokenizer
     from megatron_packed.training.inference import load_model
 
-    tokenizer = build_tokenizer(config.data)
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     if config.data.sft:
-        chat = chat_format("default", tokenizer, config.data.chat_template)
+        chat = chat_format(tokenizer, config.data.chat_template, config.data.sft_tokenizer_prompt_format)
         tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": prompt}])
         chat.close()
     else:
         [document] = encode_pieces(tokenizer, [[Piece(prompt, False, False)]])
-        assert isinstance(document, EncodedDocument), document  # plain text without marks can always be encoded
+        if isinstance(document, BadLine):
+            raise document
         tokens = [int(token) for token in document.ids]
     if not tokens:
         raise UsageError("--prompt is empty; give at least one character.")

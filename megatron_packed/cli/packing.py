@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
     divided = config.data.split is not None
     try:
-        tokenizer = build_tokenizer(config.data)
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         documents = open_documents(
             config.data, tokenizer, validates=divided and config.validates, tests=divided and config.tests
         )
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def with_unused_flags(run_flags: Sequence[str]) -> list[str]:
     """The flags, and before them those that a whole run would require and nobody gave."""
     given = gather(run_flags).values
-    found = {*given, *(key.partition(".")[0] for key in given)}
+    found = {*given, *(key.partition(".")[0] for key in given if key != "model.vocab_size")}  # it is a tokenizer's too
     if "training.train_samples" in given:  # which says how many iterations there are
         found.add("training.train_iters")
     unused = [word for key, words in _UNUSED.items() if key not in found for word in words]

@@ -89,7 +89,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     options, lengths, reason = config.data, None, "no data was named"
     vocab_size = config.model.vocab_size
     try:
-        tokenizer = build_tokenizer(options, build_missing=False)
+        tokenizer = build_tokenizer(options, vocab_size, build_missing=False)
         vocab_size = vocabulary(tokenizer, vocab_size)
         if options.train_paths != NO_DATA[1:]:
             lengths = open_documents(options, tokenizer, validates=False, show=False, build_missing=False).train.lengths

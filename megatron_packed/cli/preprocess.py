@@ -4,7 +4,7 @@ These are PREFIX_KEY_document.bin and .idx for each key.
 
 The output does not depend on the number of workers and is there as a whole or not at all; PREFIX_KEY_document.crc32c
 holds its checksums. Lines that cannot be used are counted and listed in PREFIX.quarantine.jsonl. Takes the flags of
-pretrain_hybrid.py for the tokenizer (--tokenizer-type, --tokenizer-model) and --max-bad-fraction.
+pretrain_hybrid.py for the tokenizer (--tokenizer-type, --tokenizer-model, ...) and --max-bad-fraction.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     words = ["--data-path", *arguments.input, "--seq-length", "2", *run_flags]
     if "data.data_cache_path" not in gather(run_flags).values:  # of a tokenizer that is trained
         words += ["--data-cache-path", str(prefix.parent)]
-    options = parse_or_exit(with_unused_flags(words), launched=False).data
+    config = parse_or_exit(with_unused_flags(words), launched=False)
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources import expand_paths
@@ -54,11 +54,11 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         report, names = preprocess(
             expand_paths(arguments.input),
             prefix,
-            partial(build_tokenizer, options),
+            partial(build_tokenizer, config.data, config.model.vocab_size),
             PreprocessOptions(
                 keys=tuple(arguments.json_keys),
                 append_eod=arguments.append_eod,
-                max_bad_fraction=options.max_bad_fraction,
+                max_bad_fraction=config.data.max_bad_fraction,
                 workers=workers,
             ),
         )

@@ -161,9 +161,8 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     from megatron_packed.training.documents import open_documents
 
     try:
-        documents = open_documents(
-            config.data, build_tokenizer(config.data), validates=False, show=sys.stderr.isatty()
-        ).train
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        documents = open_documents(config.data, tokenizer, validates=False, show=sys.stderr.isatty()).train
         plan, _, _ = plan_training(replace(config, cuda_graph=CudaGraphConfig()), documents)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
@@ -207,7 +206,7 @@ def _costs(
 
     vocab_size = config.model.vocab_size
     if arguments.lengths is None:
-        vocab_size = vocabulary(build_tokenizer(config.data), vocab_size)
+        vocab_size = vocabulary(build_tokenizer(config.data, vocab_size), vocab_size)
     if vocab_size is None:
         raise UsageError("--vocab-size is required: there is no data to make a tokenizer of.")
     capacities = capacities_to_measure(packings, arguments.capacities)

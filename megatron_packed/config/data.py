@@ -13,9 +13,16 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
-GPT2 = "GPT2BPETokenizer"
+GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
+NULL = "NullTokenizer"
+MODEL_FILES = {HUGGING_FACE: "a tokenizer.json or its directory", TIKTOKEN: "a vocabulary of tiktoken",
+               SENTENCEPIECE: "a SentencePiece .model"}  # fmt: skip
+"""What --tokenizer-model names."""
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
+PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
+"""Of Megatron's SFTTokenizer."""
+_TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 CACHE_NAME = ".megatron_packed_cache"
 """Directory beside the first file that holds tokenised data when --data-cache-path names none."""
 _NAMES_TRAINING = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
@@ -23,11 +30,9 @@ TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
 """The options of which one names the training data."""
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
-    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer",
-                     "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"), _CONVERT),
-    "NullTokenizer": f"give {BYTES}",
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), _CONVERT),
     "MultimodalTokenizer": f"models read text only: give {HUGGING_FACE}",
-    "NullMultimodalTokenizer": f"models read text only: give {BYTES}",
+    "NullMultimodalTokenizer": f"models read text only: give {NULL}",
 }
 
 
@@ -80,14 +85,17 @@ class DataConfig(Section, title="data"):
     )
 
     tokenizer_type: str = option(
-        BYTES, "Tokenizer: a tokenizer.json of Hugging Face, GPT-2's two files, bytes as tokens, or a BPE trained on "
-        "the training data.", group="tokenizer", choices=(HUGGING_FACE, GPT2, BYTES, TRAINED_BPE),
-        value_aliases={"SFTTokenizer": HUGGING_FACE},
+        BYTES, "Tokenizer: a tokenizer.json of Hugging Face, GPT-2's two files, a vocabulary of tiktoken, a "
+        "SentencePiece model, bytes as tokens, text that is numbers of tokens, or a BPE trained on the training data.",
+        group="tokenizer", choices=(HUGGING_FACE, GPT2, TIKTOKEN, SENTENCEPIECE, BYTES, NULL, TRAINED_BPE),
+        value_aliases={"SFTTokenizer": HUGGING_FACE, "GPTSentencePieceTokenizer": SENTENCEPIECE,
+                       "Llama2Tokenizer": SENTENCEPIECE},
         not_built=_NOT_BUILT,
         megatron=("none: required", "bytes need no file"),
     )
     tokenizer_model: str | None = option(
-        None, "tokenizer.json, or the directory that holds it.", group="tokenizer", path="input_file"
+        None, "tokenizer.json, or the directory that holds it; the vocabulary of a TikTokenizer (JSON, or .tiktoken); "
+        "the .model of a SentencePieceTokenizer.", group="tokenizer", path="input_file"
     )
     vocab_file: str | None = option(
         None, f"vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
@@ -97,6 +105,26 @@ class DataConfig(Section, title="data"):
     )
     tokenizer_vocab_size: int = option(
         4096, "Entries of a TrainedBPETokenizer.", unit="tokens", group="tokenizer", minimum=260, maximum=1 << 20
+    )
+    tokenizer_special_tokens: tuple[str, ...] = option(
+        (), "Special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> <cls> <sep> when not "
+        "given), further ones of a SentencePieceTokenizer.", group="tokenizer", aliases=("tiktoken-special-tokens",),
+    )
+    tiktoken_num_special_tokens: int = option(
+        1000, "Special tokens of a TikTokenizer, numbered before its vocabulary; those without a name are <SPECIAL_n>.",
+        unit="tokens", group="tokenizer", minimum=3, maximum=1 << 20,
+    )
+    tiktoken_pattern: str = option(
+        "v2", "Where a TikTokenizer cuts text before it merges bytes.", group="tokenizer", choices=("v1", "v2")
+    )
+    null_tokenizer_eod_id: int | None = option(
+        None, "End of document of a NullTokenizer; the last of --vocab-size when not given.", group="tokenizer",
+        minimum=0,
+    )
+    sft_tokenizer_prompt_format: str | None = option(
+        None, "Megatron's way to make tokens and targets of a conversation, in place of a chat template of which the "
+        "assistant's answers are learned.", group="tokenizer", choices=PROMPT_FORMATS,
+        megatron=("nemotron-h-aligned", "a tokenizer's own template is what its model knows"),
     )
     chat_template: str | None = option(
         None, f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; by default the tokenizer's own.",
@@ -178,12 +206,13 @@ class DataConfig(Section, title="data"):
         if sound("split") and self.split is not None:
             yield from self._split_rules(self.split)
         if sound("tokenizer_type", "tokenizer_model"):
-            if self.tokenizer_type == HUGGING_FACE and self.tokenizer_model is None:
-                yield Problem("--tokenizer-model", "", f"is required with --tokenizer-type {HUGGING_FACE}",
-                              "give the path of a tokenizer.json or of its directory")
-            elif self.tokenizer_type != HUGGING_FACE and self.tokenizer_model is not None:
+            wanted = MODEL_FILES.get(self.tokenizer_type)
+            if wanted is not None and self.tokenizer_model is None:
+                yield Problem("--tokenizer-model", "", f"is required with --tokenizer-type {self.tokenizer_type}",
+                              f"give the path of {wanted}")
+            elif wanted is None and self.tokenizer_model is not None:
                 yield Problem("--tokenizer-model", self.tokenizer_model, f"a {self.tokenizer_type} reads no model file",
-                              f"leave it out, or give --tokenizer-type {HUGGING_FACE}")
+                              f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}")
         if sound("tokenizer_type", "vocab_file", "merge_file"):
             for name in ("vocab_file", "merge_file"):
                 given = getattr(self, name)
@@ -192,9 +221,37 @@ class DataConfig(Section, title="data"):
                 elif self.tokenizer_type != GPT2 and given is not None:
                     yield Problem(self.flag(name), given, f"a {self.tokenizer_type} reads no such file",
                                   f"leave it out, or give --tokenizer-type {GPT2}")
-        if self.chat_template is not None and not self.sft:
-            yield Problem("--chat-template", self.chat_template, "templates are applied to conversations only",
-                          "add --sft, or leave it out")
+        if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
+            yield from self._special_token_rules()
+        yield from self._chat_rules(sound)
+
+    def _special_token_rules(self) -> Iterator[Problem]:
+        flag, named = self.flag("tokenizer_special_tokens"), self.tokenizer_special_tokens
+        given = " ".join(named)
+        if named and self.tokenizer_type not in (TIKTOKEN, SENTENCEPIECE):
+            yield Problem(flag, given, f"a {self.tokenizer_type} takes none beside its own", "leave it out, or give "
+                          f"--tokenizer-type {TIKTOKEN} or {SENTENCEPIECE}")
+        elif "" in named or len(set(named)) < len(named):
+            yield Problem(flag, given, "names one twice, or none", "name each once")
+        elif named and self.tokenizer_type == TIKTOKEN:
+            if missing := [token for token in _TIKTOKEN_NEEDS if token not in named]:
+                yield Problem(flag, given, f"lacks {' '.join(missing)}", f"name {' '.join(_TIKTOKEN_NEEDS)} among them")
+            if len(named) > self.tiktoken_num_special_tokens:
+                yield Problem(flag, given, f"are {len(named)}, and --tiktoken-num-special-tokens is "
+                              f"{self.tiktoken_num_special_tokens}", "raise it, or name fewer")
+        elif self.tokenizer_type == TIKTOKEN and self.tiktoken_num_special_tokens < 7:
+            yield Problem("--tiktoken-num-special-tokens", str(self.tiktoken_num_special_tokens),
+                          "is less than the 7 that have names", f"raise it, or name fewer by {flag}")
+
+    def _chat_rules(self, sound: Sound) -> Iterator[Problem]:
+        template, form = self.chat_template, self.sft_tokenizer_prompt_format
+        for name in ("chat_template", "sft_tokenizer_prompt_format"):
+            if getattr(self, name) is not None and not self.sft and sound(name):
+                yield Problem(self.flag(name), getattr(self, name), "is for conversations only",
+                              "add --sft, or leave it out")
+        if template is not None and form not in (None, "default") and sound("sft_tokenizer_prompt_format"):
+            yield Problem("--chat-template", template, f"contradicts --sft-tokenizer-prompt-format {form}, which is a "
+                          "format of its own", "leave one of the two out")
 
     def _source_rules(self) -> Iterator[Problem]:
         """One option names the training data, and what a file says is sound."""
@@ -243,3 +300,23 @@ class DataConfig(Section, title="data"):
             if getattr(self, name):
                 yield Problem("--split", split, f"divides --data-path, and {self.flag(name)} is not to be divided",
                               "give one or the other")
+
+
+def vocabulary_rules(data: DataConfig, vocab_size: int | None, sound: Sound) -> Iterator[Problem]:
+    """What tokenizers want of the model's --vocab-size."""
+    if not sound("data.tokenizer_type", "data.null_tokenizer_eod_id", "data.tiktoken_num_special_tokens",
+                 "model.vocab_size"):  # fmt: skip
+        return
+    kind, end, special = data.tokenizer_type, data.null_tokenizer_eod_id, data.tiktoken_num_special_tokens
+    if kind == NULL and vocab_size is None:
+        yield Problem("--vocab-size", "", f"is required with --tokenizer-type {NULL}",
+                      "give the number of tokens, the end of document among them")
+    if kind == NULL and vocab_size is not None and end is not None and end >= vocab_size:
+        yield Problem("--null-tokenizer-eod-id", str(end), f"is none of --vocab-size ({vocab_size}) tokens",
+                      f"give at most {vocab_size - 1}, or leave it out")
+    if kind != NULL and end is not None:
+        yield Problem("--null-tokenizer-eod-id", str(end), f"a {kind} has an end of document of its own",
+                      f"leave it out, or give --tokenizer-type {NULL}")
+    if kind == TIKTOKEN and vocab_size is not None and vocab_size <= special:
+        yield Problem("--vocab-size", str(vocab_size),
+                      f"leaves nothing beside --tiktoken-num-special-tokens ({special})", "raise it, or leave it out")

@@ -80,6 +80,7 @@ ALWAYS: dict[str, Always] = {
     "--dataloader-inter-document-masking": Always("attention never leaves a document"),
     "--no-create-attention-mask-in-dataloader": Always("attention uses document offsets, no mask is made"),
     "--vocab-extra-ids": Always("tokens are added by the tokenizer's file only", ("0",)),
+    "--null-tokenizer-pad-id": Always("nothing is masked because of its number", (), lambda values, run: ""),
     "--exit-signal-handler": Always("SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and stop"),
     "--cross-entropy-loss-fusion": Always("output projection and loss are computed together, in chunks"),
     "--cross-entropy-fusion-impl": Always("the fused loss is our own", ("native",)),
@@ -219,18 +220,13 @@ REFUSED: tuple[Refused, ...] = (
         ("--no-check-for-nan-in-loss-and-grad",),
     ),
     Refused(
-        "prompt formats are jinja2 templates", "give --chat-template, or use the tokenizer's own",
-        ("--sft-tokenizer-prompt-format",),
-    ),
-    Refused(
         "made-up data is not built", "give real documents by --data-path",
         ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
     ),
     Refused(
-        "tokenizers are a tokenizer.json, GPT-2's files, bytes, or a BPE trained on the data; no remote code is run",
+        "tokenizers are read from their files alone; no remote code is run",
         "choose by --tokenizer-type and --tokenizer-model",
-        ("--tokenizer-metadata", "--trust-remote-code", "--tiktoken-pattern",
-         "--tokenizer-library", "--vocab-extra-ids", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id"),
+        ("--tokenizer-metadata", "--trust-remote-code", "--tokenizer-library", "--vocab-extra-ids"),
     ),
     Refused(
         "there is one validation set", "name all of it by --valid-data-path, or one part of it in each run",

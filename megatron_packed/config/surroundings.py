@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_packed.config.blend import Blend
 from megatron_packed.config.cuda_graph import ENGINE
-from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE, TRAINING_DATA
+from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE, SENTENCEPIECE, TIKTOKEN, TRAINING_DATA
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.parallel import NOT_BUILT, SIZES, processes_rules
 from megatron_packed.config.registry import every_field
@@ -98,6 +98,11 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     for flag in (flag for flag in asked if asked[flag] and importlib.util.find_spec(ENGINE) is None):
         yield Problem(flag, ENGINE, "needs TransformerEngine, which is not installed",
                       "pip install 'megatron-packed[gpu]', or give local, which computes the same", node_dependent=True)
+    reads_with = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}.get(run.data.tokenizer_type)
+    if reads_with is not None and sound("data.tokenizer_type") and not _installed(reads_with):
+        yield Problem("--tokenizer-type", run.data.tokenizer_type, f"needs {reads_with}, which is not installed",
+                      f"pip install 'megatron-packed[data]', or give {HUGGING_FACE} a tokenizer.json",
+                      node_dependent=True)
     for name, package, extra in (
         ("tensorboard_dir", "tensorboard", "log"),
         ("wandb_project", "wandb", "wandb"),

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.schema import Conversation
 from megatron_packed.data.template import DEFAULT_TEMPLATE, Rendered, TemplateError, TemplateRenderer
 from megatron_packed.data.template_process import CPU_SECONDS, TemplateProcess
 from megatron_packed.data.tokenizer import Tokenizer
 
-PROMPT_FORMATS = ("default", "identity")
-"""Values of ``--sft-tokenizer-prompt-format``. Megatron's ``default`` trains on every token; ours on the assistant's.
-"""
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that are names and not files."""
+_OWN_TEMPLATES = {*BUILT_IN_TEMPLATES.values(), *(form.template for form in PROMPT_FORMATS.values() if form.template)}
 
 
 class Piece(NamedTuple):
@@ -35,6 +35,8 @@ class ChatFormat(Protocol):
 
     fingerprint: str
     """Changes whenever a conversation could become other text."""
+    ends_documents: bool
+    """Whether a conversation says itself where it ends, so that no end-of-document token follows."""
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
         """The conversation as text.
@@ -54,41 +56,54 @@ class ChatFormat(Protocol):
 
 
 class IdentityFormat:
-    """The contents of the messages one after the other, with nothing between them."""
+    """The contents of the messages one after the other, all trained, as a template printed them before: special tokens
+    in them count. Assistant messages with ``train: false`` are left out of the targets."""
 
-    fingerprint = "identity-1"
+    fingerprint = "identity-2"
+    ends_documents = True
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
-        return [
-            Piece(message["content"], message["role"] == "assistant" and message.get("train", True), False)
-            for message in conversation.messages
-            if message["content"]
-        ]
+        parts = groupby(conversation.messages, key=lambda m: m["role"] != "assistant" or m.get("train", True))
+        pieces = [Piece("".join(message["content"] for message in part), train, True) for train, part in parts]
+        return [piece for piece in pieces if piece.text]
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
-        return [Piece(message["content"], False, False) for message in messages if message["content"]]
+        return [Piece("".join(message["content"] for message in messages), False, True)]
 
     def close(self) -> None:
         pass
 
 
 class TemplateFormat:
-    """A jinja2 chat template. Ours is rendered here; any other in a process of its own (one per thread that asks).
+    """A jinja2 chat template. Ours are rendered here; any other in a process of its own (one per thread that asks).
 
     Args:
         source: the template; None for the built-in one.
         tokenizer: its special tokens and the variables that templates expect.
         cpu_seconds: limit for one conversation.
+        trains_all: every token is a target, but for the assistant's with ``train: false``; else the assistant's.
+        ends_documents: see `ChatFormat`.
     Raises:
         DataError: the template does not compile.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        tokenizer: Tokenizer,
+        cpu_seconds: float = CPU_SECONDS,
+        *,
+        trains_all: bool = False,
+        ends_documents: bool = False,
+    ) -> None:
         self._source = DEFAULT_TEMPLATE if source is None else source
+        self._method = "everything" if trains_all else "conversation"
+        self.ends_documents = ends_documents
         self._arguments = (self._source, tokenizer.template_variables, list(tokenizer.special_tokens))
         self._cpu_seconds = cpu_seconds
         self.fingerprint = "template-1:" + hashlib.sha256(self._source.encode("utf-8", "surrogatepass")).hexdigest()
-        self._own = TemplateRenderer(*self._arguments) if self._source == DEFAULT_TEMPLATE else None
+        self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
+        self._own = TemplateRenderer(*self._arguments) if self._source in _OWN_TEMPLATES else None
         self._idle: list[TemplateProcess] = []
         self._lock = threading.Lock()
         if self._own is None:
@@ -98,7 +113,7 @@ class TemplateFormat:
                 raise DataError(str(error)) from None
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
-        return _split(self._with_renderer("conversation", conversation.messages, conversation.tools))
+        return _split(self._with_renderer(self._method, conversation.messages, conversation.tools))
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
         return [Piece(self._with_renderer("prompt", messages, tools), False, True)]
@@ -133,32 +148,41 @@ def _split(rendered: Rendered) -> list[Piece]:
     return [piece for piece in pieces if piece.text]
 
 
-def chat_format(prompt_format: str, tokenizer: Tokenizer, chat_template: str | Path | None = None) -> ChatFormat:
+def chat_format(
+    tokenizer: Tokenizer, chat_template: str | Path | None = None, prompt_format: str | None = None
+) -> ChatFormat:
     """The format that the options ask for.
 
     Args:
-        prompt_format: one of `PROMPT_FORMATS`.
         chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the tokenizer's own, or
             ``chatml`` if it has none.
+        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`, of which ``default`` uses the template.
     Raises:
-        DataError: unknown format, unreadable file, or a template that does not compile.
+        DataError: unreadable file, a template that does not compile, or a tokenizer without the format's tokens.
     """
+    if prompt_format is None:
+        return TemplateFormat(_template_source(tokenizer, chat_template), tokenizer)
     if prompt_format == "identity":
-        if chat_template is not None:
-            raise DataError("--sft-tokenizer-prompt-format identity uses no template; leave --chat-template out.")
         return IdentityFormat()
-    if prompt_format != "default":
+    form = PROMPT_FORMATS[prompt_format]
+    missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
+    if missing:
         raise DataError(
-            f"--sft-tokenizer-prompt-format {prompt_format} is not built; choose one of {', '.join(PROMPT_FORMATS)} "
-            "(default uses the tokenizer's own chat template)."
+            f"--sft-tokenizer-prompt-format {prompt_format} needs the special tokens {', '.join(missing)}, which the "
+            "tokenizer does not have; take the tokenizer of such a model, or another format."
         )
+    source = form.template or _template_source(tokenizer, chat_template)
+    return TemplateFormat(source, tokenizer, trains_all=form.trains_all, ends_documents=True)
+
+
+def _template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> str | None:
     if chat_template is None:
-        return TemplateFormat(tokenizer.chat_template, tokenizer)
+        return tokenizer.chat_template
     if chat_template in BUILT_IN_TEMPLATES:
-        return TemplateFormat(BUILT_IN_TEMPLATES[str(chat_template)], tokenizer)
+        return BUILT_IN_TEMPLATES[str(chat_template)]
     file = Path(chat_template)
     try:
-        return TemplateFormat(file.read_text(encoding="utf-8"), tokenizer)
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         names = ", ".join(BUILT_IN_TEMPLATES)

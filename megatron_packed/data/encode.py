@@ -8,7 +8,6 @@ are targets, and a token that covers a boundary makes the line unusable: nothing
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,7 +19,7 @@ from megatron_packed.data.chat import ChatFormat, Piece
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.schema import Conversation, PromptCompletion, Sample
 from megatron_packed.data.template import BROKEN
-from megatron_packed.data.tokenizer import OffsetTokenizer, TokenIds, Tokenizer
+from megatron_packed.data.tokenizer import OffsetTokenizer, TokenIds, Tokenizer, special_pattern
 
 
 class EncodedDocument(NamedTuple):
@@ -40,27 +39,28 @@ class SampleEncoder:
     chat: ChatFormat
 
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
-        """The documents of each line, each ended by the end-of-document token, or why the line is unusable.
+        """The documents of each line, or why the line is unusable. Each is ended by the end-of-document token, but for
+        conversations of a chat format that ends them itself.
 
         Raises:
             DataError: the tokenizer makes a token outside of its vocabulary, or the template is unusable altogether.
         """
         outcomes: list[list[EncodedDocument] | BadLine] = []
-        pending: list[tuple[int, list[Piece]]] = []
+        pending: list[tuple[int, list[Piece], bool]] = []
         for number, samples in enumerate(lines):
             try:
-                documents = [(number, self._pieces(sample)) for sample in samples]
+                documents = [(number, self._pieces(sample), self._has_end(sample)) for sample in samples]
             except BadLine as bad:
                 outcomes.append(bad)
                 continue
             outcomes.append([])
             pending.extend(documents)
-        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces in pending])
-        for (number, _), document in zip(pending, encoded):
+        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces, _ in pending])
+        for (number, _, has_end), document in zip(pending, encoded):
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
                 continue
-            finished = document if isinstance(document, BadLine) else self._finish(document)
+            finished = document if isinstance(document, BadLine) else self._finish(document, has_end)
             if isinstance(finished, BadLine):
                 outcomes[number] = finished
             else:
@@ -74,7 +74,10 @@ class SampleEncoder:
             return [Piece(sample.prompt, False, False), Piece(sample.completion, True, False)]
         return [Piece(sample.text, True, False)]
 
-    def _finish(self, document: EncodedDocument) -> EncodedDocument | BadLine:
+    def _has_end(self, sample: Sample) -> bool:
+        return isinstance(sample, Conversation) and self.chat.ends_documents
+
+    def _finish(self, document: EncodedDocument, has_end: bool) -> EncodedDocument | BadLine:
         ids, targets = document
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             raise DataError(
@@ -83,10 +86,11 @@ class SampleEncoder:
             )
         if not targets.any():
             return BadLine("no_trainable_token")
-        eod = self.tokenizer.eod_id
-        if ids[-1] != eod:  # some templates end with it
-            ids, targets = np.append(ids, np.int32(eod)), np.append(targets, np.uint8(0))
-        targets[-1] = 1
+        if not has_end:
+            eod = self.tokenizer.eod_id
+            if ids[-1] != eod:  # some templates end with it
+                ids, targets = np.append(ids, np.int32(eod)), np.append(targets, np.uint8(0))
+            targets[-1] = 1
         targets[0] = 0
         return EncodedDocument(ids, targets) if targets.any() else BadLine("no_trainable_token")
 
@@ -94,7 +98,14 @@ class SampleEncoder:
 def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
     """Encode documents given as pieces, without an end-of-document token. Documents without markup begin with the
     tokenizer's prefix."""
-    return (_encode_split if tokenizer.splits_cleanly else _encode_whole)(tokenizer, documents)
+    if not tokenizer.splits_cleanly:
+        return _encode_whole(tokenizer, documents)
+    try:
+        return _encode_split(tokenizer, documents)
+    except BadLine as bad:  # one by one, so that it is the outcome of its document alone
+        if len(documents) == 1:
+            return [bad]
+        return [outcome for document in documents for outcome in encode_pieces(tokenizer, [document])]
 
 
 def prompt_tokens(
@@ -116,7 +127,7 @@ def prompt_tokens(
 
 def _encode_split(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
     plain, special = _Batch(tokenizer, special=False), _Batch(tokenizer, special=True)
-    breaks = _special_pattern(tokenizer)
+    breaks = special_pattern(tokenizer.special_tokens)
     for pieces in documents:
         for piece in pieces:
             if not piece.markup:
@@ -164,11 +175,6 @@ class _Batch:
     def take(self) -> TokenIds:
         self._next += 1
         return self._encoded[self._next - 1]
-
-
-def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    ordered = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, ordered)) + ")")
 
 
 def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:

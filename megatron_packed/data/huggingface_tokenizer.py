@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,17 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.tokenizer import END_OF_DOCUMENT, Offsets, TokenIds
+from megatron_packed.data.tokenizer import (
+    END_OF_DOCUMENT,
+    Offsets,
+    TokenIds,
+    fingerprint_of,
+    probe_splits,
+    read_text,
+)
 
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
-_PROBE = ("The first part.", " A second\npart", "third", "\n\nfourth ")
 
 
 class HuggingFaceTokenizer:
@@ -34,7 +39,7 @@ class HuggingFaceTokenizer:
         file = _tokenizer_file(Path(path))
         config = {**_read_json(file.with_name("special_tokens_map.json")),
                   **_read_json(file.with_name("tokenizer_config.json"))}  # fmt: skip
-        self._set_up(file, _read_text(file), config, _chat_template(file, config))
+        self._set_up(file, read_text(file), config, _chat_template(file, config))
 
     @classmethod
     def gpt2(cls, vocab_file: str | Path, merge_file: str | Path) -> HuggingFaceTokenizer:
@@ -71,9 +76,8 @@ class HuggingFaceTokenizer:
         self.eod_id = self._end_token(file)
         self.pad_id = self._token_id("pad_token", default=self.eod_id)
         self.prefix_ids = self._prefix()
-        self.splits_cleanly = self._probe_splits()
-        identity = [text, self.template_variables, self.eod_id, self.prefix_ids]
-        self.fingerprint = "hf-1:" + hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        self.splits_cleanly = probe_splits(self)
+        self.fingerprint = fingerprint_of("hf-1", text, self.template_variables, self.eod_id, self.prefix_ids)
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         return np.array(self._engine(special).encode(text, add_special_tokens=False).ids, np.int32)
@@ -122,19 +126,6 @@ class HuggingFaceTokenizer:
                 return tuple(full[:start])
         return ()
 
-    def _probe_splits(self) -> bool:
-        """See `tokenizer.Tokenizer.splits_cleanly`: tried, since no file says it."""
-        whole = self._plain.encode("".join(_PROBE), add_special_tokens=False).ids
-        pieces = [n for text in _PROBE for n in self._plain.encode(text, add_special_tokens=False).ids]
-        if self._plain.decode(whole) != self._plain.decode(pieces):
-            return False
-        for content, number in self.special_tokens.items():
-            before, after = (self._plain.encode(text, add_special_tokens=False).ids for text in ("a ", " b\n"))
-            around = self._with_specials.encode(f"a {content} b\n", add_special_tokens=False).ids
-            if around != [*before, number, *after]:
-                return False
-        return True
-
 
 def _tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -154,22 +145,13 @@ def _load(file: Path, text: str) -> tokenizers.Tokenizer:
     return engine
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"{file} is not UTF-8 text; it is damaged or no tokenizer file.") from None
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     if file.stat().st_size > _MAX_CONFIG_BYTES:
         raise DataError(f"{file} has {file.stat().st_size} bytes; a tokenizer configuration is small, check the file.")
     try:
-        value = json.loads(_read_text(file))
+        value = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {printable(str(error))}.") from None
     if not isinstance(value, dict):
@@ -190,7 +172,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
     separate = file.with_name("chat_template.jinja")
     if separate.is_file():
-        return _read_text(separate)
+        return read_text(separate)
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}

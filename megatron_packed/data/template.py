@@ -138,6 +138,20 @@ class TemplateRenderer:
         except RecursionError:
             raise BadLine("too_deep", "while rendering") from None
 
+    def everything(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+        """The whole conversation, all of it to train on but for what assistant messages with ``train: false`` added.
+
+        Raises:
+            BadLine: as `conversation`.
+        """
+        if all(message["role"] != "assistant" or message.get("train", True) for message in messages):
+            text = _GENERATION_MARKS.sub("", self._render(self._protect(messages), self._protect(tools)))
+            return Rendered(text, [(0, len(text))] if text else [])
+        of_assistant = [{**message, "train": not message.get("train", True)} for message in messages]
+        text, left_out = self.conversation(of_assistant, tools)
+        ends = [0, *(end for span in left_out for end in span), len(text)]
+        return Rendered(text, [(start, end) for start, end in zip(ends[::2], ends[1::2]) if end > start])
+
     def _added_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Rendered:
         text = self._render(messages, tools)
         spans = []

@@ -68,7 +68,7 @@ class TemplateProcess:
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         """See `TemplateRenderer.prompt`."""
-        return str(self._ask({"messages": messages, "tools": tools, "prompt": True})["text"])
+        return str(self._ask({"messages": messages, "tools": tools, "method": "prompt"})["text"])
 
     def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
         """See `TemplateRenderer.conversation`.
@@ -77,7 +77,14 @@ class TemplateProcess:
             BadLine: also ``template_limit``.
             DataError: several conversations in a row hit a limit.
         """
-        answer = self._ask({"messages": messages, "tools": tools, "prompt": False})
+        return self._rendered("conversation", messages, tools)
+
+    def everything(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+        """See `TemplateRenderer.everything`; raises as `conversation`."""
+        return self._rendered("everything", messages, tools)
+
+    def _rendered(self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> Rendered:
+        answer = self._ask({"messages": messages, "tools": tools, "method": method})
         return Rendered(answer["text"], [(start, end) for start, end in answer["spans"]])
 
     def close(self) -> None:
@@ -217,10 +224,14 @@ def _answer(renderer: TemplateRenderer, body: bytes) -> bytes:
     limit = 8 * len(body) + 2**20
     try:
         request = json.loads(body)
-        if request["prompt"]:
-            answer: dict[str, Any] = {"text": renderer.prompt(request["messages"], request["tools"])}
+        arguments = (request["messages"], request["tools"])
+        answer: dict[str, Any] = {}
+        if request["method"] == "prompt":
+            answer["text"] = renderer.prompt(*arguments)
+        elif request["method"] == "conversation":
+            answer = renderer.conversation(*arguments)._asdict()
         else:
-            answer = renderer.conversation(request["messages"], request["tools"])._asdict()
+            answer = renderer.everything(*arguments)._asdict()
         if len(answer["text"]) <= limit:
             return json.dumps(answer).encode()
         failure = BadLine("template_limit", f"{len(body)} bytes became {len(answer['text'])} characters")

@@ -3,18 +3,23 @@
 Text is encoded in one of two modes. **Plain** is for everything that people wrote: a special token spelt in it
 (``<|endoftext|>`` in a web page, ``<|im_end|>`` in a user's message) is ordinary characters. **With specials** is for
 what a chat template printed.
+
+A tokenizer that does not take a text raises `BadLine`, for that text alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.data.errors import DataError
+from megatron_packed.data.errors import BadLine, DataError, printable
 
 TokenIds = NDArray[np.int32]
 Offsets = NDArray[np.int64]
@@ -25,6 +30,7 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PADDING = "<|padding|>"
 OWN_SPECIAL_TOKENS = (END_OF_DOCUMENT, TURN_START, TURN_END, PADDING)
 """Special tokens of the tokenizers that we make."""
+_PROBE = ("The first part.", " A second\npart", "third", "\n\nfourth ")
 
 
 class Tokenizer(Protocol):
@@ -77,6 +83,65 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
     return vocab_size or tokenizer.vocab_size
 
 
+def probe_splits(tokenizer: Tokenizer) -> bool:
+    """See `Tokenizer.splits_cleanly`: tried, since no file says it."""
+    pieces = np.concatenate([tokenizer.encode(text) for text in _PROBE])
+    if tokenizer.decode(tokenizer.encode("".join(_PROBE))) != tokenizer.decode(pieces):
+        return False
+    before, after = tokenizer.encode("a ").tolist(), tokenizer.encode(" b\n").tolist()
+    return all(
+        tokenizer.encode(f"a {content} b\n", special=True).tolist() == [*before, number, *after]
+        for content, number in tokenizer.special_tokens.items()
+    )
+
+
+def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Splits a text into what lies between the tokens and, at odd places, the tokens; the longest where several fit."""
+    return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
+
+
+def read_bytes(file: Path) -> bytes:
+    """A tokenizer's file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+
+
+def read_text(file: Path) -> str:
+    """A tokenizer's file of text.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return read_bytes(file).decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is not UTF-8 text; it is damaged or no tokenizer file.") from None
+
+
+def fingerprint_of(kind: str, *identity: Any) -> str:
+    """A `Tokenizer.fingerprint`: ``kind`` and a hash of what decides how text is encoded."""
+    return f"{kind}:{hashlib.sha256(json.dumps(identity).encode()).hexdigest()}"
+
+
+def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> list[int]:
+    """``ids`` as Python's numbers.
+
+    Raises:
+        DataError: one is outside of the vocabulary.
+    """
+    tokens = [int(token) for token in ids]
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise DataError(f"token {token} is outside of the tokenizer's vocabulary of {vocab_size}.")
+    return tokens
+
+
 class ByteTokenizer:
     """Every byte of UTF-8 is a token (0 to 255), followed by `OWN_SPECIAL_TOKENS` (256 to 259).
 
@@ -92,7 +157,7 @@ class ByteTokenizer:
     chat_template: str | None = None
     template_variables: Mapping[str, str] = {"eos_token": END_OF_DOCUMENT, "bos_token": "", "pad_token": PADDING}
     fingerprint = "bytes-1:" + ",".join(OWN_SPECIAL_TOKENS)
-    _split = re.compile("(" + "|".join(map(re.escape, OWN_SPECIAL_TOKENS)) + ")")
+    _split = special_pattern(OWN_SPECIAL_TOKENS)
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         pieces = self._split.split(text) if special else [text]
@@ -109,11 +174,44 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
         raw = bytearray()
-        for token in map(int, ids):
-            if 0 <= token < 256:
+        for token in known_tokens(ids, self.vocab_size):
+            if token < 256:
                 raw.append(token)
-            elif not 0 <= token < self.vocab_size:
-                raise DataError(f"token {token} is outside of the byte tokenizer's vocabulary of {self.vocab_size}.")
             elif not skip_special:
                 raw.extend(OWN_SPECIAL_TOKENS[token - 256].encode())
         return raw.decode("utf-8", errors="replace")
+
+
+class NullTokenizer:
+    """Text that is token numbers already, separated by spaces: for measuring and debugging, and for indexed data sets
+    whose tokenizer is not at hand.
+
+    Args:
+        vocab_size: numbers are below it.
+        eod_id: end of document; by default the last number.
+    """
+
+    prefix_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[str, int] = {}
+    splits_cleanly = True
+    chat_template: str | None = None
+    template_variables: Mapping[str, str] = {}
+
+    def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.eod_id = self.pad_id = vocab_size - 1 if eod_id is None else eod_id
+        self.fingerprint = f"numbers-1:{vocab_size}:{self.eod_id}"
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        words = text.split()
+        for word in words:
+            if not (word.isascii() and word.isdecimal() and len(word) < 11 and int(word) < self.vocab_size):
+                raise BadLine("not_a_token_number", f"{printable(word, 40)!r}, of a vocabulary of {self.vocab_size}")
+        return np.array(words, np.int32)
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+        tokens = known_tokens(ids, self.vocab_size)
+        return " ".join(str(token) for token in tokens if not (skip_special and token == self.eod_id))

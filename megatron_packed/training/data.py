@@ -67,7 +67,7 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         DataError: the data cannot be used.
     """
     options, show = config.data, groups.rank == 0
-    tokenizer = build_tokenizer(options, say)
+    tokenizer = build_tokenizer(options, config.model.vocab_size, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
     documents = open_documents(options, tokenizer, validates=config.validates, tests=config.tests, show=show)
     for line in documents.sentences:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.blend import Blend
-from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, DataConfig
+from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, NULL, SENTENCEPIECE, TIKTOKEN, DataConfig
 from megatron_packed.data.bpe import train_bpe
 from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
@@ -17,7 +17,9 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.indexed import is_indexed
 from megatron_packed.data.indexed_documents import IndexedDocuments
-from megatron_packed.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_packed.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_packed.data.tiktoken_tokenizer import SPECIAL_TOKENS, TikTokenizer
+from megatron_packed.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 
 class RunDocuments(NamedTuple):
@@ -36,10 +38,16 @@ def names_indexed(path: str) -> bool:
 
 
 def build_tokenizer(
-    options: DataConfig, say: Callable[[str], None] = lambda line: None, *, build_missing: bool = True
+    options: DataConfig,
+    vocab_size: int | None,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    build_missing: bool = True,
 ) -> Tokenizer:
     """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data.
 
+    Args:
+        vocab_size: the model's ``--vocab-size``, by which some tokenizers are cut to size.
     Raises:
         DataError: it cannot be used, or is not trained yet and ``build_missing`` is False.
     """
@@ -51,6 +59,21 @@ def build_tokenizer(
     if options.tokenizer_type == GPT2:
         assert options.vocab_file is not None and options.merge_file is not None  # rules of the configuration
         return HuggingFaceTokenizer.gpt2(options.vocab_file, options.merge_file)
+    if options.tokenizer_type == NULL:
+        assert vocab_size is not None  # a rule of the configuration
+        return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
+    if options.tokenizer_type == SENTENCEPIECE:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return SentencePieceTokenizer(options.tokenizer_model, options.tokenizer_special_tokens)
+    if options.tokenizer_type == TIKTOKEN:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return TikTokenizer(
+            options.tokenizer_model,
+            options.tiktoken_pattern,
+            options.tokenizer_special_tokens or SPECIAL_TOKENS,
+            options.tiktoken_num_special_tokens,
+            vocab_size,
+        )
     indexed = [path for path in options.train_paths if names_indexed(path)]
     if indexed:
         raise DataError(
@@ -117,7 +140,7 @@ class _Opener:
         return open_dataset(
             paths,
             self._tokenizer,
-            chat_format("default", self._tokenizer, options.chat_template),
+            chat_format(self._tokenizer, options.chat_template, options.sft_tokenizer_prompt_format),
             sft=options.sft,
             cache_root=options.data_cache_path,
             max_bad_fraction=options.max_bad_fraction,

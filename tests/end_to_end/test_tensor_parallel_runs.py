@@ -61,7 +61,7 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp
     trained(together, 1, options)  # and one process finds nothing left to do
     assert_same_log(together, alone)
     config = parse(command_line({**options, **in_folder(together)}), 1)
-    model = load_model(config, build_tokenizer(config.data).vocab_size)  # as a prompt's continuation loads it
+    model = load_model(config, build_tokenizer(config.data, None).vocab_size)  # as a prompt's continuation loads it
     assert torch.equal(model.embedding.weight, state["model/embedding.weight"])
 
 

@@ -1,5 +1,6 @@
 """Commands of ``megatron-packed``: what they print, and their exit codes."""
 
+import base64
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from megatron_packed.data.tokenizer import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.generate import generate
 from megatron_packed.training.build import build_job
+from megatron_packed.training.documents import build_tokenizer
 from megatron_packed.training.state import RunState
 
 MODEL = ["--hybrid-layer-pattern", "M*-", "--hidden-size", "16", "--num-attention-heads", "2", "--mamba-head-dim", "8",
@@ -43,11 +45,11 @@ def run_flags(data, tmp_path):
     return [str(word) for word in [*MODEL, *LOOP, *data, "--load", tmp_path / "save", "--save", tmp_path / "save"]]
 
 
-def save_checkpoint(run_flags, seed):
+def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
     """A checkpoint of a model that nobody trained; its weights depend on ``seed``, which the reader does not know."""
-    config = parse([*run_flags, "--seed", str(seed)])
+    config = parse([*map(str, run_flags), "--seed", str(seed)])
     groups = ParallelGroups.single()
-    job = build_job(config, groups, ByteTokenizer.vocab_size)
+    job = build_job(config, groups, vocab_size)
     state = RunState(job.model, job.optimizer, groups, plan_hash="", config=to_dict(config), model_hash="")
     state.save(config.checkpoint)
     return job.model
@@ -106,6 +108,50 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
     assert exit_code([*made, "--json-keys", "title"]) == 3
     assert "5 missing_key" in capsys.readouterr().err
     assert exit_code([*made, "--split-sentences"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["NullTokenizer", "TikTokenizer", "SentencePieceTokenizer"])
+def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
+    """From text to an indexed data set, to a report of its packs, and to an answer of a model."""
+    flags = ["--tokenizer-type", kind, "--data-cache-path", tmp_path]
+    if kind == "NullTokenizer":
+        flags += ["--vocab-size", 300]
+    else:
+        flags += ["--tokenizer-model", tokenizer_file(kind, tmp_path / "model"), "--tiktoken-num-special-tokens", 10]
+    text = tmp_path / "d.jsonl"
+    text.write_text("".join(json.dumps({"text": "7 " * length + "8"}) + "\n" for length in (20, 5, 9)))
+    made = ["preprocess", "--input", text, "--output-prefix", tmp_path / "d", "--append-eod", "--workers", 1, *flags]
+    assert exit_code(made) == 0
+    assert "3 documents" in capsys.readouterr().out
+    said = []
+    for path in (text, tmp_path / "d_text_document"):
+        assert exit_code(["packing", "--data-path", path, "--seq-length", 64, *flags]) == 0
+        said.append(capsys.readouterr().out.splitlines()[-3:])
+    assert said[0] == said[1]
+    run = [*MODEL, *LOOP, "--data-path", text, "--load", tmp_path / "save", "--save", tmp_path / "save", *flags]
+    config = parse([str(word) for word in run])
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    trained = save_checkpoint(run, 7, tokenizer.vocab_size)
+    prompt = [int(token) for token in tokenizer.encode("7 8")]
+    expected = tokenizer.decode(generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True).strip()
+    assert exit_code(["generate", *run, "--prompt", "7 8", "--max-new-tokens", 5]) == 0
+    shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in expected)
+    assert capsys.readouterr().out == shown + "\n"
+    if kind == "NullTokenizer":
+        assert exit_code(["generate", *run, "--prompt", "seven"]) == 3
+        assert "not_a_token_number: 'seven'" in capsys.readouterr().err
+
+
+def tokenizer_file(kind, path):
+    """A small vocabulary with all bytes."""
+    if kind == "TikTokenizer":
+        pytest.importorskip("tiktoken")
+        path.write_bytes(b"".join(base64.b64encode(bytes([value])) + b" %d\n" % value for value in range(256)))
+    else:
+        pytest.importorskip("sentencepiece").SentencePieceTrainer.train(
+            sentence_iterator=iter(["7 8 9 10"]), model_prefix=path, vocab_size=265, minloglevel=2, byte_fallback=True
+        )
+    return path if path.exists() else path.with_suffix(".model")
 
 
 def test_packing_fills_in_only_what_is_missing():

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_packed.config.blend import Blend
-from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES
+from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, PROMPT_FORMATS
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse, parse_with_sources
 from megatron_packed.config.registry import every_field, known_flags, spellings, usable_flags
@@ -277,8 +277,10 @@ def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(right, tmp_
 def test_names_that_the_data_package_knows_as_well() -> None:
     from megatron_packed.data.chat import BUILT_IN_TEMPLATES
     from megatron_packed.data.dataset import DEFAULT_CACHE_NAME
+    from megatron_packed.data.prompt_formats import PROMPT_FORMATS as FORMATS
 
     assert (set(CHAT_TEMPLATES), CACHE_NAME) == (set(BUILT_IN_TEMPLATES), DEFAULT_CACHE_NAME)
+    assert tuple(FORMATS) == PROMPT_FORMATS
 
 
 def test_configs_cannot_be_changed(right) -> None:

@@ -1,11 +1,15 @@
 """Configurations that are wrong: every problem is found, at once, and says the option, the rule and a cure."""
 
+from importlib.machinery import ModuleSpec
+
 import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse
 
 MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
+TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
+SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model train.jsonl"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 # (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of processes) -> options
 # with problems, each with a word of its rule or cure.
@@ -92,11 +96,21 @@ INVALID = [
     ("--tokenizer-type SFTTokenizer --tokenizer-model no.json", {"--tokenizer-model": "does not exist"}),
     ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model .", {"--tokenizer-model": "no tokenizer.json"}),
     ("--tokenizer-model train.jsonl", {"--tokenizer-model": "reads no model"}),
-    ("--tokenizer-type Llama2Tokenizer", {"--tokenizer-type": "HuggingFaceTokenizer"}),
+    ("--tokenizer-type BertWordPieceCase", {"--tokenizer-type": "HuggingFaceTokenizer"}),
+    ("--tokenizer-type NullTokenizer", {"--vocab-size": "required with --tokenizer-type NullTokenizer"}),
+    ("--tokenizer-type NullTokenizer --vocab-size 9 --null-tokenizer-eod-id 9",
+     {"--null-tokenizer-eod-id": "give at most 8"}),
+    ("--null-tokenizer-eod-id 9", {"--null-tokenizer-eod-id": "give --tokenizer-type NullTokenizer"}),
+    ("--tokenizer-special-tokens <a>", {"--tokenizer-special-tokens": "TikTokenizer or SentencePieceTokenizer"}),
     ("--tokenizer-type GPT2BPETokenizer", {"--vocab-file": "required", "--merge-file": "required"}),
     ("--vocab-file train.jsonl", {"--vocab-file": "reads no such file"}),
     ("--chat-template chatml", {"--chat-template": "--sft"}),
     ("--sft --chat-template no.jinja", {"--chat-template": "chatml"}),
+    ("--sft-tokenizer-prompt-format default", {"--sft-tokenizer-prompt-format": "--sft"}),
+    ("--sft --sft-tokenizer-prompt-format llama",
+     {"--sft-tokenizer-prompt-format": "nemotron-h-aligned, nemotron-nano-v2, identity, default"}),
+    ("--sft --sft-tokenizer-prompt-format identity --chat-template chatml",
+     {"--chat-template": "contradicts --sft-tokenizer-prompt-format identity"}),
     ("--max-bad-fraction 1.5", {"--max-bad-fraction": "<= 1"}),
     ("--lr abc", {"--lr": "number"}),
     ("--lr inf", {"--lr": "finite"}),
@@ -351,3 +365,32 @@ def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: b
 def test_the_right_command_line_is_right(right) -> None:
     argv, _ = command_line(right, "")
     assert parse(argv).model.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "installed", "option", "said"),
+    [
+        ("--tokenizer-type TikTokenizer", True, "--tokenizer-model", "is required with --tokenizer-type TikTokenizer"),
+        ("--tokenizer-type Llama2Tokenizer", True, "--tokenizer-model", "a SentencePiece .model"),
+        (f"{TIKTOKEN}", False, "--tokenizer-type", "needs tiktoken, which is not installed"),
+        (f"{SENTENCEPIECE}", False, "--tokenizer-type", "needs sentencepiece, which is not installed"),
+        (f"{TIKTOKEN} --vocab-size 1000", True, "--vocab-size", "nothing beside --tiktoken-num-special-tokens (1000)"),
+        (f"{TIKTOKEN} --tiktoken-pattern v3", True, "--tiktoken-pattern", "v1, v2"),
+        (f"{TIKTOKEN} --tiktoken-num-special-tokens 6", True, "--tiktoken-num-special-tokens", "less than the 7"),
+        (f"{TIKTOKEN} --tiktoken-special-tokens <unk> <s>", True, "--tokenizer-special-tokens", "lacks </s>"),
+        (f"{SENTENCEPIECE} --tokenizer-special-tokens <a> <a>", True, "--tokenizer-special-tokens", "one twice"),
+        (f"{TIKTOKEN} --tiktoken-pattern v1 --vocab-size 1257 --tiktoken-special-tokens <s> </s> <unk>", True, "", ""),
+        (f"{SENTENCEPIECE} --tokenizer-special-tokens <a>", True, "", ""),
+    ],
+)
+def test_tokenizers_of_optional_packages(right, monkeypatch, change, installed, option, said) -> None:
+    spec = ModuleSpec("any", None, origin="somewhere") if installed else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    argv, _ = command_line(right, change)
+    if not option:
+        assert parse(argv).data.tokenizer_model == "train.jsonl"
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    (problem,) = caught.value.problems
+    assert problem.option == option and said in f"{problem.rule} {problem.cure}", str(problem)

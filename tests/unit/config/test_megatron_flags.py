@@ -84,7 +84,8 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
 
 
 TRUE_ANYWAY = [
-    "--num-layers 3", "--moe-router-dtype fp32", "--vocab-extra-ids 0", "--optimizer adam", "--main-grads-dtype fp32",
+    "--num-layers 3", "--moe-router-dtype fp32", "--vocab-extra-ids 0", "--null-tokenizer-pad-id -1",
+    "--optimizer adam", "--main-grads-dtype fp32",
     "--te-rng-tracker", "--cuda-graph-dynamic-microbatches", "--cuda-graph-granularity layer",
     "--cpu-offloading-num-layers 0", "--activation-offload-fraction 1.0", "--delta-offload-bytes-across-pp-ranks 0",
     "--rerun-mode disabled", "--override-opt_param-scheduler", "--exit-signal-handler",

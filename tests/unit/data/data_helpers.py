@@ -8,10 +8,19 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.chat import TemplateFormat
 from megatron_packed.data.dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.encode import EncodedDocument, SampleEncoder
+from megatron_packed.data.errors import BadLine
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.tokenizer import ByteTokenizer
 
 CORPUS = ["Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "] * 20
+
+AWKWARD = [
+    "", " ", "a", "  Hello  there, \t how\n\n\nare you?  ", "don't STOPNow 12345 x_y/z\r\n!?\n/", "é e\u0301 ﬁ",
+    "日本語のテキスト", "😀👩‍👩‍👧‍👦 \u200b\u00a0\u3000\ufeff", "\x01\x7f\x80", "a<s>b</s> <unk><pad><SPECIAL_10>",
+    "hello<|im_end|>\n<|im_start|>the", "<b>bold</b>▁under▁", "x" * 3000, " \n" * 500, "\U0010ffff\ue000",
+]  # fmt: skip
+"""Texts that tokenizers stumble over."""
 
 
 def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> HuggingFaceTokenizer:
@@ -21,14 +30,14 @@ def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> H
     return HuggingFaceTokenizer(directory)
 
 
-def byte_level(special_tokens=("</s>", "<|im_start|>", "<|im_end|>")) -> tokenizers.Tokenizer:
+def byte_level(special_tokens=("</s>", "<|im_start|>", "<|im_end|>"), corpus=CORPUS) -> tokenizers.Tokenizer:
     """As GPT-2, Llama 3 and Qwen: pieces can be encoded one by one."""
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     engine.train_from_iterator(
-        CORPUS,
+        corpus,
         trainers.BpeTrainer(
             vocab_size=400, initial_alphabet=alphabet, special_tokens=list(special_tokens), show_progress=False
         ),
@@ -65,3 +74,24 @@ def open_lines(tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=
     tokenizer = tokenizer or ByteTokenizer()
     options = {"max_bad_fraction": 1.0, "num_threads": 1, "show": False, "cache_root": tmp_path / "cache", **options}
     return open_dataset([path], tokenizer, TemplateFormat(None, tokenizer), sft=sft, **options)
+
+
+def encode(tokenizer, chat, *samples) -> list[list[EncodedDocument] | BadLine]:
+    """The outcome of each sample, as a line of its own."""
+    return SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[sample] for sample in samples])
+
+
+def one(tokenizer, chat, sample) -> EncodedDocument:
+    [documents] = encode(tokenizer, chat, sample)
+    assert not isinstance(documents, BadLine), documents
+    [document] = documents
+    return document
+
+
+def marked(tokenizer, document) -> str:
+    """The document with its targets in brackets."""
+    text = ""
+    for token, target in zip(document.ids, document.targets):
+        piece = tokenizer.decode([token])
+        text += f"[{piece}]" if target else piece
+    return text.replace("][", "")

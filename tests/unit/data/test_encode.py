@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from data_helpers import byte_level, metaspace, save_tokenizer
+from data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 from tokenizers import processors
 
 from megatron_packed.data.chat import IdentityFormat, TemplateFormat, chat_format
-from megatron_packed.data.encode import EncodedDocument, SampleEncoder, prompt_tokens
+from megatron_packed.data.encode import SampleEncoder, prompt_tokens
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.schema import Conversation, PromptCompletion, Text
 from megatron_packed.data.tokenizer import ByteTokenizer
@@ -24,26 +24,6 @@ LLAMA_2 = """{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[IN
 {% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 
-def encode(tokenizer, chat, *samples):
-    return SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[sample] for sample in samples])
-
-
-def one(tokenizer, chat, sample) -> EncodedDocument:
-    [documents] = encode(tokenizer, chat, sample)
-    assert not isinstance(documents, BadLine), documents
-    [document] = documents
-    return document
-
-
-def marked(tokenizer, document) -> str:
-    """The document with its targets in upper-case brackets."""
-    text = ""
-    for token, target in zip(document.ids, document.targets):
-        piece = tokenizer.decode([token])
-        text += f"[{piece}]" if target else piece
-    return text.replace("][", "")
-
-
 def test_chat_by_hand():
     document = one(BYTES, TemplateFormat(None, BYTES), TALK)
     assert marked(BYTES, document) == (
@@ -53,12 +33,11 @@ def test_chat_by_hand():
     assert (document.ids == 257).sum() == 4 and (document.ids == 258).sum() == 4
 
 
-def test_text_prompt_and_identity_by_hand():
-    chat = IdentityFormat()
+def test_text_and_prompt_by_hand():
+    chat = TemplateFormat(None, BYTES)
     assert marked(BYTES, one(BYTES, chat, Text("abc"))) == "a[bc<|endoftext|>]"
     assert marked(BYTES, one(BYTES, chat, PromptCompletion("ab", "cd"))) == "ab[cd<|endoftext|>]"
     assert marked(BYTES, one(BYTES, chat, PromptCompletion("", "cd"))) == "c[d<|endoftext|>]"
-    assert marked(BYTES, one(BYTES, chat, TALK)) == "q[yes\n]and?[no<|endoftext|>]"
 
 
 def test_the_end_of_a_document_is_always_a_target_also_where_padding_is_the_same_token(tmp_path):
@@ -172,23 +151,17 @@ def test_tokens_outside_of_the_vocabulary_are_an_error():
         encode(Broken(), IdentityFormat(), Text("z"))
 
 
-def test_formats_by_name(tmp_path):
+def test_templates_by_name(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
-    custom = chat_format("default", BYTES, tmp_path / "t.jinja")
+    custom = chat_format(BYTES, tmp_path / "t.jinja")
     assert custom.prompt(TALK.messages)[0].text == "q"
     custom.close()
-    built_in = chat_format("default", BYTES, "chatml")
-    assert built_in.fingerprint == chat_format("default", BYTES).fingerprint != custom.fingerprint
-    assert isinstance(chat_format("identity", BYTES), IdentityFormat)
+    built_in = chat_format(BYTES, "chatml")
+    assert built_in.fingerprint == chat_format(BYTES).fingerprint != custom.fingerprint
     (tmp_path / "bad.jinja").write_text("{{")
-    for arguments, part in [
-        (("nemotron-h-aligned", BYTES), "not built; choose one of default, identity"),
-        (("identity", BYTES, "chatml"), "no template"),
-        (("default", BYTES, tmp_path / "missing"), "cannot be read"),
-        (("default", BYTES, tmp_path / "bad.jinja"), "does not compile"),
-    ]:
+    for template, part in [("missing", "cannot be read"), ("bad.jinja", "does not compile")]:
         with pytest.raises(DataError, match=part):
-            chat_format(*arguments)
+            chat_format(BYTES, tmp_path / template)
 
 
 def test_threads_share_a_foreign_template():

@@ -6,9 +6,12 @@ from data_helpers import CORPUS, byte_level, conversation, metaspace, save_token
 from tokenizers import AddedToken, processors
 
 from megatron_packed.data.bpe import train_bpe
+from megatron_packed.data.chat import TemplateFormat
+from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.tokenizer import ByteTokenizer, vocabulary
+from megatron_packed.data.schema import Text
+from megatron_packed.data.tokenizer import ByteTokenizer, NullTokenizer, vocabulary
 
 
 @pytest.mark.shows("Tokenizer", "bytes")
@@ -99,6 +102,21 @@ def test_where_the_chat_template_comes_from(tmp_path):
     assert HuggingFaceTokenizer(tmp_path / "b").chat_template == "file"
     with pytest.raises(DataError, match="called default"):
         save_tokenizer(tmp_path / "d", byte_level(), eos_token="</s>", chat_template=named[:1])
+
+
+@pytest.mark.shows("Tokenizer", "token numbers")
+def test_numbers_are_their_own_tokens():
+    tokenizer = NullTokenizer(100)
+    assert tokenizer.encode("7 0\n 98  99 ").tolist() == [7, 0, 98, 99] and tokenizer.encode("").tolist() == []
+    assert tokenizer.decode([7, 99]) == "7 99" and tokenizer.decode([7, 99], skip_special=True) == "7"
+    assert (tokenizer.vocab_size, tokenizer.eod_id, NullTokenizer(100, 5).eod_id) == (100, 99, 5)
+    assert len({tokenizer.fingerprint, NullTokenizer(100, 5).fingerprint, NullTokenizer(101).fingerprint}) == 3
+    lines = [[Text(text)] for text in ("1 2", "100", "-1", "1.5", "two", "\u0663", "9" * 5000, "3")]
+    outcomes = SampleEncoder(tokenizer=tokenizer, chat=TemplateFormat(None, tokenizer)).encode(lines)
+    assert [outcome.reason for outcome in outcomes[1:-1]] == ["not_a_token_number"] * 6
+    assert [outcomes[place][0].ids.tolist() for place in (0, -1)] == [[1, 2, 99], [3, 99]]
+    with pytest.raises(DataError, match="token 100 is outside"):
+        tokenizer.decode([100])
 
 
 def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():

@@ -103,7 +103,7 @@ def test_what_is_refused(paths: tuple[str, ...], options: dict, sentence: str) -
     Path("cut.bin").write_bytes(b"\1\0")
     config = DataConfig(data_path=paths, **options)
     with pytest.raises(DataError, match=sentence):
-        open_documents(config, build_tokenizer(config), validates=False, show=False)
+        open_documents(config, build_tokenizer(config, None), validates=False, show=False)
 
 
 def test_documents_that_do_not_end_are_told() -> None:
