@@ -25,6 +25,10 @@ class LoggingConfig(Section, title="logging"):
     log_num_zeros_in_grad: bool = option(
         False, "Tell how many elements of the gradients, summed over all ranks, are exactly zero."
     )
+    log_progress: bool = option(
+        False, "Write to progress.txt in the directory of --save when jobs began, and what each checkpoint had "
+        "reached: iteration, throughput, operations, tokens.",
+    )
     log_jsonl: str | None = option(None, "File that receives one JSON object per iteration.", path="output_file")
     tensorboard_dir: str | None = option(None, "Directory for TensorBoard.", path="output_directory")
     report: str | None = option(

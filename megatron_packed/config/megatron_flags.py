@@ -78,6 +78,9 @@ ALWAYS: dict[str, Always] = {
     "--reset-position-ids": Always("positions restart in every document"),
     "--reset-attention-mask": Always("attention never leaves a document"),
     "--dataloader-inter-document-masking": Always("attention never leaves a document"),
+    "--eod-mask-loss": Always("nothing is predicted from the last token of a document; the token itself is learned"),
+    "--dataloader-type": Always("--seed decides the order, and a resumed run goes on where it stopped", ("single",)),
+    "--num-dataset-builder-threads": Always("no index of samples is built", ()),
     "--no-create-attention-mask-in-dataloader": Always("attention uses document offsets, no mask is made"),
     "--vocab-extra-ids": Always("tokens are added by the tokenizer's file only", ("0",)),
     "--null-tokenizer-pad-id": Always("nothing is masked because of its number", (), lambda values, run: ""),
@@ -101,6 +104,8 @@ ALWAYS: dict[str, Always] = {
     "--dist-ckpt-optim-fully-reshardable": Always("every checkpoint loads into any layout"),
     "--use-persistent-ckpt-worker": Always("one thread writes all checkpoints of --async-save"),
     "--log-throughput": Always("throughput is always in the log"),
+    "--log-memory-interval": Always("peak memory is in the line of every logged iteration", ()),
+    "--logging-level": Always("messages are those of level 20, which is INFO", ("20",)),
     "--log-timers-to-tensorboard": Always("the time of each iteration goes to TensorBoard"),
     "--log-memory-to-tensorboard": Always("peak memory goes to TensorBoard with every logged iteration"),
     "--log-validation-ppl-to-tensorboard": Always("the validation's perplexity goes to TensorBoard with its loss"),
@@ -235,9 +240,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "data is read in one way: mapped into memory, its order a function of --seed",
         "name JSONL files or indexed data sets by --data-path",
-        ("--no-mmap-bin-files", "--dataloader-type", "--num-dataset-builder-threads", "--object-storage-cache-path",
-         "--mid-level-dataset-surplus", "--dataloader-fast-cache-load", "--fim-data", "--use-varlen-dataset",
-         "--varlen-sbhd-validation"),
+        ("--no-mmap-bin-files", "--dataloader-type", "--object-storage-cache-path", "--mid-level-dataset-surplus",
+         "--dataloader-fast-cache-load", "--fim-data", "--use-varlen-dataset", "--varlen-sbhd-validation"),
     ),
     Refused(
         "the vocabulary is padded to a multiple", "use --vocab-size and --make-vocab-size-divisible-by",
@@ -246,10 +250,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "messages have one level", "leave it out; numbers go to --log-jsonl",
         ("--logging-level",),
-    ),
-    Refused(
-        "the end-of-document token is always learned", "leave it out",
-        ("--eod-mask-loss",),
     ),
     Refused(
         "packing has options of its own", "use --packing-method, --packing-window and --max-documents-per-pack",
@@ -358,8 +358,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",
-        ("--log-progress", "--log-energy", "--log-straggler",
-         "--log-memory-interval", "--timing-log-level", "--timing-log-option", "--moe-per-layer-logging",
+        ("--log-energy", "--log-straggler", "--timing-log-level", "--timing-log-option", "--moe-per-layer-logging",
          "--log-moe-overload-factor", "--check-for-large-grads"),
     ),
     Refused(

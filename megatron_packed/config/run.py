@@ -180,6 +180,8 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
         if both:
             yield Problem(data.flag_of(split), " ".join(both), f"is training data too, so it would {verb} nothing",
                           "name files that are not trained on")
+    if sound("logging.log_progress", "checkpoint.save") and run.logging.log_progress and run.checkpoint.save is None:
+        yield Problem("--log-progress", "", "needs --save", "give --save DIRECTORY")
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and training.device == "cpu":
         yield Problem("--distributed-backend", "nccl", "cannot run on --device cpu", "give gloo, or leave it out")

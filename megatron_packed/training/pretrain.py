@@ -52,6 +52,7 @@ from megatron_packed.training.graphs import (
 )
 from megatron_packed.training.implementation import check_implementation
 from megatron_packed.training.profiling import StepProfiler, memory_history, profile_folder
+from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState, model_refusal
@@ -156,6 +157,9 @@ def _train(
     if config.profiling.profile:
         folder = profile_folder(config)
         profiler = StepProfiler(config.profiling, groups, folder, say=console.say, warn=console.warn)
+    progress_log = None
+    if config.logging.log_progress and config.checkpoint.save is not None and groups.rank == 0:
+        progress_log = ProgressLog(config.checkpoint.save, groups.world_size, state.progress, console.warn)
     trainer = Trainer(
         config=config,
         groups=groups,
@@ -172,6 +176,7 @@ def _train(
         watch=watch,
         heartbeat=heartbeat,
         profiler=profiler,
+        progress_log=progress_log,
     )
     notes = [("Packing", "\n".join(data.packing.sentences()))]
     try:

@@ -41,6 +41,8 @@ class Progress:
     """Optimizer steps done (skipped ones included: their data was used)."""
     consumed_tokens: int = 0
     """Real tokens of all ranks so far."""
+    flops: float = 0.0
+    """Floating-point operations of the model so far, of all ranks."""
     skipped_steps: int = 0
     validated_at: int = 0
     """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""

@@ -35,6 +35,7 @@ from megatron_packed.training.metrics import (
     step_record,
 )
 from megatron_packed.training.profiling import StepProfiler
+from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.replicas import check_replicas
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState
@@ -68,6 +69,7 @@ class Trainer:
     heartbeat: Heartbeat | None = None
     """Where the device may wait for others without end."""
     profiler: StepProfiler | None = None
+    progress_log: ProgressLog | None = None
 
     def __post_init__(self) -> None:
         told = {} if self.heartbeat is None else {"waits": self.heartbeat.waits}
@@ -219,6 +221,8 @@ class Trainer:
             saved = self.state.save(self.config.checkpoint)
         self._saved_at = self.state.progress.iteration
         self._say_saved(saved)
+        if self.progress_log is not None:
+            self.progress_log.saved(self.state.progress, beside=self.config.checkpoint.async_save)
 
     def _resting(self) -> AbstractContextManager[None]:
         return nullcontext() if self.heartbeat is None else self.heartbeat.resting()
@@ -229,6 +233,8 @@ class Trainer:
         self.console.say(f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)")
         for warning in saved.warnings:
             self.console.warn(warning)
+        if self.progress_log is not None and self.config.checkpoint.async_save:
+            self.progress_log.published(saved.step)
 
     def _one_step(self) -> Arrived[StepFacts] | None:
         """Queues one step and takes the one before it."""
@@ -250,6 +256,7 @@ class Trainer:
             self._say_new_fallbacks(counters)
         progress.iteration += 1
         progress.consumed_tokens = facts.consumed_tokens
+        progress.flops += facts.flops
         return self._late.push(facts, self.step.numbers)
 
     def _end_offload(self) -> OffloadFigures | None:

@@ -31,7 +31,8 @@ def options_of(data: Data, folder: Path) -> dict[str, Any]:
     (data.folder / "splits.json").write_text(json.dumps(splits))
     return tiny_options(
         data, train_iters=LAST, eval_interval=11, train_data_path=None, log_params_norm=True,
-        log_num_zeros_in_grad=True, per_split_data_args_path=data.folder / "splits.json", **in_folder(folder),
+        log_num_zeros_in_grad=True, log_progress=True, per_split_data_args_path=data.folder / "splits.json",
+        **in_folder(folder),
     )  # fmt: skip
 
 
@@ -83,6 +84,10 @@ def test_the_distributed_optimizer_changes_no_bit(data: Data, folders: dict[int,
         assert finished.exit_code == 0, finished.console
     assert steps(tmp_path / "log.jsonl") == steps(folders[2] / "log.jsonl")
     assert_same_state(tmp_path / "checkpoints", folders[2] / "checkpoints", LAST)
+    told = [(folder / "checkpoints" / "progress.txt").read_text() for folder in (tmp_path, folders[2])]
+    assert [text.count("\tStarting job\n") for text in told] == [2, 1]
+    # Operations and tokens of the whole run, however many jobs it took.
+    assert len({text.rstrip().partition(f"Iteration: {LAST}\t")[2].split("\t", 2)[2] for text in told}) == 1
 
 
 @pytest.mark.parametrize("processes", [2, 4])

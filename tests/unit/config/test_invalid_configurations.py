@@ -58,6 +58,8 @@ INVALID = [
     ),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", {"--moe-router-load-balancing-type": "aux_loss"}),
     ("--skip-train", {"--skip-train": "--valid-data-path"}),
+    ("--log-progress", {"--log-progress": "give --save"}),
+    ("--logging-level 10 --dataloader-type cyclic", {"--logging-level": "one level", "--dataloader-type": "one way"}),
     ("--save empty --save-interval 4 --save-retain-interval 6", {"--save-retain-interval": "give 4 or 8"}),
     (f"{MOE} --moe-router-dtype fp64", {"--moe-router-dtype": "fp32"}),
     (f"{MOE} --moe-token-dispatcher-type flex", {"--moe-token-dispatcher-type": "allgather"}),
