@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
@@ -29,27 +30,27 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
     """
     import numpy as np
 
+    values, repeats = array("q"), array("q")  # a line of text is ten times as long
     try:
         with open(file, encoding="utf-8") as lines:
-            rows = [(number, line.strip()) for number, line in enumerate(lines, start=1)]
+            written = ((number, line.strip()) for number, line in enumerate(lines, start=1))
+            rows = ((number, line) for number, line in written if line and not line.startswith("#"))
+            for at, (number, line) in enumerate(rows):
+                if at == 0 and not re.match(r"[+-]?\d", line):
+                    continue
+                words = re.split(r"[\s,;]+", line)
+                if len(words) > 2 or not all(re.fullmatch(r"\d{1,18}", word) for word in words) or int(words[0]) < 1:
+                    raise UsageError(
+                        f"{flag} {file}, line {number}: {line[:60]!r}; every line must be {of}, at least 1, and in a "
+                        "histogram how often it occurs.", EXIT_DATA,
+                    )  # fmt: skip
+                values.append(int(words[0]))
+                repeats.append(int(words[1]) if len(words) == 2 else 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{flag} {file}: {reason}; name a file with a number on each line.") from None
-    rows = [(number, line) for number, line in rows if line and not line.startswith("#")]
-    if rows and not re.match(r"[+-]?\d", rows[0][1]):
-        rows = rows[1:]
-    values, repeats = [], []
-    for number, line in rows:
-        words = re.split(r"[\s,;]+", line)
-        if len(words) > 2 or not all(re.fullmatch(r"\d{1,18}", word) for word in words) or int(words[0]) < 1:
-            raise UsageError(
-                f"{flag} {file}, line {number}: {line[:60]!r}; every line must be {of}, at least 1, and in a histogram "
-                "how often it occurs.", EXIT_DATA,
-            )  # fmt: skip
-        values.append(int(words[0]))
-        repeats.append(int(words[1]) if len(words) == 2 else 1)
     if not sum(repeats):
         raise UsageError(f"{flag} {file}: every line must be {of}, at least 1, and one there must be.", EXIT_DATA)
     if sum(repeats) > MOST:
         raise UsageError(f"{flag} {file}: {sum(repeats):,} numbers, and {MOST:,} can be held.", EXIT_DATA)
-    return np.repeat(np.array(values, dtype=np.int64), repeats)
+    return np.repeat(np.frombuffer(values, np.int64), np.frombuffer(repeats, np.int64))

@@ -5,6 +5,7 @@ A flipped bit is found before the number it changed is used, and nothing has to 
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class ArrayWriter:
         self._dtype = np.dtype(dtype)
         self._file = (directory / f"{name}.bin").open("wb")
         self._checksums_file = directory / f"{name}.crc32c"
-        self._checksums: list[int] = []
+        self._checksums = array("I")  # 4 bytes each: a trillion tokens have 64 million
         self._block = bytearray()
         self._count = 0
 
@@ -60,7 +61,7 @@ class ArrayWriter:
         if self._block:
             self._write(bytes(self._block))
         self._file.close()
-        checksums = np.array(self._checksums, _CHECKSUMS).tobytes()
+        checksums = np.frombuffer(self._checksums, np.uint32).astype(_CHECKSUMS).tobytes()
         self._checksums_file.write_bytes(checksums)
         return {"dtype": self._dtype.str, "count": self._count, "checksums_crc32c": checksum(checksums)}
 

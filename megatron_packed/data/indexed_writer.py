@@ -109,7 +109,7 @@ class IndexedWriter:
         index = _open(index_path(self.prefix))
         try:
             self._write_index(index)
-            sums = np.array([*index.finish(), *self._tokens.finish()], CHECKSUMS)
+            sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(CHECKSUMS)
             closing = np.array([checksum(sums.tobytes())], CHECKSUMS)
             beside = _open(checksums_path(self.prefix))
             beside.write(sums.tobytes() + closing.tobytes())
@@ -177,7 +177,7 @@ class _Summed:
             raise BlockingIOError
         self._file.truncate(0)
         self._block = bytearray()
-        self._sums: list[int] = []
+        self._sums = array("I")
 
     def write(self, data: bytes) -> None:
         self._block += data
@@ -186,7 +186,7 @@ class _Summed:
             self._write(bytes(self._block[:whole]))
             del self._block[:whole]
 
-    def finish(self) -> list[int]:
+    def finish(self) -> array[int]:
         """Checksums of all blocks, which are on the disk now."""
         self._write(bytes(self._block))
         self._block.clear()
@@ -205,5 +205,5 @@ class _Summed:
             self._file.close()
 
     def _write(self, data: bytes) -> None:
-        self._sums += [checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+        self._sums.extend(checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
         self._file.write(data)

@@ -1,0 +1,51 @@
+"""Data larger than memory: what tokenising holds does not grow with the file."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.data import build
+from megatron_packed.data.chat import TemplateFormat
+from megatron_packed.data.dataset import open_dataset
+from megatron_packed.data.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.tokenizer import ByteTokenizer
+
+MIB = 2**20
+GROWTH = 2 * MIB
+"""What may come with 12 MiB more of lines, whose tokens and marks take 60 MiB."""
+
+
+def tokenise(file: Path, threads: int = 1) -> None:
+    tokenizer = ByteTokenizer()
+    chat = TemplateFormat(None, tokenizer)
+    dataset = open_dataset([file], tokenizer, chat, sft=False, num_threads=threads, show=False)
+    for index in range(len(dataset)):  # as loaders do: views of a map
+        dataset.document(index)
+
+
+def tokenise_in_threads(file: Path) -> None:
+    tokenise(file, threads=2)
+
+
+def index(file: Path) -> None:
+    options = PreprocessOptions(append_eod=True, workers=1, max_bad_fraction=0.0, show_progress=False)
+    preprocess([file], file.with_name("out"), ByteTokenizer, options)
+
+
+@pytest.mark.parametrize("command", [tokenise, tokenise_in_threads, index])
+def test_peak_memory_does_not_grow_with_the_file(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_CHUNK_BYTES", 2**16)  # a small file has many chunks, too
+    peaks = []
+    for mebibytes in (4, 16):
+        file = tmp_path / str(mebibytes) / "data.jsonl"
+        file.parent.mkdir()
+        with file.open("w") as lines:
+            for number in range(16 * mebibytes):
+                lines.write(json.dumps({"text": f"{number} " + "a" * 2**16}) + "\n")
+        tracemalloc.start()
+        command(file)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + GROWTH, [f"{peak / MIB:.1f} MiB" for peak in peaks]
