@@ -72,7 +72,7 @@ def _meaning(flag: str, spelling: Spelling) -> str:
         return f"deprecated: write `{spelling.preferred}`"
     if flag != described.flag:
         return f"the same as `{described.flag}`"
-    return f"{described.option.help} [{default_text(described)}]"
+    return f"{described.option.help} [{default_text(described)}]".replace("<", "&lt;")  # else it is taken for HTML
 
 
 def _values(described: Field) -> str:

@@ -231,7 +231,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "tokenizers are read from their files alone; no remote code is run",
         "choose by --tokenizer-type and --tokenizer-model",
-        ("--tokenizer-metadata", "--trust-remote-code", "--tokenizer-library", "--vocab-extra-ids"),
+        ("--tokenizer-metadata", "--trust-remote-code", "--tokenizer-library", "--vocab-extra-ids",
+         "--tokenizer-hf-no-use-fast", "--tokenizer-hf-no-include-special-tokens", "--tokenizer-sentencepiece-legacy",
+         "--tokenizer-sentencepiece-ignore-extra-whitespaces"),
     ),
     Refused(
         "there is one validation set", "name all of it by --valid-data-path, or one part of it in each run",
