@@ -23,6 +23,7 @@ from megatron_packed.data.tokenizer import (
     TokenIds,
     fingerprint_of,
     known_tokens,
+    optional_package,
     probe_splits,
     read_bytes,
     special_pattern,
@@ -128,17 +129,7 @@ class SentencePieceTokenizer:
 
 
 def _load(file: Path, model: bytes) -> Any:
-    try:
-        import sentencepiece
-    except ImportError:
-        raise DataError(
-            "a SentencePieceTokenizer needs sentencepiece, which is not installed: pip install 'megatron-packed[data]'."
-        ) from None
-    if not hasattr(sentencepiece.SentencePieceProcessor, "EncodeAsOffsetMapping"):
-        raise DataError(
-            f"a SentencePieceTokenizer needs sentencepiece 0.2.3 or newer, not {sentencepiece.__version__}: "
-            "pip install -U 'megatron-packed[data]'."
-        )
+    sentencepiece = optional_package("sentencepiece", "0.2.3", "SentencePieceProcessor.EncodeAsOffsetMapping")
     engine = sentencepiece.SentencePieceProcessor()
     try:
         engine.LoadFromSerializedProto(model)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine, DataError, printable
-from megatron_packed.data.tokenizer import TokenIds, fingerprint_of, known_tokens, read_bytes
+from megatron_packed.data.tokenizer import TokenIds, fingerprint_of, known_tokens, optional_package, read_bytes
 
 UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
 SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
@@ -75,12 +75,7 @@ class TikTokenizer:
         num_special_tokens: int = 1000,
         vocab_size: int | None = None,
     ) -> None:
-        try:
-            import tiktoken
-        except ImportError:
-            raise DataError(
-                "a TikTokenizer needs tiktoken, which is not installed: pip install 'megatron-packed[data]'."
-            ) from None
+        tiktoken = optional_package("tiktoken", "0.9", "Encoding.encode_to_numpy")
         file = Path(path)
         data = read_bytes(file)
         wanted = (vocab_size or MAX_VOCAB_SIZE) - num_special_tokens

@@ -10,10 +10,12 @@ A tokenizer that does not take a text raises `BadLine`, for that text alone.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +100,26 @@ def probe_splits(tokenizer: Tokenizer) -> bool:
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     """Splits a text into what lies between the tokens and, at odd places, the tokens; the longest where several fit."""
     return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
+
+
+def optional_package(name: str, version: str, needed: str) -> ModuleType:
+    """A tokenizer's library.
+
+    Args:
+        version: from which on it has ``needed``, ``Class.method``.
+    Raises:
+        DataError: it is not installed, or too old.
+    """
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        raise DataError(
+            f"the tokenizer needs {name}, which is not installed: pip install 'megatron-packed[data]'."
+        ) from None
+    owner, _, method = needed.partition(".")
+    if not hasattr(getattr(module, owner, None), method):
+        raise DataError(f"the tokenizer needs {name} {version} or newer: pip install -U '{name}>={version}'.")
+    return module
 
 
 def read_bytes(file: Path) -> bytes:

@@ -1,5 +1,8 @@
 """Tokenizers: special tokens only where a template put them, the end of a document, training a vocabulary."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from data_helpers import CORPUS, byte_level, conversation, metaspace, save_tokenizer
@@ -11,6 +14,8 @@ from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.schema import Text
+from megatron_packed.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_packed.data.tiktoken_tokenizer import TikTokenizer
 from megatron_packed.data.tokenizer import ByteTokenizer, NullTokenizer, vocabulary
 
 
@@ -117,6 +122,15 @@ def test_numbers_are_their_own_tokens():
     assert [outcomes[place][0].ids.tolist() for place in (0, -1)] == [[1, 2, 99], [3, 99]]
     with pytest.raises(DataError, match="token 100 is outside"):
         tokenizer.decode([100])
+
+
+@pytest.mark.parametrize("make, package", [(TikTokenizer, "tiktoken"), (SentencePieceTokenizer, "sentencepiece")])
+def test_a_library_that_is_missing_or_too_old(monkeypatch, tmp_path, make, package):
+    (tmp_path / "file").write_text("x")
+    for module, said in [(None, ", which is not installed"), (SimpleNamespace(), r" 0\.\S+ or newer: pip install -U")]:
+        monkeypatch.setitem(sys.modules, package, module)
+        with pytest.raises(DataError, match=f"needs {package}{said}"):
+            make(tmp_path / "file")
 
 
 def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
