@@ -79,6 +79,10 @@ class DataConfig(Section, title="data"):
     data_cache_path: str | None = option(
         None, "Directory for tokenised data; by default beside the first file.", group="files", path="output_directory"
     )
+    mmap_bin_files: bool = option(
+        True, "Tokens of indexed data sets are read from the file when they are needed, and not through a memory map.",
+        group="files", flag="no-mmap-bin-files", negated=True,
+    )
     num_workers: int = option(
         2, "Micro-batches that a background thread prepares ahead of the step; 0 prepares each when it is needed.",
         unit="micro-batches", group="files", minimum=0, maximum=1024,

@@ -240,9 +240,9 @@ REFUSED: tuple[Refused, ...] = (
         ("--multiple-validation-sets",),
     ),
     Refused(
-        "data is read in one way: mapped into memory, its order a function of --seed",
+        "data is read in one way, in an order that is a function of --seed",
         "name JSONL files or indexed data sets by --data-path",
-        ("--no-mmap-bin-files", "--dataloader-type", "--object-storage-cache-path", "--mid-level-dataset-surplus",
+        ("--dataloader-type", "--object-storage-cache-path", "--mid-level-dataset-surplus",
          "--dataloader-fast-cache-load", "--fim-data", "--use-varlen-dataset", "--varlen-sbhd-validation"),
     ),
     Refused(

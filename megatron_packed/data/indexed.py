@@ -13,7 +13,9 @@ both files beside them, ``<prefix>.crc32c``; where that file is, every change is
 
 from __future__ import annotations
 
+import os
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,44 @@ def token_type(vocab_size: int | None) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size is not None and vocab_size < 65500 else "<i4")
 
 
+class TokensInFile:
+    """The tokens of ``.bin`` as an array that cannot but be sliced: each slice is read from the file.
+
+    Usable from several threads, as a read says where. The file is closed when nobody has this any more.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._path, self._dtype = path, dtype
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._count = os.fstat(self._file).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        """
+        Raises:
+            DataError: the file has become shorter, or cannot be read.
+        """
+        start, stop, _ = part.indices(self._count)
+        at, end = start * self._dtype.itemsize, max(stop, start) * self._dtype.itemsize
+        pieces = []
+        while at < end:
+            try:
+                piece = os.pread(self._file, end - at, at)  # a system may give less than it is asked for
+            except OSError as error:
+                raise DataError(f"{self._path} cannot be read: {error.strerror}; test the disk.") from None
+            if not piece:
+                raise DataError(f"{self._path} ends at byte {at}, and did not when it was opened; do not change it.")
+            pieces.append(piece)
+            at += len(piece)
+        return np.frombuffer(b"".join(pieces), self._dtype)
+
+
 class IndexedFile:
     """Reads an indexed data set through memory maps: nothing is held in memory but what is asked for.
 
@@ -66,11 +106,12 @@ class IndexedFile:
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
+        map_tokens: False: tokens are read from ``.bin`` when they are asked for; the index is mapped still.
     Raises:
         DataError: a file is missing, or they are not what the format says; one sentence, with the first thing wrong.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, map_tokens: bool = True) -> None:
         self.prefix = str(prefix)
         self._index, self._tokens = index_path(prefix), tokens_path(prefix)
         raw = _map(self._index)
@@ -88,7 +129,8 @@ class IndexedFile:
         self.modes: NDArray[np.int8] | None = None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
         """``(S,)`` modes of multimodal data; None for text."""
         self._starts = starts
-        self._values = self._map_tokens()
+        mapped = self._map_tokens()
+        self._values: NDArray[Any] | TokensInFile = mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
         self._checksums = self._read_checksums(raw)
         self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), np.bool_)
         self._check_sequences()
@@ -102,7 +144,7 @@ class IndexedFile:
         return len(self._values)
 
     def sequence(self, number: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens of a sequence, or ``length`` of them from ``start``, as a read-only view in the file's own type.
+        """Tokens of a sequence, or ``length`` of them from ``start``, read-only, in the file's own type.
 
         Raises:
             IndexError: there is no such sequence or piece.
@@ -124,7 +166,7 @@ class IndexedFile:
         return places
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens ``start`` to ``stop`` of ``.bin``, as a read-only view.
+        """Tokens ``start`` to ``stop`` of ``.bin``, read-only.
 
         Raises:
             DataError: they are not what was written.

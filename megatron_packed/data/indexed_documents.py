@@ -27,12 +27,13 @@ class IndexedDocuments:
         vocab_size: of the tokenizer; every token must be below it. Some documents are looked at now, the others as they
             are read.
         eod_id: the tokenizer's end of document.
+        map_tokens: as of `IndexedFile`.
     Raises:
         DataError: the files are damaged, hold images or no document, or their tokens belong to another tokenizer.
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int) -> None:
-        self._file = IndexedFile(prefix)
+    def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int, map_tokens: bool = True) -> None:
+        self._file = IndexedFile(prefix, map_tokens=map_tokens)
         self.prefix, self._vocab_size, self._eod_id = self._file.prefix, vocab_size, eod_id
         if self._file.modes is not None:
             raise DataError(f"{self.prefix} holds multimodal data, and models read text only; give text.")

@@ -154,7 +154,12 @@ class _Opener:
                 f"{prefix} is an indexed data set, which does not say what of its text are answers; leave --sft out, "
                 "or give the conversations as JSONL."
             )
-        return IndexedDocuments(prefix, vocab_size=self._tokenizer.vocab_size, eod_id=self._tokenizer.eod_id)
+        return IndexedDocuments(
+            prefix,
+            vocab_size=self._tokenizer.vocab_size,
+            eod_id=self._tokenizer.eod_id,
+            map_tokens=self._options.mmap_bin_files,
+        )
 
 
 def _whole(sources: list[Documents], blend: Blend) -> Documents:

@@ -1,5 +1,6 @@
 """Megatron's indexed data sets: the same samples and the same bytes as megatron-core, and nothing damaged is read."""
 
+import os
 import random
 from itertools import chain, pairwise
 from pathlib import Path
@@ -26,8 +27,8 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: str) -> Path:
     return prefix
 
 
-def read(prefix: Path) -> list[list[list[int]]]:
-    file = IndexedFile(prefix)
+def read(prefix: Path, *, map_tokens: bool = True) -> list[list[list[int]]]:
+    file = IndexedFile(prefix, map_tokens=map_tokens)
     ends = file.document_index.tolist()
     documents = [[file.sequence(n).tolist() for n in range(*pair)] for pair in pairwise(ends)]
     places = file.document_starts()
@@ -38,7 +39,7 @@ def read(prefix: Path) -> list[list[list[int]]]:
 @pytest.mark.shows("Data", ".bin and .idx")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_of_megatron_core_are_read_and_written_alike(name: str, tmp_path: Path) -> None:
-    assert read(PREPARED / name) == DOCUMENTS[name]
+    assert read(PREPARED / name) == read(PREPARED / name, map_tokens=False) == DOCUMENTS[name]
     ours = write(tmp_path / name, DOCUMENTS[name], name)
     for path in (index_path, tokens_path):
         assert path(ours).read_bytes() == path(PREPARED / name).read_bytes()
@@ -102,20 +103,36 @@ def test_five_hundred_damaged_indexes(with_checksums: bool, tmp_path: Path) -> N
     assert refused > 400
 
 
-def test_damaged_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("map_tokens", [True, False])
+def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[[n] * 50000] for n in range(4)], "int32")
     data = bytearray(tokens_path(prefix).read_bytes())
     data[300_000] ^= 4  # of the second document
     tokens_path(prefix).write_bytes(data)
-    file = IndexedFile(prefix)
+    file = IndexedFile(prefix, map_tokens=map_tokens)
+    assert file.fingerprint() == IndexedFile(prefix).fingerprint()
     assert file.sequence(3).tolist() == [3] * 50000
     with pytest.raises(DataError, match="bytes 262144 to 327679 are not what was written"):
         file.sequence(1)
     tokens_path(prefix).write_bytes(data[:-4])
     for _ in range(2):  # with the checksums and without
         with pytest.raises(DataError, match=r"799996 bytes, but the sequences of d\.idx take 800000"):
-            IndexedFile(prefix)
+            IndexedFile(prefix, map_tokens=map_tokens)
         checksums_path(prefix).unlink(missing_ok=True)
+
+
+def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little a read gives; a file that is cut off meanwhile is an error, where a map would end the process."""
+    prefix = write(tmp_path / "d", [[list(range(1000))]], "uint16")
+    checksums_path(prefix).unlink()
+    file, pread = IndexedFile(prefix, map_tokens=False), os.pread
+    monkeypatch.setattr(os, "pread", lambda place, size, at: pread(place, min(size, 33), at))
+    assert file.sequence(0, 3, 500).tolist() == list(range(3, 503)) and file.num_tokens == 1000
+    assert file.fingerprint() == IndexedFile(prefix).fingerprint()
+    os.truncate(tokens_path(prefix), 1001)
+    assert file.sequence(0, 0, 500).tolist() == list(range(500))
+    with pytest.raises(DataError, match=r"d\.bin ends at byte 1001, and did not when it was opened"):
+        file.sequence(0)
 
 
 def test_a_writer_leaves_all_or_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from test_run_data import run_config
 from megatron_packed.config.data import DataConfig
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.indexed import TokensInFile
 from megatron_packed.data.indexed_writer import IndexedWriter
 from megatron_packed.data.tokenizer import ByteTokenizer
 from megatron_packed.training.data import blend_sentences, build_tokenizer, plan_training
@@ -47,6 +48,8 @@ def test_an_indexed_data_set() -> None:
     assert ids.tolist() == [8, 8, 8] and targets[1:].all()
     places, pieces = np.array([8, 9]), np.array([3, documents.lengths[9]])
     assert documents.count_targets(places, places * 0, pieces).tolist() == [2, documents.lengths[9] - 1]
+    read = opened("a", mmap_bin_files=False).train
+    assert tokens(read) == tokens(documents) and isinstance(read._file._values, TokensInFile)
     assert opened("a").sentences == ["a: 40 documents, 315 tokens (uint16); the longest document has 11 tokens"]
 
 

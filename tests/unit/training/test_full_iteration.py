@@ -4,6 +4,7 @@ With the stand-in for capture, which runs a captured function again; on a GPU: `
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,15 @@ def test_validation_is_replayed_too_and_leaves_the_model_in_training():
     assert graphed.step.validation_loss > 0 and graphed.step.validation_loss.equal(eager.step.validation_loss)
     assert graphed.graphs.counters.replays == 1 + 2 and len(graphed.engine.log) == 2 + 2
     assert_same_steps(graphed, eager)
+
+
+@pytest.mark.parametrize(("eval_iters", "captured"), [(0, False), (3, True)])
+def test_a_test_set_alone_is_replayed_too(eval_iters, captured):
+    config = config_of(cuda_graph_impl="full_iteration")
+    data, training = replace(config.data, test_data_path=("t",)), replace(config.training, eval_iters=eval_iters)
+    config = replace(config, data=data, training=training)
+    graphs = build_graphs(config, job_of(config), LADDER, GROUPS, print, RecordingEngine())
+    assert ("validation" in graphs.parts) == captured
 
 
 def test_an_audit_finds_nothing_and_changes_nothing():
