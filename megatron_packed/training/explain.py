@@ -138,7 +138,8 @@ def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Has
         if by_heads:
             yield varlen_attention.OP, varlen_attention.inputs_of_pack(
                 tokens=tokens, num_heads=heads // cp, num_kv_heads=max(kv_heads // cp, 1), head_dim=model.head_dim,
-                dtype=dtype, device=device, deterministic=deterministic, documents=room[-1],
+                dtype=dtype, device=device, deterministic=deterministic,
+                automatic=_backends(config).varlen_attention == "auto", documents=room[-1],
             )  # fmt: skip
         else:
             yield zigzag_attention.OP, zigzag_attention.Inputs(

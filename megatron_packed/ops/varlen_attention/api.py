@@ -55,6 +55,8 @@ class Inputs:
     """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else 0.
 
     Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16 documents of 512 tokens.
+    `auto` asks for as many documents as tokens: a pack that falls back has less room than its graph, and takes the same
+    kernel, or its bits would be others.
     """
 
 
@@ -104,6 +106,7 @@ def varlen_attention(
         num_sequences=cu_seqlens.shape[0] - 1,
         window_size=window,
         deterministic=deterministic,
+        automatic=backend == "auto",
     )
     run = OP.run(inputs, backend)
     if backend == "auto":
@@ -151,6 +154,7 @@ def prepare_tables(
         num_sequences=cu_seqlens.shape[0] - 1,
         window_size=window,
         deterministic=deterministic,
+        automatic=backend == "auto",
     )
     return build_tables(OP.select(inputs, backend).name, seq_idx_1T, window)
 
@@ -175,9 +179,10 @@ def _inputs(
     num_sequences: int,
     window_size: int | None,
     deterministic: bool,
+    automatic: bool,
 ) -> Inputs:
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
-    square = num_sequences * num_heads * tokens**2
+    square = (tokens + 1 if automatic else num_sequences) * num_heads * tokens**2
     exact = deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"  # as TransformerEngine reads it
     return Inputs(
         tokens=tokens,
@@ -212,6 +217,7 @@ def inputs_of_pack(
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
+    automatic: bool = True,
     documents: int = 1,
 ) -> Inputs:
     """By what a kernel is chosen for a pack with room for ``documents``, of which one may fill it: `OP.explain` says
@@ -226,6 +232,7 @@ def inputs_of_pack(
         num_sequences=documents + 1,  # and the tail
         window_size=None,
         deterministic=deterministic,
+        automatic=automatic,
     )
 
 

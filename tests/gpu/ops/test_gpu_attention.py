@@ -36,7 +36,7 @@ class Setup:
         self.backend, self.deterministic = backend, deterministic
         self.heads, self.kv_heads, self.head_dim, self.window = SHAPES[shape]
         self.static = pack(PACKINGS[0])
-        inputs = api._inputs(**self.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, max_seqlen=T)
+        inputs = api._inputs(**self.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, automatic=False)
         supported(OP, inputs, backend)
         self.tables = self.prepare(self.static)
         generator = torch.Generator("cuda").manual_seed(0)
@@ -191,7 +191,7 @@ def test_extreme_packings(backend, lengths):
 
 def test_auto_takes_the_fastest_that_is_here():
     setup = Setup("reference", "grouped")
-    inputs = api._inputs(**setup.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, max_seqlen=T)
+    inputs = api._inputs(**setup.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, automatic=False)
     reasons = OP.explain(inputs)
     usable = [name for name, why in reasons.items() if not why]
     assert usable and OP.select(inputs).name == usable[0] != "reference", reasons

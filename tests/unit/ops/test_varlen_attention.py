@@ -258,10 +258,18 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = api._inputs(**sizes, tokens=8192, num_sequences=8200, window_size=None, deterministic=False)
+    found = api._inputs(**sizes, tokens=8192, num_sequences=8200, window_size=None, deterministic=False, automatic=True)
     assert found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
-    many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None}
+    many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None, "automatic": False}
     found = api._inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # what cuDNN is told by hand counts as well
     assert api._inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
+
+
+@pytest.mark.parametrize("documents", [1, 3, 1024])
+def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
+    """A pack that falls back has less room than its graph."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    found = api.inputs_of_pack(**sizes, tokens=1024, deterministic=True, documents=documents)
+    assert found.oversized_square == 1025 * 4 * 1024**2

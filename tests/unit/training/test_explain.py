@@ -99,7 +99,8 @@ def test_attention_that_comes_along_is_asked_too(monkeypatch):
 @pytest.mark.parametrize("capacity, refused", [(14, False), (15, True)])
 def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
     """Where it takes memory for every document, a run whose first capture would find out is refused at the start."""
-    flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity)]
+    flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity),
+             "--attention-backend", "transformer_engine"]  # fmt: skip
     config = parse([*("4096" if flag == "128" else flag for flag in FLAGS), *flags], world_size=1)
     config = replace(config, training=replace(config.training, deterministic_mode=True))
     told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
