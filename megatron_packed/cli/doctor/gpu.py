@@ -26,11 +26,22 @@ def gpu_findings() -> Iterator[Finding]:
                       detail="torch sees no GPU: there is none, or its driver is too old for this CUDA",
                       fix="nvidia-smi")  # fmt: skip
         return
-    yield Finding(name="CUDA", state=State.WORKS, found=built, detail=f"cuDNN {torch.backends.cudnn.version()}")
+    yield Finding(name="CUDA", state=State.WORKS, found=built)
+    yield _cudnn()
     yield _nccl()
     for number in range(torch.cuda.device_count()):
         yield _gpu(number)
     yield _pinned()
+
+
+def _cudnn() -> Finding:
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another one lies in front of the one that torch was built with
+        return Finding(name="cuDNN", state=State.SLOW, instead="kernels that are not torch's",
+                       detail=f"torch refuses it, and with it its own convolutions: {str(error).splitlines()[0]}",
+                       fix="unset LD_LIBRARY_PATH")  # fmt: skip
+    return Finding(name="cuDNN", state=State.FOUND, found=str(version))
 
 
 def _nccl() -> Finding:

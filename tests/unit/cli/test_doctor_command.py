@@ -5,7 +5,8 @@ import textwrap
 
 import pytest
 
-from megatron_packed.cli.doctor import command, machine, probe
+from megatron_packed.cli.doctor import command, gpu, machine, probe
+from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.packages import PACKAGES, strangers
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
@@ -92,6 +93,23 @@ def test_what_is_broken_ends_with_1_and_has_a_command(examined, changes, name, w
     assert words in lines[name]["detail"] and lines[name]["fix"].startswith("pip ")
     if name == "mamba-ssm":
         assert lines["ssd"]["instead"] == "reference" and "--ssd-backend reference" in lines["ssd"]["fix"]
+
+
+def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
+    """A container's library path may put another one in front: GPUs and kernels are looked at all the same."""
+
+    def version():
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0)\nbut found (9, 14, 0)")
+
+    monkeypatch.setattr(gpu.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu.torch.backends.cudnn, "version", version)
+    for part in ("_nccl", "_gpu", "_pinned"):
+        monkeypatch.setattr(gpu, part, lambda *_, part=part: Finding(name=part, state=State.WORKS))
+    found = {one.name: one for one in gpu.gpu_findings()}
+    assert list(found) == ["CUDA", "cuDNN", "_nccl", "_gpu", "_pinned"]
+    assert found["cuDNN"].state is State.SLOW and "(9, 19, 0)" in found["cuDNN"].detail and found["cuDNN"].fix
 
 
 def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
