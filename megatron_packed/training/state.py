@@ -319,6 +319,7 @@ class RunState:
             f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}): the data, the "
             "tokenizer, a packing option (--pad-packed-seq-alignment too, which follows --cp-comm-type and "
             "--context-parallel-size where it is not given), the room that CUDA graphs leave "
-            "(--cuda-graph-max-packed-seqs), a batch size or the seed changed; restore them to resume, or pass "
-            "--finetune to start a new run from these weights"
+            "(--cuda-graph-max-packed-seqs), a batch size or the seed changed; restore them to resume, "
+            "pass --finetune to start a new run from these weights, or name another folder by --save and --load to "
+            "begin anew"
         )

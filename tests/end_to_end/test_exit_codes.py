@@ -204,7 +204,8 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     finished = run(options, copy)
     assert_ends(finished, CHECKPOINT, "checkpoint error: ", copy)
     assert "is a position in other data, or in another order of it (plan " in finished.console
-    assert "pass --finetune to start a new run from these weights" in finished.console
+    cures = "pass --finetune to start a new run from these weights, or name another folder by --save and --load"
+    assert cures in finished.console
     assert (copy / "log.jsonl").read_bytes() == lines
 
 
