@@ -359,7 +359,7 @@ def copy_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             {
                 "model": model, "side": side, "copy": kind, "of a step": f"{found['per_step']:.0f}",
                 "MiB": f"{result['input_mib']:.0f}", "ms": harness.shown(found["copy_ms"]),
-                "GB/s": harness.shown(found["gb_per_s"]), "hidden": percent(found["hidden"]),
+                "GB/s": harness.shown(found["gb_per_s"]), "hidden": percent(max(found["hidden"], 0)),
             }
             for side, directions in measured.items()
             for kind, found in directions.items()

@@ -195,7 +195,9 @@ def test_memory_falls_by_the_inputs_that_are_away(buffers: int, groups: Parallel
     print(f"{buffers} buffers: {(kept - left) / hidden:.2f} of {len(PATTERN)} inputs less between the passes, "
           f"{(peak - lower) / hidden:.2f} at the peak")  # fmt: skip
     assert kept - left == (len(PATTERN) - buffers) * hidden
-    assert (len(PATTERN) - buffers - 1) * hidden <= peak - lower <= len(PATTERN) * hidden
+    # The worst moment is the backward pass of the last attention at the earliest; inputs behind it are gone anyway.
+    at_worst = range(PATTERN.rindex("*") - buffers, len(PATTERN) + 1)
+    assert at_worst.start * hidden <= peak - lower < at_worst.stop * hidden
 
 
 @pytest.mark.parametrize("modules", [("mamba_scan",), ("mlp_act", "mlp_fc2"), ("expert_fc1", "moe_act", "expert_fc2")])
