@@ -10,8 +10,9 @@ Run 2 must give run 1's bits: outputs, input gradients, parameter gradients. Ker
 differ, in gradients, by as much as a second eager run shows. Runs 3 must agree in the rows of that one document: what
 leaks from a neighbour is then a thousand times larger than rounding.
 
-Nothing of the training is touched: gradients are put back, random numbers come from a generator of its own, and modules
-keep what they know.
+Nothing of the training is touched: gradients are put back, random numbers come from a generator of its own, those of
+the process are left where they were (cuDNN's attention moves them on even without dropout), and modules keep what they
+know.
 
 Where whole parts of a step are captured, each of them runs on the micro-batch itself, eagerly and by replay, between
 steps, when the gradient buffer is free: `audit_whole`.
@@ -20,7 +21,7 @@ steps, when the gradient buffer is free: `audit_whole`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -134,7 +135,8 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
                     continue
                 count += 1
                 generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
-                difference = _audit_module(module, captured, fresh, own_rows, generator, deterministic)
+                with _generators_kept(runner.device):
+                    difference = _audit_module(module, captured, fresh, own_rows, generator, deterministic)
                 worst = max(worst, difference)
         finally:
             slot.vacate()
@@ -173,11 +175,12 @@ def audit_whole(
         part(micro_batch.to(graphs.device))
         return {key: tensor.detach().clone() for key, tensor in results.items()}
 
-    wanted = eagerly()
-    other = wanted if deterministic else eagerly()
-    graphs.slot.buffer.fill_(0xFF)
-    reset()
-    graphs.replay(name, micro_batch, cell_of(micro_batch))
+    with _generators_kept(graphs.device):
+        wanted = eagerly()
+        other = wanted if deterministic else eagerly()
+        graphs.slot.buffer.fill_(0xFF)
+        reset()
+        graphs.replay(name, micro_batch, cell_of(micro_batch))
     differences = {key: _relative(found, wanted[key]) for key, found in results.items()}
     floor = 0.0 if deterministic else max(FLOOR_OF_WHOLE, ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
     allowed = {key: max(NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results}
@@ -190,6 +193,11 @@ def audit_whole(
             "much). Train with --cuda-graph-impl none and report this with the options of the run."
         )
     return Audit(modules=1, largest_difference=max(differences.values()))
+
+
+def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
+    """The process's generators are afterwards where they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _audit_module(
