@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from graph_step import Effort, host_times, over, row_seconds
 from harness import Spread
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
-from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.run import RunConfig
@@ -40,7 +38,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
 from megatron_packed.training.graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.train_step import StepValues
-from model_step import CONFIGS, DOCUMENTS, Theirs, copy_weights, megatron_model, model_config, packings
+from model_step import CONFIGS, DOCUMENTS, Theirs, begin_alone, copy_weights, megatron_model, model_config, packings
 from workloads import device_from, pinned, random_documents
 
 COUNTS = (1, 2, 4)
@@ -288,11 +286,7 @@ def main() -> None:
     device = device_from(arguments.device)
     if device.type != "cuda":
         raise SystemExit("full_step.py captures CUDA graphs and needs a GPU.")
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "RANK": "0", "WORLD_SIZE": "1",
-                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
-        os.environ.setdefault(key, value)
-    apply_environment(TrainingConfig(train_iters=1))
-    torch.cuda.set_device(0)
+    begin_alone(port=29513)
     harness.tune_over(arguments.tilings)
     results: dict[str, Any] = {}
     failed: list[str] = []

@@ -27,7 +27,7 @@ step() {  # name, seconds, command: the log in full, its end on the console
 for name in "${@:?which steps?}"; do
   case $name in
     tests) step tests 400 python3 -m pytest tests/gpu -v -p no:cacheprovider --durations=5 ;;
-    cuda_graphs) step cuda_graphs 300 python3 -m pytest tests/gpu/test_cuda_graphs.py -v -s -p no:cacheprovider --durations=5 ;;
+    cuda_graphs) step cuda_graphs 300 python3 -m pytest tests/gpu/test_cuda_graphs.py tests/gpu/test_failed_captures_gpu.py -v -s -p no:cacheprovider --durations=5 ;;
     interpreter) step interpreter 200 python3 -m pytest tests/unit/ops/test_triton_interpreter.py -p no:cacheprovider ;;
     cpu) step cpu 500 python3 -m pytest tests -p no:cacheprovider -x ;;
     ops) step ops 250 python3 benchmarks/op_backends.py ;;

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,15 +29,13 @@ from torch import Tensor
 
 import harness
 from harness import Spread
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.data.packing import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from model_step import CONFIGS, Theirs, copy_weights, megatron_model, our_model, packings
+from model_step import CONFIGS, Theirs, begin_alone, copy_weights, megatron_model, our_model, packings
 from workloads import device_from, pinned, random_documents
 
 CAPACITIES = (16, 64, 512)
@@ -428,11 +425,7 @@ def main() -> None:
     device = device_from(arguments.device)
     if device.type != "cuda":
         raise SystemExit("graph_step.py captures CUDA graphs and needs a GPU.")
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "RANK": "0", "WORLD_SIZE": "1",
-                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
-        os.environ.setdefault(key, value)
-    apply_environment(TrainingConfig(train_iters=1))
-    torch.cuda.set_device(0)
+    begin_alone(port=29512)
     results: dict[str, Any] = {}
     failed: list[str] = []
     for name in arguments.configs or CONFIGS:

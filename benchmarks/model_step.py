@@ -291,6 +291,15 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
     return result
 
 
+def begin_alone(*, port: int) -> None:
+    """The environment of a job of one process, which megatron-core looks at, and that of our kernels; the first GPU."""
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1",
+                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
+        os.environ.setdefault(key, value)
+    apply_environment(TrainingConfig(train_iters=1))
+    torch.cuda.set_device(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
@@ -298,11 +307,7 @@ def main() -> None:
     parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
     parser.add_argument("--name", default="model_step", help="name of the result file")
     arguments = parser.parse_args()
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1",
-                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
-        os.environ.setdefault(key, value)
-    apply_environment(TrainingConfig(train_iters=1))
-    torch.cuda.set_device(0)
+    begin_alone(port=29511)
     results = {}
     for name in arguments.configs or CONFIGS:
         results[name] = run(name, kernels=arguments.kernels, skip_megatron=arguments.skip_megatron)

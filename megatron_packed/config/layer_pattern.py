@@ -38,17 +38,3 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
             cure = "write it in upper case" if symbol.upper() in LAYER_NAMES else f"use only {known}"
             found.append(Problem(flag, repr(pattern), f"{symbol!r} at {where} is no layer symbol", cure))
     return found
-
-
-def parse_layer_pattern(pattern: str) -> list[str]:
-    """The layers of a pattern as symbols, e.g. ``"M*-E"`` -> ``["M", "*", "-", "E"]``.
-
-    Raises:
-        ValueError: a character is no layer that is built; the message names it and its position.
-    """
-    found = pattern_problems(pattern)
-    if not pattern:
-        raise ValueError("The layer pattern is empty; give one character per layer, e.g. 'M*-E'.")
-    if found:
-        raise ValueError(" ".join(str(problem) for problem in found))
-    return list(pattern)

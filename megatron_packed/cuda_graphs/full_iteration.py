@@ -29,20 +29,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
 from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
+from megatron_packed.cuda_graphs.places import MOVED, Place, Places
 from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
 
-MOVED = "weights have moved to other memory"
 _OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
 
 
@@ -91,7 +90,7 @@ class FullIteration:
         finish: Callable[[], object],
         *,
         rehearsing: Callable[[], AbstractContextManager[None]],
-        places: Callable[[], Iterable[tuple[Mapping[str, Any], str]]],
+        places: Callable[[], Iterable[Place]],
         total_tokens: int,
         ladder: Ladder,
         device: torch.device,
@@ -118,8 +117,7 @@ class FullIteration:
         self._finish_graph: Graph | None = None
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
-        self._used: list[tuple[Mapping[str, Any], str]] = []
-        self._addresses: list[int] = []
+        self._used = Places()
 
     # ------------------------------------------------------------------------------------------------------- capture
 
@@ -162,8 +160,7 @@ class FullIteration:
             self.forget()
             raise
         self.counters.capture_seconds += time.perf_counter() - begun
-        self._used = list(self._places())
-        self._addresses = self._current_addresses()
+        self._used = Places(self._places())
 
     def _warm_up(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
         """Each part once over each cell, and the end: workspaces are made, and communicators connect."""
@@ -331,7 +328,7 @@ class FullIteration:
     @property
     def moved(self) -> bool:
         """Whether a tensor has left the address that graphs use; then `tune` and `capture` again."""
-        return self._addresses != self._current_addresses()
+        return self._used.moved
 
     # ----------------------------------------------------------------------------------------------------------- end
 
@@ -345,16 +342,12 @@ class FullIteration:
         if self._finish_graph is not None:
             self._finish_graph.reset()
         self._finish_graph = None
-        self._used, self._addresses = [], []
+        self._used = Places()
         self.engine.reset()
         self.counters.memory_mib = 0.0
 
     close = forget
     """Before the process group is destroyed: a graph that holds collectives would keep the process from its exit."""
-
-    def _current_addresses(self) -> list[int]:
-        tensors = (place.get(name) for place, name in self._used)
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def cell_of(micro_batch: MicroBatch) -> Cell:

@@ -8,10 +8,10 @@ ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.places import MOVED, Places
 from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slot_graphs import ALL, Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
@@ -124,8 +125,7 @@ class GraphRunner:
         self._copies = copies
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
-        self._used_by_graphs: list[tuple[Mapping[str, Any], str]] = []
-        self._addresses: list[int] = []
+        self._used_by_graphs = Places()
 
     def tune(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
         """Eager passes over every cell: kernels are compiled and tuned. Gives up earlier graphs; arguments and what is
@@ -164,13 +164,11 @@ class GraphRunner:
             raise
         self.slots.vacate()
         self.counters.capture_seconds += time.perf_counter() - started
-        # Places, not tensors: ``module.to()`` puts another tensor into a buffer's place.
         captured = [module for module in self.modules if module.captured]
         parts = [part for module in captured for part in module.module.modules()]
         places = [place for part in parts for place in (part._parameters, part._buffers)]
-        self._used_by_graphs = [(place, name) for place in places for name in place]
-        self._used_by_graphs += [(vars(weight), "main_grad") for module in captured for weight in module.parameters]
-        self._addresses = _addresses(self._used_by_graphs)
+        gradients = ((vars(weight), "main_grad") for module in captured for weight in module.parameters)
+        self._used_by_graphs = Places([*((place, name) for place in places for name in place), *gradients])
         if len(self.graphs) > 1:
             self.slots.returned = {
                 address: slot for slot, graphs in self.graphs.items() for address in graphs.addresses()
@@ -222,7 +220,7 @@ class GraphRunner:
     def moved(self) -> bool:
         """Whether a captured parameter, its gradient or a buffer has left the address that graphs use; then `capture`
         again."""
-        return self._addresses != _addresses(self._used_by_graphs)
+        return self._used_by_graphs.moved
 
     def forget(self) -> None:
         """Give up all graphs and their memory; everything runs eagerly until the next capture."""
@@ -232,7 +230,7 @@ class GraphRunner:
             graphs.forget()
         for module in self.modules:
             module.refusals.clear()
-        self._used_by_graphs, self._addresses = [], []
+        self._used_by_graphs = Places()
         self.counters.memory_mib = 0.0
 
     def close(self) -> None:
@@ -259,7 +257,7 @@ class GraphRunner:
         if cell in tables:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
-            return "weights have moved to other memory" if self.moved else None
+            return MOVED if self.moved else None
         if micro_batch.packed.num_seqs > self.ladder.largest:
             return f"more than {self.ladder.largest} documents"
         if cell.capacity > self.ladder.largest:
@@ -384,8 +382,3 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
             other = names.get(id(part), name)
             if other != name:
                 raise ValueError(f"{other} is (a part of) {name}; capture one of the two.")
-
-
-def _addresses(places: Sequence[tuple[Mapping[str, Any], str]]) -> list[int]:
-    tensors = (place.get(name) for place, name in places)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

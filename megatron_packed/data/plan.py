@@ -198,10 +198,6 @@ class PackPlan:
         return self._table.packer.alignment
 
     @property
-    def micro_batches_per_rank(self) -> int:
-        return self.packs_per_step // self.dp_size
-
-    @property
     def epoch_starts(self) -> tuple[int, ...]:
         """Place in the stream of the first pack of each epoch known so far; see the argument of the same name."""
         with self._lock:

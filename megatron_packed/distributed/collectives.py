@@ -190,24 +190,6 @@ def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
     return result
 
 
-def broadcast_json(value: Any, groups: ParallelGroups, *, source: int = 0) -> Any:
-    """``value`` of rank ``source``, on every rank (what the other ranks pass is ignored).
-
-    Example:
-        rank 0 decides which checkpoint to load: ``step = broadcast_json(step if rank == 0 else None, groups)``.
-    """
-    if groups.world_size == 1:
-        return value
-    payload = _encode(value) if groups.rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([payload.numel()], dtype=torch.int64, device=groups.control_device)
-    dist.broadcast(length, src=source)
-    received = torch.zeros(int(length), dtype=torch.uint8, device=groups.control_device)
-    if groups.rank == source:
-        received.copy_(payload)
-    dist.broadcast(received, src=source)
-    return _decode(received)
-
-
 def all_gather_json(value: Any, groups: ParallelGroups) -> list[Any]:
     """``value`` of every rank, in the order of ranks, on every rank."""
     if groups.world_size == 1:

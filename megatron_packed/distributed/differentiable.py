@@ -19,7 +19,6 @@ Every collective here is a linear map from one state to another, and its backwar
 | `split_rows`   | shared -> rows: take one's own    | all-gather     |
 | `join_rows`    | rows -> shared: all-gather        | take one's own |
 | `gather_last`  | columns -> shared: all-gather     | take one's own |
-| `split_last`   | shared -> columns: take one's own | all-gather     |
 | `pass_on`      | own -> own: to the next rank      | one before     |
 
 Sums are made in the tensor's dtype, by the backend's order: equal on all ranks. No input is written to. Nothing waits
@@ -151,19 +150,6 @@ def gather_last(x: Tensor, group: Group | None) -> Tensor:
         ``(..., D)`` in the order of ranks.
     """
     return linear_map(x, group, all_gather_last, own_last)
-
-
-def split_last(x: Tensor, group: Group | None) -> Tensor:
-    """This rank's columns of a shared ``x``: forward a view, backward all-gather.
-
-    Args:
-        x: ``(..., D)``.
-    Returns:
-        ``(..., D / size)``.
-    Raises:
-        ValueError: the columns do not divide among the ranks.
-    """
-    return linear_map(x, group, own_last, all_gather_last)
 
 
 def pass_on(x: Tensor, group: Group | None) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,11 @@ from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_s
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import Stage
-from megatron_packed.distributed.sharding import ShardedParameter, SharedGradients, set_shard, sharded_parameters
+from megatron_packed.distributed.sharding import ShardedParameter, SharedGradients, sharded_parameters
 from megatron_packed.layers.attention import Rotary, attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.embedding import Embedding, vocab_shard
+from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.mamba_layer import MambaLayer
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
@@ -35,57 +34,17 @@ from megatron_packed.layers.moe.layer import MoEOutput, MoEReport, count_valid
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.offload import LayerOffload
-from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.recompute import Recompute, draws_random_numbers
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
 from megatron_packed.models.init import initialize
+from megatron_packed.models.output import HybridOutput, Output
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
-
-
-class HybridOutput(NamedTuple):
-    """What one micro-batch gives; all of it on the device.
-
-    Context-parallel ranks have T / cp_size tokens of the pack each: losses and counts are theirs, and the sum over the
-    ranks is the pack's.
-    """
-
-    loss: Tensor
-    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's share of the step's."""
-    loss_sum: Tensor
-    """0-d float32, detached: cross-entropy in nats, summed over the target tokens."""
-    aux_loss: Tensor
-    """0-d float32, detached: balance and z-losses of all E layers, coefficients applied."""
-    per_token_loss_T: Tensor
-    """``(T,)`` float32, detached; 0 where there is no target."""
-    tokens_per_expert: Tensor
-    """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without any."""
-    expert_overflow: Tensor
-    """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same on all ranks that
-    share experts or the pack. See `full_expert_buffers`."""
-
-
-class Output(nn.Module):
-    """Weight of an untied output projection; the product is part of the loss (`ops.cross_entropy`)."""
-
-    def __init__(
-        self,
-        num_rows: int,
-        hidden_size: int,
-        *,
-        stored_rows: int,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        rows = vocab_shard(num_rows, tp, stored_rows)
-        self.weight = set_shard(new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows)
 
 
 class HybridModel(nn.Module):

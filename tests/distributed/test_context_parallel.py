@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
+import rank_models
 import torch
+from rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, own_value
 from recorder import Recorder
 from torch import Tensor
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
-from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum, own_rows, pass_to_next
+from megatron_packed.distributed.collectives import all_reduce_sum, own_rows, pass_to_next
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
@@ -25,9 +23,6 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
-import hybrid_cases as cases
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 COMM_TYPES = ("a2a", "all_gather", "p2p")
@@ -73,28 +68,10 @@ class Run:
 
 
 def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
-    model = HybridModel(
-        cases.tiny_config(run.pattern, **run.changes),
-        vocab_size=cases.VOCAB,
-        max_positions=TOKENS,
-        groups=groups,
-        cp_comm_type=run.comm_type,
+    return rank_models.build(
+        run.pattern, run.changes, groups, dtype=run.dtype, max_positions=TOKENS, cp_comm_type=run.comm_type,
         sequence_parallel=run.sequence_parallel,
-        dtype=run.dtype,
-        seed=7,
-    ).train()
-    sharded = model.sharded_parameters()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # zeros and ones would hide which part a rank uses
-            if name.endswith("bias") or "norm" in name:
-                whole = torch.linspace(0.5, 1.5, sharded[name].global_shape.numel()).view(sharded[name].global_shape)
-                parameter.copy_(sharded[name].shard.take(whole))
-        for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
-    if run.dtype == torch.float64:  # those that stay float32 too: their gradients are compared as closely as all others
-        for parameter in model.parameters():
-            parameter.data = parameter.data.double()
-    return model
+    )  # fmt: skip
 
 
 def pack(lengths: list[int], run: Run, *, seed: int = 0, **options: Any) -> MicroBatch:
@@ -111,7 +88,7 @@ PACKS = [[1, 2, 3, 8, 9, 5, 19, 4], [20, 40, 30, 6], [TOKENS]]
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
     """Some micro-batches: losses of this rank, and this rank's parts of all gradients, summed over the pack's ranks."""
-    with mutated(run.mutation):
+    with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         buffers = FlatBuffers(model) if run.flat else None
         cp_group = None if groups is None else groups.cp_group
@@ -297,7 +274,6 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
 
 def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
     """With heads exchanged, without attention, whose reference reads the offsets on a CPU."""
-    questions = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
     changes = CASES["groups and keys shared by ranks"]
     runs = [
         Run(comm_type, changes, "ME-" if comm_type == "a2a" else "M*E-", dtype=torch.float32)
@@ -308,7 +284,7 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
             names = {name for name, _ in first}
             assert first == second and len(first) > 100
             assert any("c10d" in name for name in names), "the collectives must be seen"
-            assert not any(question in name for question in questions for name in names)
+            assert not any(question in name for question in QUESTIONS for name in names)
 
 
 # -- isolation -------------------------------------------------------------------------------------
@@ -331,15 +307,6 @@ CUT_ALIGNED = {
     "one document and a tail": [5],
 }
 """The same for a zigzag, whose documents lie on all ranks."""
-
-
-def observe(model: HybridModel, batch: MicroBatch) -> dict[str, Tensor]:
-    inputs: list[Tensor] = []
-    handle = model.embedding.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
-    output = model(batch)
-    handle.remove()
-    (gradient_TD,) = torch.autograd.grad(output.loss, inputs)
-    return {"loss": output.per_token_loss_T, "input gradients": gradient_TD}
 
 
 def without_boundaries(batch: MicroBatch) -> MicroBatch:
@@ -416,16 +383,8 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
 # -- no step can be left out -----------------------------------------------------------------------
 
 
-def _gathered_without_sum(x: Tensor, group: Any) -> Tensor:
-    return linear_map(x, group, all_gather_rows, own_rows)
-
-
 def _passed_without_return(x: Tensor, group: Any) -> Tensor:
     return linear_map(x, group, pass_to_next, lambda dy, _: dy)
-
-
-def _own_value(cp: ContextParallel, x: Tensor) -> Tensor:
-    return x
 
 
 def _unsorted(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
@@ -441,23 +400,14 @@ def _first_part(part: Any, parameter: Tensor) -> Tensor:
 
 
 PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "gathering keys without a sum in backward": (attention, "gather_rows", _gathered_without_sum),
+    "gathering keys without a sum in backward": (attention, "gather_rows", gathered_without_sum),
     "passing keys on without a way back": (attention, "pass_on", _passed_without_return),
-    "counts of a rank's own tokens": (ContextParallel, "sum_of_statistics", _own_value),
+    "counts of a rank's own tokens": (ContextParallel, "sum_of_statistics", own_value),
     "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
     "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
     "everybody's first tokens": (ContextParallel, "own", _first_rows),
     "everybody's first heads": (mamba_mixer, "_take", _first_part),
 }
-
-
-@contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    with ExitStack() as stack:
-        if name is not None:
-            owner, attribute, replacement = PATCHES[name]
-            stack.enter_context(mock.patch.object(owner, attribute, replacement))
-        yield
 
 
 MUTATIONS = [

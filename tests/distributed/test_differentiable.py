@@ -22,7 +22,6 @@ from megatron_packed.distributed.differentiable import (
     pass_on,
     reduce_from,
     scatter_rows,
-    split_last,
     split_rows,
 )
 from megatron_packed.distributed.groups import ParallelGroups
@@ -76,7 +75,6 @@ CASES = {
     "split_rows": Case(split_rows, SHARED, OWN),
     "join_rows": Case(join_rows, OWN, SHARED),
     "gather_last": Case(gather_last, OWN, SHARED),
-    "split_last": Case(split_last, SHARED, OWN),
     "pass_on": Case(pass_on, OWN, OWN),
     "rows_to_heads": Case(fused_to_heads, OWN, OWN, (5, 24)),
     "rows_to_columns": Case(fused_to_columns, OWN, OWN, (5, 24)),
@@ -164,8 +162,6 @@ def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
         return x[rank].chunk(size)[rank]
     if name == "gather_last":
         return torch.cat(x, dim=-1)
-    if name == "split_last":
-        return x[rank].chunk(size, dim=-1)[rank]
     if name == "pass_on":
         return x[rank - 1]
     if name in ("rows_to_heads", "rows_to_columns"):
@@ -218,8 +214,7 @@ def mlp(x: Tensor, w1: Tensor, w2: Tensor, groups: ParallelGroups, how: str) -> 
     if how == "sequence parallel":
         return scatter_rows(F.gelu(gather_rows(x, group) @ w1.T) @ w2.T, group)
     if how == "gathered":
-        h = gather_last(F.gelu(copy_to(x, group) @ w1.T), group)
-        return reduce_from(split_last(h, group) @ w2.T, group)
+        return gather_last(F.gelu(copy_to(x, group) @ w1.T), group) @ join_rows(w2.T.contiguous(), group)
     return reduce_from(F.gelu(copy_to(x, group) @ w1.T) @ w2.T, group)
 
 
@@ -298,7 +293,6 @@ def refusals(groups: ParallelGroups) -> list[str]:
     attempts = [
         lambda: scatter_rows(torch.ones(5, 2), group),
         lambda: split_rows(torch.ones(5, 2), group),
-        lambda: split_last(torch.ones(2, 5), group),
         lambda: rows_to_heads([torch.ones(3, 3)], group),
         lambda: rows_to_heads([torch.ones(3, 2), torch.ones(4, 2)], group),
         lambda: rows_to_heads([torch.ones(3, 2), torch.ones(3, 2).double()], group),
@@ -316,7 +310,6 @@ def test_what_does_not_divide_is_said_before_anything_is_sent(pools: WorkerPools
     assert pools.run(refusals, 2, layout={"tp_size": 2})[0] == [
         "5 rows do not divide among the 2 ranks of the group 'tp'.",
         "5 rows do not divide among the 2 ranks of the group 'tp'.",
-        "5 columns do not divide among the 2 ranks of the group 'tp'.",
         "3 heads do not fit 2 ranks: they must be a multiple of the ranks, or divide them.",
         "tensors of one exchange have the same tokens and dtype, not (3, 2) torch.float32, (4, 2) torch.float32.",
         "tensors of one exchange have the same tokens and dtype, not (3, 2) torch.float32, (3, 2) torch.float64.",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import rank_models
 import torch
+from rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, only_own_rows, own_value
 from recorder import Recorder
 from torch import Tensor
 
@@ -26,13 +25,11 @@ from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.models.hybrid_model import HybridModel, HybridOutput
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.output import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import counted_elsewhere, ranks_of_norm
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
-import hybrid_cases as cases
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 EXPERTS = 8
@@ -86,26 +83,17 @@ class Run:
 
 
 def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
-    model = HybridModel(
-        cases.tiny_config(run.pattern, num_experts=EXPERTS, **run.changes),
-        vocab_size=cases.VOCAB,
-        max_positions=64,
-        groups=groups,
+    model = rank_models.build(
+        run.pattern, {"num_experts": EXPERTS, **run.changes}, groups, dtype=run.dtype,
         sequence_parallel=run.sequence_parallel,
-        dtype=run.dtype,
-        seed=7,
-    ).train()
+    )  # fmt: skip
     with torch.no_grad():
         for layer in model.moe_layers:
-            router = layer.mixer.router
-            router.weight.mul_(4)  # clear choices: rounding must not flip one
-            if router.expert_bias is not None:
-                router.expert_bias.copy_(torch.linspace(-0.1, 0.1, EXPERTS))
+            expert_bias = layer.mixer.router.expert_bias
+            if expert_bias is not None:
+                expert_bias.copy_(torch.linspace(-0.1, 0.1, EXPERTS))
                 if run.favourite is not None:
-                    router.expert_bias[run.favourite] = 10
-    if run.dtype == torch.float64:  # those that stay float32 too: their gradients are compared as closely as all others
-        for parameter in model.parameters():
-            parameter.data = parameter.data.double()
+                    expert_bias[run.favourite] = 10
     return model
 
 
@@ -123,7 +111,7 @@ def packs() -> list[MicroBatch]:
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
     """This rank's packs one after the other: what they give, and this rank's parts of all summed gradients."""
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
-    with mutated(run.mutation):
+    with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         shared = model.shared_gradients()
         outputs = {}
@@ -377,9 +365,6 @@ def test_steps_over_flat_buffers(
 # -- what every rank does --------------------------------------------------------------------------
 
 
-QUESTIONS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "tolist")
-
-
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
     """What two packs of one layout call."""
     found = []
@@ -421,7 +406,7 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
     """What a changed token of one document of rank 0's pack moves: elsewhere, and (to see that it is seen) in it."""
     found = []
     for run in runs:
-        model, before, after = build(run, groups), [], []
+        model, before, after = build(run, groups), {}, {}
         batch = packs()[0]
         at = sum(cases.AWKWARD) - 10
         for seen, change in ((before, 0), (after, 1)):
@@ -429,20 +414,15 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
             if groups.dp_rank == 0:
                 other.tokens[at] = (other.tokens[at] + change) % cases.VOCAB
                 other.labels[at - 1] = other.tokens[at]
-            inputs: list[Tensor] = []
-            handle = model.embedding.register_forward_hook(lambda _m, _i, output, keep=inputs: keep.append(output))
-            output = model(other)
-            handle.remove()
-            (gradient,) = torch.autograd.grad(output.loss, inputs)
-            seen += [output.per_token_loss_T.detach(), gradient]
+            seen |= observe(model, other)
         others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at] if groups.dp_rank == 0 else slice(None)
         changes = {}
-        for i, name in enumerate(("loss", "input gradients")):
+        for name in before:
             rows_T = others_T
-            if i and run.sequence_parallel and groups.dp_rank == 0:
+            if name == "input gradients" and run.sequence_parallel and groups.dp_rank == 0:
                 rows_T = own_rows(others_T, groups.tp_group)
-            changes[name] = float((before[i][rows_T] - after[i][rows_T]).abs().max())
-        changes["own"] = float((before[0] - after[0]).abs().max())
+            changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
+        changes["own"] = float((before["loss"] - after["loss"]).abs().max())
         found.append(changes)
     return found
 
@@ -462,14 +442,6 @@ def test_other_documents_do_not_change_by_a_bit(pools: WorkerPools, world_size: 
 # -- no sum can be left out ------------------------------------------------------------------------
 
 
-def _gathered_without_sum(x: Tensor, group: Any) -> Tensor:
-    return linear_map(x, group, all_gather_rows, own_rows)
-
-
-def _only_own_rows(x: Tensor, group: Any) -> Tensor:
-    return linear_map(x, group, own_rows, all_gather_rows)
-
-
 def _split_without_gather(x: Tensor, group: Any) -> Tensor:
     rows = x.shape[0] // torch.distributed.get_world_size(group)
     return x.narrow(0, torch.distributed.get_rank(group) * rows, rows)
@@ -479,27 +451,14 @@ def _joined_with_sum(x: Tensor, group: Any) -> Tensor:
     return linear_map(x, group, all_gather_rows, reduce_scatter_rows)
 
 
-def _own_value(tp: TensorParallel, x: Tensor) -> Tensor:
-    return x
-
-
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "gathering tokens without a sum in backward": (dispatchers, "gather_rows", _gathered_without_sum),
-    "bringing rows back without a sum": (dispatchers, "scatter_rows", _only_own_rows),
+    "gathering tokens without a sum in backward": (dispatchers, "gather_rows", gathered_without_sum),
+    "bringing rows back without a sum": (dispatchers, "scatter_rows", only_own_rows),
     "splitting rows without a gather in backward": (moe_parallel, "split_rows", _split_without_gather),
     "joining rows with a sum in backward": (moe_parallel, "join_rows", _joined_with_sum),
-    "gathering logits without a sum in backward": (router_module, "gather_rows", _gathered_without_sum),
-    "auxiliary loss counted by each rank": (TensorParallel, "counted_once", _own_value),
+    "gathering logits without a sum in backward": (router_module, "gather_rows", gathered_without_sum),
+    "auxiliary loss counted by each rank": (TensorParallel, "counted_once", own_value),
 }
-
-
-@contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    if name not in PATCHES:
-        yield
-        return
-    with mock.patch.object(*PATCHES[name]):
-        yield
 
 
 EP2, FOLDED, REPLICAS = LAYOUTS[0][1], LAYOUTS[2][1], LAYOUTS[1][1]

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
+import rank_models
 import torch
+from rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, only_own_rows, own_value
 from recorder import Recorder
 from torch import Tensor
 
 import megatron_packed.layers.linear as linear_module
 import megatron_packed.layers.tensor_parallel as tensor_parallel
-from megatron_packed.distributed.collectives import all_gather_rows, own_rows
-from megatron_packed.distributed.differentiable import linear_map, reduce_from
+from megatron_packed.distributed.collectives import own_rows
+from megatron_packed.distributed.differentiable import reduce_from
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sharding import Piece, Segment, Shard, SharedGradients
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
-import hybrid_cases as cases
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 LAYOUTS = [(2, 2), (4, 4), (4, 2)]
@@ -71,27 +67,9 @@ class Run:
 
 
 def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
-    model = HybridModel(
-        cases.tiny_config(run.pattern, **run.changes),
-        vocab_size=cases.VOCAB,
-        max_positions=64,
-        groups=groups,
-        sequence_parallel=run.sequence_parallel,
-        dtype=run.dtype,
-        seed=7,
-    ).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # zeros and ones would hide which part a rank holds
-            if name.endswith("bias") or "norm" in name:
-                shard = model.sharded_parameters()[name]
-                whole = torch.linspace(0.5, 1.5, shard.global_shape.numel()).view(shard.global_shape)
-                parameter.copy_(shard.shard.take(whole))
-        for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
-    if run.dtype == torch.float64:  # those that stay float32 too: their gradients are compared as closely as all others
-        for parameter in model.parameters():
-            parameter.data = parameter.data.double()
-    return model
+    return rank_models.build(
+        run.pattern, run.changes, groups, dtype=run.dtype, sequence_parallel=run.sequence_parallel
+    )
 
 
 def packs() -> list[Any]:
@@ -105,7 +83,7 @@ def packs() -> list[Any]:
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
     """Two micro-batches: their losses, logits, and this rank's parts of all parameters and gradients."""
-    with mutated(run.mutation):
+    with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         buffers = FlatBuffers(model) if run.flat else None
         shared = model.shared_gradients()
@@ -290,7 +268,6 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
 
 def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
     """Without attention, whose reference reads the offsets on a CPU to compute each document alone."""
-    questions = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
     changes = ONE_GROUP | EXPERTS["softmax router, losses"]
     runs = [Run(changes, "ME-", sequence_parallel, torch.float32) for sequence_parallel in (False, True)]
     for rank in pools.run(recorded_calls, 2, runs, layout={"tp_size": 2}):
@@ -298,7 +275,7 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
             names = {name for name, _ in first}
             assert first == second and len(first) > 100
             assert any("c10d" in name for name in names), "the collectives must be seen"
-            assert not any(question in name for question in questions for name in names)
+            assert not any(question in name for question in QUESTIONS for name in names)
 
 
 # -- no sum can be left out ------------------------------------------------------------------------
@@ -308,42 +285,21 @@ def _identity(x: Tensor, *_: object) -> Tensor:
     return x
 
 
-def _gathered_without_sum(x: Tensor, group: Any) -> Tensor:
-    return linear_map(x, group, all_gather_rows, own_rows)
-
-
-def _only_own_rows(x: Tensor, group: Any) -> Tensor:
-    return linear_map(x, group, own_rows, all_gather_rows)
-
-
 def _forward_sum_only(tp: TensorParallel, x: Tensor) -> Tensor:
     return reduce_from(x, tp.group)
-
-
-def _own_value(tp: TensorParallel, x: Tensor) -> Tensor:
-    return x
 
 
 PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "entering without a sum in backward": (tensor_parallel, "copy_to", _identity),
     "leaving without a sum": (tensor_parallel, "reduce_from", _identity),
-    "gathering without a sum in backward": (tensor_parallel, "gather_rows", _gathered_without_sum),
+    "gathering without a sum in backward": (tensor_parallel, "gather_rows", gathered_without_sum),
     "projecting gathered rows without a sum in backward": (linear_module, "reduce_scatter_rows", own_rows),
-    "scattering without a sum": (tensor_parallel, "scatter_rows", _only_own_rows),
-    "norm of a group without a sum": (TensorParallel, "sum_over_ranks", _own_value),
+    "scattering without a sum": (tensor_parallel, "scatter_rows", only_own_rows),
+    "norm of a group without a sum": (TensorParallel, "sum_over_ranks", own_value),
     "norm of a group without a sum in backward": (TensorParallel, "sum_over_ranks", _forward_sum_only),
-    "auxiliary loss counted by each rank": (TensorParallel, "counted_once", _own_value),
+    "auxiliary loss counted by each rank": (TensorParallel, "counted_once", own_value),
     "softmax without a sum": (sys.modules[HybridModel.__module__], "all_reduce_sum", _identity),
 }
-
-
-@contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    with ExitStack() as stack:
-        if name in PATCHES:
-            owner, attribute, replacement = PATCHES[name]
-            stack.enter_context(mock.patch.object(owner, attribute, replacement))
-        yield
 
 
 def skip(shared: SharedGradients, model: HybridModel, ending: str) -> None:
@@ -413,7 +369,7 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
         other = batch.with_buffer(buffer)
         other.tokens[at] = (other.tokens[at] + 1) % cases.VOCAB
         other.labels[at - 1] = other.tokens[at]
-        before, after = observe(model, batch), observe(model, other)
+        before, after = outputs_and_gradients(model, batch), outputs_and_gradients(model, other)
         others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
         changes = {}
         for name in before:
@@ -426,15 +382,10 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
     return found
 
 
-def observe(model: HybridModel, batch: Any) -> dict[str, Tensor]:
-    inputs: list[Tensor] = []
+def outputs_and_gradients(model: HybridModel, batch: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         logits_TV = model.logits(batch.tokens, batch.packed)
-    handle = model.embedding.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
-    output = model(batch)
-    handle.remove()
-    (gradient,) = torch.autograd.grad(output.loss, inputs)
-    return {"outputs": logits_TV, "loss": output.per_token_loss_T, "input gradients": gradient}
+    return {"outputs": logits_TV, **observe(model, batch)}
 
 
 @pytest.mark.shows("isolation", "TP + SP", of=lambda world_size, tp_size: (world_size, {"tp_size": tp_size}))

@@ -100,6 +100,17 @@ def tiny_options(data: Data, **changes: Any) -> dict[str, Any]:
     return {**TINY_MODEL, **TINY_RUN, **paths, **changes}
 
 
+def few_documents(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Options of a run over so few documents that epochs end, with four micro-batches a step and validations. Packs are
+    made without regard to the capacities of graphs, so that they are the same with graphs and without."""
+    data = Data(folder)
+    write_conversations(data.train, 110, seed=1)
+    write_conversations(data.valid, 24, seed=2)
+    return tiny_options(
+        data, seq_length=256, packing_method="best_fit_decreasing", valid_data_path=data.valid, eval_iters=2, **changes
+    )
+
+
 def in_folder(folder: Path) -> dict[str, Any]:
     """Options that keep checkpoints and log in ``folder`` and resume from there."""
     return {"save": folder / "checkpoints", "load": folder / "checkpoints", "log_jsonl": folder / "log.jsonl"}

@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 from captures import capture_on_cpu
 from faults import poison_forward
-from runs import (
-    Data,
-    assert_same_state,
-    command_line,
-    final_state,
-    in_folder,
-    run,
-    steps,
-    tiny_options,
-    write_conversations,
-)
+from runs import assert_same_state, command_line, few_documents, final_state, in_folder, run, steps
 
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
@@ -37,14 +27,7 @@ BUCKETS = {"ddp_bucket_size": 2000}
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Packs are made without regard to capacities, so that they are the same with graphs and without."""
-    data = Data(tmp_path_factory.mktemp("few"))
-    write_conversations(data.train, 110, seed=1)
-    write_conversations(data.valid, 24, seed=2)
-    return tiny_options(
-        data, train_iters=STEPS, seq_length=256, packing_method="best_fit_decreasing", valid_data_path=data.valid,
-        eval_interval=4, eval_iters=2,
-    )  # fmt: skip
+    return few_documents(tmp_path_factory.mktemp("few"), train_iters=STEPS, eval_interval=4)
 
 
 @pytest.fixture(scope="module")

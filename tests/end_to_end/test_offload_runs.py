@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from captures import capture_on_cpu
-from runs import Data, assert_same_state, in_folder, run, steps, tiny_options, write_conversations
+from runs import assert_same_state, few_documents, in_folder, run, steps
 from torch import Tensor
 
 from megatron_packed.config.offload import BUFFERS
@@ -70,14 +70,9 @@ def process(buffers: int | None = None, *, slow: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four micro-batches a step, some of them beyond the largest capacity, and validations in both halves."""
-    data = Data(tmp_path_factory.mktemp("few"))
-    write_conversations(data.train, 110, seed=1)
-    write_conversations(data.valid, 24, seed=2)
-    return tiny_options(
-        data, train_iters=STEPS, seq_length=SLOTS, packing_method="best_fit_decreasing", valid_data_path=data.valid,
-        eval_interval=3, eval_iters=2, exit_interval=HALF, log_interval=1,
-    )  # fmt: skip
+    """Some micro-batches are beyond the largest capacity, and there are validations in both halves."""
+    folder = tmp_path_factory.mktemp("few")
+    return few_documents(folder, train_iters=STEPS, eval_interval=3, exit_interval=HALF, log_interval=1)
 
 
 def halves(folder: Path, options: dict[str, Any], *prepared: partial[None]) -> tuple[str, str]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,20 @@ def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4
 
     values = run()
     end()
+    seen = watched(lambda: values.extend(run()), end)
+    del values[2 * (len(steps) - 1) :]
+    return {"values": values, "finite": bool(np.isfinite(values).all()), **seen}
+
+
+def watched(run: Callable[[], object], end: Callable[[], object] = torch.cuda.synchronize) -> dict[str, Any]:
+    """What is seen of ``run``, called under each proof; ``end`` comes behind.
+
+    Raises:
+        RuntimeError: a call that synchronises.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
-        values += run()
+        run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     end()
@@ -54,8 +65,6 @@ def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4
     window = next(event for event in events if event.name == "steady_steps").time_range
     inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
     return {
-        "values": values,
-        "finite": bool(np.isfinite(values).all()),
         "events": len(inside),
         "launches": sum(name == "cudaGraphLaunch" for name in inside),
         "nccl": sum("nccl" in name.lower() for name in inside),

@@ -1,46 +1,38 @@
-"""Graphs on a GPU: replay equals eager on changing packs, waits for nothing, keeps documents apart, and fails alone."""
+"""Graphs on a GPU: replay equals eager on changing packs, waits for nothing, and keeps documents apart."""
 
-import gc
-import os
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
-from functools import lru_cache
 from itertools import combinations, pairwise
 
-# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every time.
-os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
-os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
-os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-import numpy as np
 import pytest
 import torch
-from host_waits import SYNCHRONISING
-from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from graph_jobs import (  # sets deterministic variables, too
+    DEVICE,
+    LADDER,
+    RESULTS,
+    SCALES,
+    VOCAB,
+    Job,
+    T,
+    different,
+    documents,
+    new_engine,
+    pack,
+    packings,
+    pinned,
+    released,
+)
+from host_waits import watched
 
-from megatron_packed.config.model import ModelConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
-from megatron_packed.cuda_graphs.engine import CudaEngine
-from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.backends import Backends
-from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.gpu
 
-DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
-T, HIDDEN, VOCAB = 1024, 256, 512
-LADDER = Ladder.of([8, 64, T], T)
-SCALES = (1e-3, 0.5)
-RESULTS = ("loss", "loss_sum", "aux_loss", "per_token_loss", "tokens_per_expert", "expert_overflow", "hidden_gradient")
 REPEATS = 5
 """Eager runs whose spread is the measure for kernels that are not deterministic."""
 FACTOR = 3.0
@@ -48,150 +40,6 @@ FACTOR = 3.0
 FLOOR = 1e-3
 """What a parameter's gradient may differ by anyway, relative to its norm: a few runs of a small sum may agree by
 chance. Wrong metadata changes gradients by 1e-1 and more."""
-
-
-def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):
-    experts = {
-        "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "moe_shared_expert_intermediate_size": 256,
-        "moe_aux_loss_coeff": 1e-2, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-    }  # fmt: skip
-    config = ModelConfig(
-        hybrid_layer_pattern=pattern, hidden_size=hidden, num_attention_heads=hidden // 64, num_query_groups=2,
-        kv_channels=64, ffn_hidden_size=2 * hidden, squared_relu=True, normalization="RMSNorm", add_bias_linear=False,
-        position_embedding_type="rope", mamba_num_heads=hidden // 32, mamba_head_dim=64, mamba_state_dim=64,
-        mamba_num_groups=2, init_method_std=0.05, **(experts if "E" in pattern else {}),
-    )  # fmt: skip
-    return HybridModel(
-        config, vocab_size=VOCAB, max_positions=tokens, device=DEVICE, dtype=DTYPE, seed=7, backends=backends
-    ).train()
-
-
-def documents(lengths, seed=0):
-    random = np.random.default_rng(seed)
-    return [(random.integers(0, VOCAB, length), None) for length in lengths]
-
-
-def pack(lengths, seed=0, ladder=LADDER, tokens=T):
-    """A pinned micro-batch of the smallest cell that holds it, or of exactly its size if none does."""
-    cell = ladder.cell_for(len(lengths), max([*lengths, tokens - sum(lengths)]))
-    size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
-    return pinned(MicroBatch.build(documents(lengths, seed), tokens, scales=SCALES, **size))
-
-
-def pinned(micro_batch):
-    return micro_batch.pin_memory() if DEVICE.type == "cuda" else micro_batch
-
-
-def full(cell, tokens=T):
-    """A pack of as many equal documents as the cell holds."""
-    count = min(cell.capacity, tokens)
-    return MicroBatch.build(documents([tokens // count] * count), tokens, cell.capacity, SCALES, cell.max_seqlen)
-
-
-def packings(count, seed=0):
-    """Lengths of packs, shuffled: one document, every slot a document, full cells, tails, whatever chance brings."""
-    random = np.random.default_rng(seed)
-    lists = [[T], [1] * T, [1] * 64, [16] * 64, [128] * 8, [T - 1], [1], [127, 128, 129, 1, 2, 3], [500, 24, 500]]
-    while len(lists) < count:
-        lengths, left, mean = [], int(random.integers(1, T + 1)), float(random.choice([3, 20, 150, 600]))
-        while left > 0 and len(lengths) < LADDER.largest:
-            lengths.append(min(left, 1 + int(random.exponential(mean))))
-            left -= lengths[-1]
-        lists.append(lengths)
-    return [lists[number] for number in random.permutation(count)]
-
-
-def new_engine():
-    engine = CudaEngine(DEVICE)
-    engine.stream = _stream()
-    return engine
-
-
-@lru_cache
-def _stream():
-    """One for all engines: cuBLAS keeps a workspace for every stream, which would look like memory lost."""
-    return torch.cuda.Stream(DEVICE)
-
-
-class Job:
-    """A model with graphs over all its layers; the same model runs eagerly where it is asked to."""
-
-    def __init__(self, pattern, backends, ladder=LADDER, hidden=HIDDEN, tokens=T):
-        self.model, self.ladder, self.tokens = hybrid(pattern, backends, hidden, tokens), ladder, tokens
-        self.buffers = FlatBuffers(self.model)
-        self.said, self.runner = [], None
-        self.hidden_gradient = None
-        self.model.embedding.register_forward_hook(self._watch)
-
-    def _watch(self, module, inputs, output):
-        if output.requires_grad:
-            output.register_hook(lambda grad: setattr(self, "hidden_gradient", grad))
-
-    def capture(self, **options):
-        layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
-        self.runner = GraphRunner(
-            layers, total_tokens=self.tokens, ladder=self.ladder, device=DEVICE, tables=self.model.tables,
-            check=self.model.check, engine=new_engine(), say=self.said.append, **options,
-        )  # fmt: skip
-        self.runner.capture(self.drive, lambda cell: full(cell, self.tokens))
-        refused = [line for line in self.said if "not captured" in line]
-        assert not refused, refused
-        return self
-
-    def drive(self, micro_batch):
-        output = self.model(micro_batch)
-        output.loss.backward()
-        return output
-
-    def eager(self, micro_batch):
-        if self.runner is not None:
-            self.runner.slot.vacate()
-        return self._results(micro_batch.to(DEVICE))
-
-    def replay(self, micro_batch):
-        replays = self.runner.counters.replays
-        results = self._results(self.runner.place(micro_batch))
-        assert self.runner.counters.replays == replays + 1 and not self.runner.counters.module_fallbacks
-        return results
-
-    def _results(self, micro_batch):
-        """What the micro-batch gives, by name, the gradient of every parameter included; copies."""
-        self.buffers.zero_grad()
-        output = self.drive(micro_batch)
-        values = dict(zip(RESULTS, (*output, self.hidden_gradient), strict=True))
-        values |= {name: parameter.main_grad for name, parameter in self.buffers.parameters.items()}
-        return {name: value.detach().clone() for name, value in values.items()}
-
-    def poison_statics(self):
-        """NaN in every static input, output and gradient of every graph."""
-        with torch.no_grad():
-            for slot, graphs in self.runner.graphs.items():
-                for one in (one for module in self.runner.modules for one in module.in_slot(slot).values()):
-                    for tensor in (one.input, *one.outputs, *one.grad_outputs, one.grad_input):
-                        assert tensor.is_floating_point()
-                        tensor.fill_(float("nan"))
-                for tensor in graphs.outside.values():
-                    tensor.fill_(float("nan"))
-
-    def poison_pool(self):
-        """All ones in every bit of the graphs' memory: NaN to a float, -1 to an integer."""
-        torch.cuda.synchronize()
-        found = 0
-        for segment in torch.cuda.memory_snapshot():
-            if tuple(segment["segment_pool_id"]) == tuple(self.runner.engine.pool):
-                torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(255)
-                found += segment["total_size"]
-        assert found > 0, "no memory of the graphs was found"
-        return found
-
-
-class _Bytes:
-    def __init__(self, address, size):
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
-def different(found, wanted):
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
 @pytest.fixture(scope="module")
@@ -472,178 +320,10 @@ def test_a_replayed_micro_batch_waits_for_nothing(fastest):
     steps()
     before = job.runner.counters.replays
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert job.runner.counters.replays == before + count
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        with record_function("replayed_steps"):
-            steps()
-        torch.cuda.synchronize()
-    events = profiler.events()
-    window = next(e for e in events if e.name == "replayed_steps").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
-    launches = sum(name.startswith("cudaGraphLaunch") for name in inside)
-    assert launches == count * (1 + 2 * len(job.model.layers))  # the profile saw the steps
-    waits = sorted({name for name in inside if name in SYNCHRONISING})
-    copies = sorted({name for name in inside if "Pageable" in name or name.startswith("Memcpy DtoH")})
-    assert waits == [] and copies == [], (waits, copies)
-
-
-# ---------------------------------------------------------------------------------------------------------- failures
-
-
-class Foreign(nn.Module):
-    """Somebody else's module. ``trouble`` is called in its forward, with its result."""
-
-    def __init__(self, seed, trouble=None):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter((torch.randn(HIDDEN, HIDDEN, generator=generator) / 16).to(DEVICE))
-        self.trouble = trouble
-
-    def forward(self, hidden, packed):
-        result = torch.tanh(hidden @ self.weight) * (packed.seq_idx[0, :, None] % 7 + 1)
-        if self.trouble is not None:
-            self.trouble(result)
-        return result
-
-
-def asks_for_a_value(result):
-    result.sum().item()
-
-
-def swallows_the_error(result):
-    with suppress(RuntimeError):
-        result.sum().item()
-
-
-def forgets_a_stream(result):
-    """Queues work on another stream and never waits for it: only the end of the capture finds out."""
-    other = torch.cuda.Stream()
-    other.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(other):
-        result.detach() * 2
-
-
-def wants_all_memory(result):
-    if torch.cuda.is_current_stream_capturing():
-        torch.empty(1 << 46, dtype=torch.uint8, device=DEVICE)
-
-
-class Chain:
-    """Foreign modules one behind the other, with graphs for one capacity."""
-
-    def __init__(self, *troubles, **options):
-        self.modules = nn.ModuleList(Foreign(seed, trouble) for seed, trouble in enumerate(troubles))
-        self.buffers = FlatBuffers(self.modules)
-        self.said = []
-        modules = {f"module {number}": module for number, module in enumerate(self.modules)}
-        self.runner = GraphRunner(
-            modules, total_tokens=T, ladder=Ladder.of([16], T), device=DEVICE, engine=new_engine(),
-            say=self.said.append, **options,
-        )  # fmt: skip
-        self.runner.capture(self.drive, full)
-
-    def drive(self, micro_batch):
-        hidden = torch.ones(T, HIDDEN, device=DEVICE, requires_grad=True)
-        result = hidden
-        for module in self.modules:
-            result = module(result, micro_batch.packed)
-        result.square().sum().backward()
-        return [result.detach().clone(), hidden.grad]
-
-    def results(self, micro_batch):
-        self.buffers.zero_grad()
-        return [*self.drive(micro_batch), self.buffers.grads.clone()]
-
-    def check(self):
-        """Replay equals eager."""
-        ladder = Ladder.of([16], T)
-        for seed, lengths in enumerate([[T], [100, 200, 300], [64] * 16]):
-            micro_batch = pack(lengths, seed, ladder)
-            found = self.results(self.runner.place(micro_batch))
-            self.runner.slot.vacate()
-            wanted = self.results(micro_batch.to(DEVICE))
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), lengths[:8]
-
-
-def released():
-    """Bytes allocated and reserved when nothing is kept that nobody uses."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
-
-TROUBLES = [asks_for_a_value, swallows_the_error, forgets_a_stream, wants_all_memory]
-
-
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_module_that_cannot_be_captured_fails_alone(trouble):
-    fails_alone(trouble)
-
-
-def fails_alone(trouble, **options):
-    """The others are captured and replayed; nothing of the failure stays: kernels, random numbers, captures, memory."""
-    usual = Chain(None, **options)
-    usual.check()  # eager and by replay: what libraries keep for a stream, once and for all
-    usual.runner.close()
-    del usual
-    allocated, reserved = released()
-    chain = Chain(None, trouble, None, **options)
-    print(*chain.said, sep="\n")
-    assert [list(module.captured) != [] for module in chain.runner.modules] == [True, False, True]
-    assert chain.said[0].startswith("module 1 not captured for up to 16 documents: ")
-    assert chain.runner.counters.captures == 1 + 2 * 2
-    chain.check()
-    assert chain.runner.counters.replays == 3 and chain.runner.counters.fallbacks.total() == 0
-    assert chain.runner.counters.module_fallbacks.total() == 3
-    torch.randn(100, device=DEVICE).sum().item()  # a generator that believes to be in a capture would raise
-    torch.cuda.synchronize()
-    later = Chain(None, None, **options)
-    assert later.runner.counters.captures == 1 + 2 * 2, later.said
-    later.check()
-    for one in (chain, later):
-        one.runner.close()
-    del chain, later, one
-    now_allocated, now_reserved = released()
-    assert now_allocated - allocated <= 1 << 20, f"{now_allocated - allocated:,} bytes more are allocated than before"
-    assert now_reserved - reserved <= 4 << 20, f"{now_reserved - reserved:,} bytes more are reserved than before"
-
-
-def test_a_thread_that_pins_memory_does_not_disturb_captures():
-    """As the loader does. Sizes grow and are kept, so that every one is a new allocation of page-locked memory."""
-    kept, stop = [], threading.Event()
-
-    def pin():
-        while not stop.is_set() and len(kept) < 2000:
-            kept.append(torch.empty(4096 * (1 + len(kept)), dtype=torch.uint8).pin_memory())
-            time.sleep(1e-3)
-
-    def waits_for_pins(result):
-        """Held open until memory was pinned meanwhile."""
-        if torch.cuda.is_current_stream_capturing():
-            wanted, deadline = len(kept) + 3, time.monotonic() + 10
-            while len(kept) < wanted and time.monotonic() < deadline:
-                time.sleep(1e-3)
-            during.append(len(kept) - wanted + 3)
-
-    during: list[int] = []
-    thread = threading.Thread(target=pin)
-    thread.start()
-    try:
-        chain = Chain(None, waits_for_pins, waits_for_pins)
-    finally:
-        stop.set()
-        thread.join()
-    assert chain.runner.counters.captures == 1 + 2 * 3, chain.said
-    assert len(during) == 2 and min(during) >= 3, during
-    chain.check()
-    chain.runner.close()
+    found = watched(steps)
+    assert job.runner.counters.replays == before + 2 * count
+    assert found["launches"] == count * (1 + 2 * len(job.model.layers))  # the profile saw the steps
+    assert found["waits"] == [] and found["pageable"] == [] and found["to_host"] == 0, found
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -14,12 +14,13 @@ import torch
 from host_waits import waiting
 from test_full_iteration_gpu import config_of
 from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import LADDER, PACKS, steps_of  # sets deterministic variables, too
+from test_parallel_graphs_gpu import PACKS, steps_of  # sets deterministic variables, too
 from test_recompute import (
     HIDDEN,
     LARGE,
     PATTERN,
     TOKENS,
+    captured,
     compared,
     config_with,
     kept_and_peak,
@@ -149,6 +150,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
 
 
 @needs_engine
+@pytest.mark.shows("offload", "TE layers")
 @pytest.mark.parametrize("mode", ["1 buffer", "groups", "all parts", "beside recomputation"])
 def test_steps_of_transformer_engines_layers_are_those_without(mode: str, groups: ParallelGroups) -> None:
     """Losses, gradients' norms, weights and moments; what its modules save and free in their backward passes, too."""
@@ -170,12 +172,7 @@ def test_a_layer_that_runs_eagerly_among_replayed_ones(groups: ParallelGroups, m
     """Its input would be another graph's memory by the time that it is copied, late, or asked for."""
     monkeypatch.setattr(offload_module, "streams_of", lambda device: DelayedStreams("copy"))
     config = dataclasses.replace(config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl="local"))
-    job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, LADDER, groups, print)
-    assert graphs is not None
-    with released(graphs):
-        capture_graphs(graphs, job.step, PACKS, groups, first=True)
-        job.step.graphs = graphs
+    with captured(config, groups) as (job, graphs):
         job.model.layers[2].eval()  # an MLP, which computes the same
         compared(job, run(job, packs(groups)), without(0.0, engine=False))
         assert graphs.counters.module_fallbacks.total() > PACKS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
+from megatron_packed.training.graphs import Graphs, audit_graphs, build_graphs, capture_graphs, released
 
 pytestmark = pytest.mark.gpu
 
@@ -118,6 +119,19 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
     replayed(dataclasses.replace(config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)), groups)
 
 
+@contextmanager
+def captured(config: RunConfig, groups: ParallelGroups) -> Iterator[tuple[Job, Graphs]]:
+    """A job whose steps replay graphs."""
+    job = build_job(config, groups, VOCAB)
+    graphs = build_graphs(config, job, LADDER, groups, print)
+    assert graphs is not None
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.step.graphs = graphs
+        assert not graphs.refusals
+        yield job, graphs
+
+
 def replayed(
     config: RunConfig,
     groups: ParallelGroups,
@@ -126,13 +140,7 @@ def replayed(
     engine: bool = False,
 ) -> dict[str, Any]:
     """Replays steps, one micro-batch of them eagerly, against those without; what the host did in steady ones."""
-    job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, LADDER, groups, print)
-    assert graphs is not None
-    with released(graphs):
-        capture_graphs(graphs, job.step, PACKS, groups, first=True)
-        job.step.graphs = graphs
-        assert not graphs.refusals
+    with captured(config, groups) as (job, graphs):
         compared(job, steps_by(job, packs(groups)), without(0.0, engine=engine))
         assert graphs.counters.fallbacks.total() == 1 and graphs.counters.replays == STEPS * PACKS - 1
         assert not graphs.counters.module_fallbacks

@@ -6,27 +6,18 @@ import os
 from dataclasses import replace
 from typing import Any
 
-# Read by the libraries at import or first use, in processes that inherit them; `test_cuda_graphs` sets others.
+# Read by the libraries at import or first use, in processes that inherit them; `graph_jobs` sets others.
 os.environ |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "NCCL_GRAPH_REGISTER": "0"}
 
 import pytest
 import torch
-from host_waits import SYNCHRONISING
-from test_cuda_graphs import (
-    FAULTS,
-    IN_FLIGHT,
-    TROUBLES,
-    different,
-    fails_alone,
-    pack,
-    packings,
-    released,
-    scheduled,
-)
-from test_cuda_graphs import LADDER as LADDER_OF_LAYERS
-from test_cuda_graphs import Job as GraphJob
+from graph_jobs import LADDER as LADDER_OF_LAYERS
+from graph_jobs import Job as GraphJob
+from graph_jobs import different, pack, packings, released
+from host_waits import watched
+from test_cuda_graphs import FAULTS, IN_FLIGHT, scheduled
+from test_failed_captures_gpu import TROUBLES, fails_alone
 from test_transformer_engine_impl import ENGINE, LOCAL, SLOTS, TOKENS, VOCAB, run_config
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.parallel import ParallelConfig
@@ -134,23 +125,9 @@ def test_a_replayed_micro_batch_waits_for_nothing(job: Any) -> None:
 
     steps()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        with record_function("replayed_steps"):
-            steps()
-        torch.cuda.synchronize()
-    events = profiler.events()
-    window = next(e for e in events if e.name == "replayed_steps").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
-    launches = sum(name.startswith("cudaGraphLaunch") for name in inside)
-    assert launches == len(batches) * (1 + 2 * len(job.model.layers))
-    assert sorted({name for name in inside if name in SYNCHRONISING or "Pageable" in name}) == []
-    assert not any(name.startswith("Memcpy DtoH") for name in inside)
+    found = watched(steps)
+    assert found["launches"] == len(batches) * (1 + 2 * len(job.model.layers))
+    assert found["waits"] == [] and found["pageable"] == [] and found["to_host"] == 0, found
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from graph_jobs import Job as GraphJob
+from graph_jobs import different, pack
 from host_waits import waiting
-from test_cuda_graphs import Job as GraphJob
-from test_cuda_graphs import different, pack
 from test_layouts_no_host_sync import STEPS, batches
 from test_no_host_sync import VOCAB
 from test_no_host_sync import T as SLOTS

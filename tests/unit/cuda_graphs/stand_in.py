@@ -45,7 +45,7 @@ class RecordingEngine:
     def __init__(self, fail_at=()):
         self.fail_at = set(fail_at)
         self.graphs, self.log = [], []
-        self.attempts = self.resets = self.on_side_stream = self.lendings = self.stream_taken = 0
+        self.attempts = self.lendings = self.stream_taken = 0
         self.pool_used = False
         self.others = []
 
@@ -63,7 +63,6 @@ class RecordingEngine:
 
     @contextmanager
     def side_stream(self):
-        self.on_side_stream += 1
         yield
 
     @contextmanager
@@ -85,7 +84,6 @@ class RecordingEngine:
         return float(sum(not graph.gone for graph in self.graphs))
 
     def reset(self):
-        self.resets += 1
         self.pool_used = False
         assert all(graph.gone for graph in self.graphs), "the pool was renewed under living graphs"
 

@@ -1,0 +1,56 @@
+"""The end of the model: the weight behind the last layer, and what one micro-batch gives.
+
+Letters: T tokens, L mixture-of-experts layers, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.distributed.sharding import set_shard
+from megatron_packed.layers.embedding import vocab_shard
+from megatron_packed.layers.parameters import new_parameter
+from megatron_packed.layers.tensor_parallel import TensorParallel
+
+
+class HybridOutput(NamedTuple):
+    """What one micro-batch gives; all of it on the device.
+
+    Context-parallel ranks have T / cp_size tokens of the pack each: losses and counts are theirs, and the sum over the
+    ranks is the pack's.
+    """
+
+    loss: Tensor
+    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's share of the step's."""
+    loss_sum: Tensor
+    """0-d float32, detached: cross-entropy in nats, summed over the target tokens."""
+    aux_loss: Tensor
+    """0-d float32, detached: balance and z-losses of all E layers, coefficients applied."""
+    per_token_loss_T: Tensor
+    """``(T,)`` float32, detached; 0 where there is no target."""
+    tokens_per_expert: Tensor
+    """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without any."""
+    expert_overflow: Tensor
+    """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same on all ranks that
+    share experts or the pack. See `HybridModel.full_expert_buffers`."""
+
+
+class Output(nn.Module):
+    """Weight of an untied output projection; the product is part of the loss (`ops.cross_entropy`)."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        *,
+        stored_rows: int,
+        tp: TensorParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        rows = vocab_shard(num_rows, tp, stored_rows)
+        self.weight = set_shard(new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows)
