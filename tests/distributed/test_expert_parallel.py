@@ -427,6 +427,7 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.shows("isolation", "EP allgather", "EP alltoall", of=lambda world_size, layout: (world_size, layout))
 @pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[5], LAYOUTS[7]])
 def test_other_documents_do_not_change_by_a_bit(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     """Neither in the same pack nor in those of other ranks, whose tokens the same experts see."""
