@@ -87,6 +87,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 """By number of processes: name -> options of `ParallelConfig` and `ModelConfig`."""
+SCALED = {
+    "DP": ("hybrid1b", "dp2 zero", "dp4 zero"), "TP": ("hybrid1b", "tp2 sp", "tp4 sp"),
+    "CP": ("hybrid1b", "cp2 a2a", "cp4 a2a"), "EP": ("hybrid1b_moe", "ep2 allgather", "ep4 allgather"),
+}  # fmt: skip
+"""A model, and its layouts of one axis alone."""
 
 
 def config_of(
@@ -296,6 +301,29 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     "of one GPU's": f"{graphs['scaling']:.3f}", "graphs hold": f"{graphs['graph_mib']:,.0f} MiB",
                     "plan": result["plan_hash"],
                 })  # fmt: skip
+    return rows
+
+
+def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
+    """A row for each axis alone and number of GPUs: tokens/s per GPU, and of them what one GPU had in the same run.
+
+    Args:
+        of_processes: results in the form of result files, some for each model.
+    """
+    rows: list[dict[str, object]] = []
+    for axis, (model, *names) in SCALED.items():
+        for result in (results[model] for results in of_processes if model in results):
+            for name in (name for name in names if "step_ms" in result["layouts"].get(name, {})):
+                found, one = result["layouts"][name], result["layouts"][ONE]
+                kinds = {"eager": (found, one)}
+                kinds |= {impl: (graphs, one["graphs"][impl]) for impl, graphs in found.get("graphs", {}).items()}
+                rates = {
+                    kind: f"{many['tokens_per_second_per_gpu']:,.0f} ({many['scaling']:.3f} of "
+                    f"{single['tokens_per_second_per_gpu']:,.0f})"
+                    for kind, (many, single) in kinds.items()
+                }
+                rows.append({"axis": axis, "GPUs": result["processes"], "model": model, "layout": name, **rates,
+                             "plan": result["plan_hash"]})  # fmt: skip
     return rows
 
 

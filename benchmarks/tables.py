@@ -39,9 +39,9 @@ Rows = list[dict[str, object]]
 class Table(NamedTuple):
     script: str
     """Which script of benchmarks/ writes the results."""
-    result: str
-    """Name of the result file, without suffix."""
-    rows: Callable[[Any], Rows]
+    result: str | tuple[str, ...]
+    """Name of the result file, without suffix; of several, where a table is made from all."""
+    rows: Callable[..., Rows]
 
 
 def model_step_rows(results: dict[str, Any]) -> Rows:
@@ -141,6 +141,10 @@ TABLES = {
         for world in layouts.LAYOUTS for model in layouts.MODELS
         for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
     },
+    "layouts_scaling": Table(
+        "layouts.py", tuple(f"layouts_{world}_{model}" for world in layouts.LAYOUTS for model in layouts.MODELS),
+        layouts.scaling_rows_of,
+    ),
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
     "capacity_cost_mamba": Table("capacity_cost.py", "capacity_cost", capacity_cost.mamba_rows_of),
     "offload": Table("offload.py", "offload", offload.rows_of),
@@ -167,6 +171,10 @@ def content_of(name: str, folder: Path) -> str:
     if name not in TABLES:
         raise SystemExit(f"no table {name}; there are {', '.join(TABLES)}")
     wanted = TABLES[name]
+    if isinstance(wanted.result, tuple):  # whose circumstances stand above the tables of each
+        paths = [path for result in wanted.result if (path := folder / f"{result}.json").exists()]
+        rows = wanted.rows(*(json.loads(path.read_text())["results"] for path in paths))
+        return harness.markdown(rows) if rows else "Not measured yet."
     path = folder / f"{wanted.result}.json"
     if not path.exists():
         return f"Not measured yet: `python benchmarks/{wanted.script}` writes `benchmarks/results/{path.name}`."
