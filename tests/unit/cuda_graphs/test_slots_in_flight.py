@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from foreign_chain import ONE, Chain, Foreign, hidden_states
 from stand_in import RecordingEngine
-from test_rough_use import ONE, Chain, Foreign, hidden_states
 from test_runner import LADDER, Job, T, assert_equal, full_of, pack, tiny_model
 
 from megatron_packed.cuda_graphs.audit import audit

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign_chain import FIRST, ONE, SECOND, Beside, Chain, Foreign, hidden_states
 from stand_in import RecordingEngine
 from te_stand_in import make_graphed_callables, stand_in
-from test_rough_use import FIRST, ONE, SECOND, Beside, Chain, Foreign, hidden_states
 from test_runner import Job, T, assert_equal, pack, random_packs, tiny_model
 from test_slots_in_flight import parsed, run
 

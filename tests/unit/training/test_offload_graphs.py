@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_build_graphs import RecordingEngine, config_of, micro_batch
+from test_build_graphs import GROUPS, RecordingEngine, config_of, micro_batch
 from test_recompute_steps import EACH_INPUT, INPUTS, LAYERS, STEPS, TRAVELLERS, Run, expected  # noqa: F401
 from test_recompute_steps import state_hash as digest_of
 from test_train_step import SLOTS
@@ -17,7 +17,7 @@ from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.streams import HostStreams
 from megatron_packed.packed.capacity import Ladder
-from megatron_packed.training.graphs import audit_graphs
+from megatron_packed.training.graphs import audit_graphs, capture_graphs
 
 
 class BorrowingEngine(RecordingEngine):
@@ -110,6 +110,26 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(impl, memory, buffer
     # Sizes of what the reference kernels save differ from pack to pack, and a replay of the stand-in runs them again.
     assert memory is TRAVELLERS or said[1:] == []
     assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
+
+
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, expected, monkeypatch):  # noqa: F811
+    """Those of the graphs before are given up; what ran eagerly meanwhile gives its blocks to the new ones."""
+    engine = GraphEngine()
+    engine.streams = GraphStreams()
+    monkeypatch.setattr(offload_module, "streams_of", lambda device: engine.streams)
+    run = Run(config_of(cuda_graph_impl=impl), EACH_INPUT, engine)
+    pool = run.job.model.offload.pool
+    first, num_bytes = set(pool._of_graphs), pool.num_bytes
+    run_all(run, expected)
+    eager = len(pool._free)  # of the micro-batch that fits no graph
+    capture_graphs(run.graphs, run.job.step, 3, GROUPS)
+    assert not run.graphs.refusals and not first & pool._of_graphs
+    assert eager == run.config.model.num_layers and pool.num_bytes == num_bytes and pool._free == []
+    metrics = [run.step(number) for number in range(len(STEPS))]
+    other = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
+    wanted = [other.step(number % len(STEPS)) for number in range(2 * len(STEPS))][len(STEPS) :]
+    assert all(map(torch.equal, metrics, wanted)) and digest_of(run.job) == digest_of(other.job)
 
 
 @pytest.fixture

@@ -1,0 +1,92 @@
+"""Modules of somebody else's in a row, with graphs."""
+
+
+import torch
+from stand_in import RecordingEngine
+from test_runner import T, assert_equal, full_of, pack
+from torch import nn
+
+from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.packed.capacity import Ladder
+
+D = 8
+ONE = Ladder.of([4], T)
+FIRST, SECOND = [10, 20], [5, 6, 7]
+
+
+class Foreign(nn.Module):
+    """Returns what ``result(self, hidden, computed, packed)`` makes of it."""
+
+    def __init__(self, result=lambda self, hidden, computed, packed: computed):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight, self.result = nn.Parameter(torch.randn(D, D) / D), result
+        self.register_buffer("scale", torch.ones(D))
+        self.skipped = False
+
+    def forward(self, hidden, packed=None):
+        computed = torch.tanh(hidden @ self.weight) * self.scale
+        if packed is not None:
+            computed = computed * (packed.seq_idx[0, :, None] + 1)
+        return self.result(self, hidden, computed, packed)
+
+
+def hidden_states(seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(T, D, requires_grad=True)
+
+
+def first_of(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+class Chain:
+    """Foreign modules, one behind the other, with graphs."""
+
+    def __init__(self, *modules, call=lambda module, hidden, packed: module(hidden, packed), **options):
+        self.modules, self.call = nn.ModuleList(modules), call
+        self.buffers, self.said, self.engine = FlatBuffers(self.modules), [], RecordingEngine()
+        named = {f"module {number}": module for number, module in enumerate(modules)}
+        self.runner = GraphRunner(named, **{"total_tokens": T, "ladder": ONE, "device": torch.device("cpu"),
+                                            "engine": self.engine, "say": self.said.append} | options)  # fmt: skip
+
+    def capture(self):
+        self.runner.capture(self.drive, full_of)
+        return self
+
+    def forward(self, hidden, packed):
+        hidden = hidden * 1
+        for module in self.modules:
+            hidden = first_of(self.call(module, hidden, packed))
+        return hidden
+
+    def drive(self, micro_batch):
+        hidden = hidden_states()
+        output = self.forward(hidden, micro_batch.packed)
+        output.square().sum().backward()
+        return output.detach().clone(), hidden.grad
+
+    def results(self, micro_batch):
+        self.buffers.zero_grad()
+        return [*self.drive(micro_batch), self.buffers.grads.clone()]
+
+    def check(self, replays=True):
+        """Placed micro-batches give what eager ones give."""
+        before = dict(self.runner.counters.module_fallbacks)
+        for lengths in (FIRST, [T], SECOND):
+            self.engine.scramble()
+            placed = self.results(self.runner.place(pack(lengths, ladder=self.runner.ladder)))
+            self.runner.slot.vacate()
+            assert_equal(placed, self.results(pack(lengths)))
+        assert not replays or dict(self.runner.counters.module_fallbacks) == before
+
+    def place(self, lengths=FIRST):
+        return self.runner.place(pack(lengths, ladder=self.runner.ladder)).packed
+
+
+class Beside(Chain):
+    """Modules that do not follow each other."""
+
+    def forward(self, hidden, packed):
+        return sum(module(hidden * 1, packed) for module in self.modules)

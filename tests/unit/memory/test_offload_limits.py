@@ -1,0 +1,214 @@
+"""Offload where memory runs out, passes fail, buffers grow, and nothing is to be gained."""
+
+import pytest
+import torch
+from late_streams import ORDERS, LateStreams
+from offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
+
+from megatron_packed.memory.recompute import SavedByAutograd
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = Model()
+    for rows in range(4, 8):
+        model(pack(rows)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
+    _, offload, said = gradients(free := LateStreams(prompt=True))
+    assert free.allocations["device"] > 10 and offload.buffers.now == 3
+    assert said == ["offload: 2 device buffer(s) of 0.0 MiB", "offload: 3 device buffer(s) of 0.0 MiB"]
+    for number in range(free.allocations["device"]):
+        found, offload, said = gradients(LateStreams(prompt=True, fail_device=[number]))
+        assert all(map(torch.equal, found, plain)), number
+        assert offload.buffers.now < 3 and any("device memory is short" in sentence for sentence in said)
+    for number in range(free.allocations["host"]):
+        found, offload, said = gradients(LateStreams(prompt=True, fail_host=[number]))
+        assert all(map(torch.equal, found, plain)), number
+        assert offload.buffers.now == 3 and sum("stay on the device" in sentence for sentence in said) == 1
+
+
+@pytest.mark.parametrize("kind", ["fail_device", "fail_host"])
+def test_other_errors_are_not_swallowed(kind):
+    with pytest.raises(RuntimeError, match="of another kind"):
+        gradients(LateStreams(prompt=True, **{kind: {3: RuntimeError("of another kind")}}))
+
+
+def test_without_any_device_memory_the_error_is_told():
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(LateStreams(prompt=True, fail_device=range(100)))
+
+
+class Tight(LateStreams):
+    """Has room for so many bytes."""
+
+    def __init__(self, room):
+        super().__init__(prompt=True)
+        self.room, self.attempts = room, 0
+
+    def empty(self, count, dtype):
+        self.attempts += 1
+        if self.device_bytes + count * dtype.itemsize > self.room:
+            raise torch.OutOfMemoryError("no room")
+        return super().empty(count, dtype)
+
+
+@pytest.mark.parametrize("forced", [None, 6])
+def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way(forced):
+    """What was loaded ahead, and what is still there from the forward pass."""
+    size = 5 * D * 4
+    offload = offloader(streams := Tight(3 * size), forced=forced)
+    offload.buffers.now = 6
+    first, second = ([offload.keep([pack(5, number)]) for number in range(8)] for _ in range(2))
+    offload.join()
+    used = second.pop().take()
+    assert offload._loaded == 2 and streams.device_bytes == 3 * size and streams.attempts == 4
+    assert offload.buffers.now == (forced or 3)
+    assert torch.equal(first.pop().take()[0], used[0]) and offload.buffers.now == (forced or 1)
+    del used
+    offload.join()
+    offload.buffers.now = 6
+    third = [offload.keep([streams.tensor(pack(5, number))]) for number in range(3)]
+    assert streams.device_bytes == 3 * size
+    assert torch.equal(first.pop().take()[0], pack(5, 6))
+    assert torch.equal(third.pop().take()[0], pack(5, 2))
+
+
+def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
+    """And come back some steps after memory was short."""
+    size, counts = 4 * OF_A_ROW, []
+    streams = LateStreams(prompt=True, free=size + 2**20)
+    _, offload, _ = gradients(streams, steps=1, headroom_mib=1, buffers=8)
+    assert offload.buffers.now == 1  # it must exceed
+    streams.free += 1
+    for _ in range(3):
+        offload.end_step()
+        counts.append(offload.buffers.now)
+    offload.buffers.shrink(2)
+    for _ in range(10):
+        offload.end_step()
+        counts.append(offload.buffers.now)
+    offload.buffers.shrink(1)
+    for _ in range(17):
+        offload.end_step()
+        counts.append(offload.buffers.now)
+    assert counts == [2, 3, 4, *[2] * 7, 3, 4, 5, *[1] * 15, 2, 3]
+
+
+def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
+    streams = LateStreams(prompt=True)
+    offload, model, plain = offloader(streams, forced=3), Model(), Model()
+    model.keep = offload.keep
+    before = model(pack(7))
+    model.fail_at = 4
+    with pytest.raises(KeyError), offload.whole_pass():
+        model(pack(5))
+    model.fail_at = None
+    with offload.whole_pass():
+        model(pack(6)).backward()
+    before.backward()
+    plain(pack(6)).backward(), plain(pack(7)).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+    assert not offload._away and not offload._held and offload._loaded == 0
+
+
+@pytest.mark.parametrize("order", ORDERS[::3])
+def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, monkeypatch):
+    """And the host waits for nothing meanwhile: a collective that no other rank comes to may be queued before them."""
+    streams = LateStreams(order)
+    monkeypatch.setattr(streams, "synchronize", None)
+    offload = offloader(streams, forced=3)
+    with pytest.raises(KeyError), offload.whole_pass():
+        kept = [offload.keep([streams.tensor(pack(5, number))]) for number in range(8)]
+        for _ in range(4):
+            kept.pop().take()
+        kept += [offload.keep([streams.tensor(pack(6, number))]) for number in range(2)]
+        raise KeyError
+    assert not offload._held and offload._loaded == 0
+    del kept
+    streams.drain()
+    assert not streams.strayed
+
+
+def test_graphs_get_a_number_of_buffers_that_stays():
+    size = 4 * OF_A_ROW
+    for free, number in ((size, 1), (size + 1, 2), (2 * size + 1, 3), (9 * size, 4)):
+        _, offload, _ = gradients(LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, buffers=4)
+        offload.streams.free = free
+        offload.settle()
+        offload.buffers.shrink(1)
+        offload.end_step()
+        assert offload.buffers.now == number
+        blocks = offload.pool.num_bytes
+        kept = [offload.keep([pack(600, n)]) for n in range(2)]
+        del kept
+        assert offload.pool.num_bytes > blocks + 600 * 16  # graphs copy to the others
+
+
+def test_what_is_forced_and_what_cannot_gain():
+    for forced in (3, 1):
+        _, offload, _ = gradients(None, forced=forced, buffers=2)
+        assert offload.buffers.now == forced and offload.pool.pinned > 0
+
+    class Unified(LateStreams):
+        def unified(self):
+            return True
+
+    for streams, options, reason in ((None, {"forced": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
+                                     (Unified(), {}, "share their memory")):  # fmt: skip
+        offload = offloader(streams, **options)
+        said = offload.news()
+        assert isinstance(offload.keep([pack(5)]), SavedByAutograd)
+        assert len(said) == 1 and reason in said[0] and reason in offload.off
+
+
+class Clocked(LateStreams):
+    """A copy takes ``copy`` ms of its stream, and what is computed before something is loaded ``compute`` of its."""
+
+    def __init__(self, copy, compute, **options):
+        super().__init__(prompt=True, **options)
+        self.copy_ms, self.compute_ms, self.now = copy, compute, dict.fromkeys(self.queues, 0.0)
+
+    def clock(self):
+        return self.current, self.now[self.current]
+
+    def copy(self, target, source):
+        super().copy(target, source)
+        self.now[self.current] += self.copy_ms
+
+    def empty(self, count, dtype):
+        self.now[self.current] += self.compute_ms
+        return super().empty(count, dtype)
+
+    def done(self, mark):
+        return True
+
+    def milliseconds(self, begin, end):
+        return end[1] - begin[1]
+
+
+def test_what_is_measured_is_known_one_step_late():
+    streams = Clocked(copy=2.0, compute=5.0)
+    _, offload, _ = gradients(streams, steps=1, forced=1)
+    assert offload.figures is None
+    offload.end_step()
+    figures = offload.figures
+    assert figures.buffers == 1 and figures.moved_mib == LAYERS * 4 * OF_A_ROW / 2**20
+    assert figures.loaded_mib == (LAYERS - 1) * 4 * OF_A_ROW / 2**20
+    assert figures.put_ms == figures.load_ms == 4.0  # of two tensors each
+    assert figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
+    assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
+    offload.keep([pack(5)]).take()
+    offload.settle()  # that was a rehearsal
+    for _ in range(2):
+        offload.end_step()
+        assert offload.figures is None  # steps without a copy
+
+
+def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
+    needed = LAYERS * 5 * OF_A_ROW  # when the first step's figures are there
+    for free, off in ((needed, False), (needed + 1, True)):
+        _, offload, said = gradients(Clocked(copy=9.0, compute=0.1, free=free), headroom_mib=0)
+        assert (offload.off is not None) == off and off == any("a copy back takes 18.00 ms" in one for one in said)
