@@ -32,11 +32,14 @@ class HostPool:
         """Of all blocks, lent ones included."""
         self.pinned = 0
         """Blocks that were ever pinned."""
+        self._refused: int | None = None
+        """Bytes that could not be pinned in this step."""
         self._closed = False
 
     def lend(self, num_bytes: int, *, captured: bool = False) -> Tensor:
         """A block of at least ``num_bytes``: the smallest free one that will do, else a new one, for which the largest
-        that will not do is given up, so that there are never more blocks than were needed at once.
+        that will not do is given up, so that there are no more blocks than were needed at once. Where none can be
+        pinned nothing is given up, and for so many bytes it is not tried again before the next step.
 
         Args:
             captured: a graph will copy to it, again and again: it comes from those that were set apart.
@@ -49,10 +52,16 @@ class HostPool:
             return among.pop(min(fitting, key=lambda place: among[place].block.numel())).block
         if captured:
             raise torch.OutOfMemoryError("the passes before a capture had less in host memory than the capture needs")
+        if self._refused is not None and num_bytes >= self._refused:
+            raise torch.OutOfMemoryError(f"there was none for {self._refused / 2**20:,.0f} MiB")
+        try:
+            block = self._pin(num_bytes)
+        except torch.OutOfMemoryError:
+            self._refused = num_bytes
+            raise
         largest = max(range(len(among)), key=lambda place: among[place].block.numel(), default=None)
         if largest is not None and self._done(among[largest].used):
             self.num_bytes -= among.pop(largest).block.numel()
-        block = self._pin(num_bytes)
         self.num_bytes += num_bytes
         self.pinned += 1
         return block
@@ -68,6 +77,10 @@ class HostPool:
             self._free_of_graphs.append(_Free(block, used))
         else:
             self._free.append(_Free(block, used))
+
+    def end_step(self) -> None:
+        """There may be memory again."""
+        self._refused = None
 
     def set_apart(self) -> None:
         """All free blocks are those of graphs from now on: others, and graphs, may be in use at the same time. Those of

@@ -121,7 +121,8 @@ class Offload:
         try:
             block = self.pool.lend(block_bytes, captured=self.streams.capturing())
         except torch.OutOfMemoryError as error:
-            self._say_once(f"offload: some activations stay on the device, as host memory is short: {error}")
+            sentence = "offload: some activations stay on the device, as host memory is short"
+            self._say_once(sentence, f": {error}")
             return SavedByAutograd(tensors)
         away = self._put(sources, layouts, block)
         stayed = [None if moves else tensor for tensor, moves in zip(tensors, moved)]
@@ -260,6 +261,7 @@ class Offload:
     def end_step(self) -> None:
         """Behind a step: there may be another buffer from now on, and a new page of statistics."""
         moved = self._watch.end_step(self.buffers.now)
+        self.pool.end_step()
         if self.off is not None:
             return
         if self._largest == 0 and not self._said:
@@ -373,10 +375,10 @@ class Offload:
         self.buffers.shrink(to)
         self._say_once(f"offload: device memory is short; {self.buffers.now} buffer(s) from now on")
 
-    def _say_once(self, sentence: str) -> None:
+    def _say_once(self, sentence: str, details: str = "") -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            self._news.append(sentence)
+            self._news.append(sentence + details)
 
 
 class _Bundle:

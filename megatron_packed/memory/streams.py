@@ -14,6 +14,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from megatron_packed.memory.host_memory import KEPT_FREE, available_bytes
+
 
 class Streams(Protocol):
     """The current stream, one for copies to the host and one for copies from it. Nothing here waits for the device."""
@@ -166,6 +168,12 @@ class CudaStreams:
         two, and a page that two blocks share can be registered once only."""
         if self.capturing():
             raise torch.OutOfMemoryError("no host memory can be pinned while a graph is captured")
+        left = available_bytes()
+        if left is not None and num_bytes > left - KEPT_FREE:
+            raise torch.OutOfMemoryError(
+                f"{num_bytes / 2**20:,.0f} MiB more would leave less than {KEPT_FREE / 2**20:,.0f} of the "
+                f"{left / 2**20:,.0f} MiB of host memory that are free"
+            )
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -5,6 +5,7 @@ import torch
 from late_streams import ORDERS, LateStreams
 from offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
 
+from megatron_packed.memory.host_pool import HostPool
 from megatron_packed.memory.recompute import SavedByAutograd
 
 
@@ -28,6 +29,29 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
         found, offload, said = gradients(LateStreams(prompt=True, fail_host=[number]))
         assert all(map(torch.equal, found, plain)), number
         assert offload.buffers.now == 3 and sum("stay on the device" in sentence for sentence in said) == 1
+
+
+def test_what_cannot_be_pinned_is_tried_once_a_step_and_costs_no_other_block():
+    tried = []
+
+    def pin(num_bytes):
+        tried.append(num_bytes)
+        if num_bytes > 1024:
+            raise torch.OutOfMemoryError("short of memory")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    pool = HostPool(pin, lambda used: True)
+    for _ in range(3):
+        small = [pool.lend(512) for _ in range(2)]
+        for block in small:
+            pool.give_back(block, None)
+        for num_bytes in (2048, 4096, 2048):
+            with pytest.raises(torch.OutOfMemoryError):
+                pool.lend(num_bytes)
+        pool.end_step()
+    assert tried == [512, 512, 2048, 2048, 2048] and pool.num_bytes == 2 * 512
+    pool.give_back(pool.lend(1024), None)
+    assert pool.num_bytes == 512 + 1024  # in place of one that was too small
 
 
 @pytest.mark.parametrize("kind", ["fail_device", "fail_host"])

@@ -6,6 +6,8 @@ import mmap
 import pytest
 import torch
 
+from megatron_packed.memory import streams as streams_module
+from megatron_packed.memory.host_memory import KEPT_FREE, available_bytes
 from megatron_packed.memory.streams import CudaStreams
 
 
@@ -52,8 +54,41 @@ def test_short_memory_is_told_from_other_errors(streams, monkeypatch):
         with pytest.raises(RuntimeError, match=f"failed with error {code}") as caught:
             streams.host(100)
         assert type(caught.value) is error
-    with pytest.raises(torch.OutOfMemoryError, match="of host memory"):
+    monkeypatch.setattr(streams_module, "available_bytes", lambda: None)
+    with pytest.raises(torch.OutOfMemoryError, match="MiB of host memory: "):
         streams.host(2**62)
+    monkeypatch.setattr(streams_module, "available_bytes", lambda: KEPT_FREE + 100)
+    with pytest.raises(torch.OutOfMemoryError, match="less than 4,096 of the 4,096 MiB of host memory"):
+        streams.host(101)
+    streams.runtime = Runtime()
+    assert streams.host(100).numel() == 100
     monkeypatch.setattr(streams, "capturing", lambda: True)
     with pytest.raises(torch.OutOfMemoryError, match="captured"):
         streams.host(1)
+
+
+GIB = 2**30
+MACHINE = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0\n"}
+"""8 GiB."""
+TWO = {
+    "proc/self/cgroup": "0::/job/rank\n",
+    "sys/fs/cgroup/job/rank/memory.max": "max\n", "sys/fs/cgroup/job/rank/memory.current": "7\n",
+    "sys/fs/cgroup/job/memory.max": f"{6 * GIB}\n", "sys/fs/cgroup/job/memory.current": f"{5 * GIB}\n",
+    "sys/fs/cgroup/job/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}\n",
+}  # fmt: skip
+ONE = {
+    "proc/self/cgroup": "5:cpu:/\n4:memory:/docker/abc\n",  # as seen from inside, where that folder is the root
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}", "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
+    "sys/fs/cgroup/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB // 2}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "left"), [
+    ({}, None), (MACHINE, 8 * GIB), (MACHINE | TWO, 4 * GIB), (ONE, 5 * GIB // 2), (MACHINE | ONE, 5 * GIB // 2),
+    (ONE | {"sys/fs/cgroup/memory/memory.usage_in_bytes": str(9 * GIB)}, 0),
+], ids=["nobody says", "machine", "version 2", "version 1", "machine and version 1", "beyond"])  # fmt: skip
+def test_what_the_machine_and_its_control_groups_leave(files, left, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == left
