@@ -34,6 +34,7 @@ from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.mlp import MLP
 from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.offload_figures import OffloadFigures
@@ -176,6 +177,27 @@ def test_a_layer_that_runs_eagerly_among_replayed_ones(groups: ParallelGroups, m
         job.model.layers[2].eval()  # an MLP, which computes the same
         compared(job, run(job, packs(groups)), without(0.0, engine=False))
         assert graphs.counters.module_fallbacks.total() > PACKS
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_captures_that_fail_leave_nothing_of_themselves(
+    impl: str, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in the middle of copies: what its streams were asked for must not be waited for."""
+    forward = MLP.forward
+
+    def asking(self: MLP, *args: Any) -> Tensor:
+        result = forward(self, *args)
+        if torch.cuda.is_current_stream_capturing():
+            result.sum().item()
+        return result
+
+    monkeypatch.setattr(MLP, "forward", asking)
+    config = dataclasses.replace(config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    with captured(config, groups, all_of_it=False) as (job, graphs):
+        compared(job, run(job, packs(groups)), without(0.0, engine=False))
+        assert job.model.offload is not None and not job.model.offload._held
+        assert (graphs.counters.replays > 0) == (impl == "local")
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
