@@ -34,6 +34,7 @@ from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.offload import Offload
@@ -386,28 +387,32 @@ def test_everything_is_given_back() -> None:
     assert held() == before and offload.pool.num_bytes == 0
 
 
-def test_what_does_not_fit_on_the_device_fits_with_the_host() -> None:
-    """With the device's memory limited: the inputs of 24 layers, 64 MiB each."""
+def with_little_memory(groups: ParallelGroups) -> list[str]:
+    """Steps over the inputs of 24 layers, 64 MiB each, where 14 of them fit: without offload, and three with it."""
     model, rows = layers(), 16 * 1024
-    torch.cuda.empty_cache()
     size, total = rows * D * 4, torch.cuda.get_device_properties(DEVICE).total_memory
     limit = torch.cuda.memory_reserved(DEVICE) + 14 * size  # one layer needs 6 or 7
     torch.cuda.set_per_process_memory_fraction(limit / total, DEVICE)
 
-    def step(offload: Offload) -> None:
+    def step(offload: Offload) -> str:
         x_TD = torch.ones(rows, D, device=DEVICE)
-        for layer in [*model, *model, *model]:
-            x_TD = checkpoint(lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, keep=offload.keep)
-        x_TD.mean().backward()
+        try:
+            for layer in [*model, *model, *model]:
+                x_TD = checkpoint(lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, keep=offload.keep)
+            x_TD.mean().backward()
+        except torch.OutOfMemoryError:
+            return "does not fit"
         offload.join()
         offload.end_step()
+        return "fits"
 
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            step(Offload(DEVICE, forced=0))
-        gc.collect()
-        offload = Offload(DEVICE, headroom_mib=0)
-        for _ in range(3):
-            step(offload)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    without = step(Offload(DEVICE, forced=0))
+    gc.collect()
+    offload = Offload(DEVICE, headroom_mib=0)
+    return [without, *(step(offload) for _ in range(3))]
+
+
+def test_what_does_not_fit_on_the_device_fits_with_the_host() -> None:
+    """In a process of its own, whose memory holds nothing else."""
+    (found,) = run_distributed(with_little_memory, 1, backend="nccl", timeout=120)
+    assert found == ["does not fit", "fits", "fits", "fits"]
