@@ -149,14 +149,16 @@ def load_checkpoint(
     raise CheckpointError(f"no checkpoint in {path} is sound, the tensors are not to be used; {_CURE}:{reasons}")
 
 
-def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
+def read_tensor(path: str | os.PathLike[str], name: str, manifest: Manifest | None = None) -> Tensor:
     """One whole tensor of one checkpoint directory, on the CPU, verified; no process group (for tools).
 
+    Args:
+        manifest: the directory's, where it has been read already.
     Raises:
         CheckpointError: no such tensor, or damage.
     """
     directory = Path(path)
-    manifest = read_manifest(directory)
+    manifest = manifest or read_manifest(directory)
     record = manifest.tensors.get(name)
     if record is None:
         some = ", ".join(list(manifest.tensors)[:8])

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_packed.checkpoint.directory import (
     LATEST,
@@ -117,6 +118,7 @@ def save_checkpoint(
     keep_last: int | None = None,
     keep_every: int | None = None,
     on_site: Callable[[str], None] = _no_fault,
+    values: Callable[[TensorShard], Tensor] | None = None,
 ) -> SavedCheckpoint:
     """Write a checkpoint of ``step``; a collective of all ranks, on return durable and published.
 
@@ -129,6 +131,7 @@ def save_checkpoint(
         keep_last: checkpoints of this run to keep, the new one included; ``None`` keeps all.
         keep_every: beside them, those whose step is a multiple of it.
         on_site: called with the name of each of `SAVE_SITES` passed.
+        values: gives the tensor of each shard when it is written; the shards' own may then lie on the meta device.
     Raises:
         CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it says so), the
             previous checkpoint is untouched.
@@ -145,6 +148,7 @@ def save_checkpoint(
         keep_every=keep_every,
         ranks=ranks,
         on_site=on_site,
+        values=values,
     )
     with ExitStack() as stack:
         try:
@@ -193,6 +197,7 @@ class _Save:
     keep_every: int | None
     ranks: Ranks
     on_site: Callable[[str], None]
+    values: Callable[[TensorShard], Tensor] | None = None
     temporary: Path | None = None
     """Set on rank 0 while there is an unpublished directory of ours."""
 
@@ -233,7 +238,7 @@ class _Save:
             config_hash=self.config_hash,
         )
         path = temporary / f"rank_{rank:05d}.safetensors"
-        record = write_shard_file(path, rank, shards, strings, self.on_site)
+        record = write_shard_file(path, rank, shards, strings, self.on_site, values=self.values)
         sync_directory(temporary)
         self.on_site("shard.directory_synced")
         held: dict[str, Json] = {}

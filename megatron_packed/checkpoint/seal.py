@@ -63,8 +63,8 @@ def unseal(data: bytes, path: Path) -> dict[str, Json]:
     return fields
 
 
-def parse_object(data: bytes, path: Path) -> dict[str, Json]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, no NaN, no bottomless nesting.
+def parse_object(data: bytes, path: Path, *, finite: bool = True) -> dict[str, Json]:
+    """A JSON object, strictly: UTF-8, no duplicate keys, no bottomless nesting and, if ``finite``, no NaN or Infinity.
 
     Raises:
         CheckpointError: it is none.
@@ -81,7 +81,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Json]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse if finite else None)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"not strict JSON ({reason})", path=path, cure=_CURE) from None

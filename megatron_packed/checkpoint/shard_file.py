@@ -43,28 +43,33 @@ def write_shard_file(
     metadata: Mapping[str, str],
     on_site: Callable[[str], None],
     block_bytes: int = BLOCK_BYTES,
+    values: Callable[[TensorShard], Tensor] | None = None,
 ) -> FileRecord:
     """Write ``shards`` as one safetensors file, durable on return, and tell what its bytes are.
 
     Checksums are taken from the memory that is written, so they also witness against the way to the disk. Host memory:
     two blocks, for CUDA tensors only.
 
+    Args:
+        values: gives the tensor of each shard when it is written, in place of the shard's own; one exists at a time.
     Raises:
         OSError: the disk's answer (full, read-only, ...).
     """
     entries = lay_out([(shard.key, shard.dtype, tuple(shard.tensor.shape)) for shard in shards])
     header = encode_header(entries, metadata, path)
-    tensors = {shard.key: shard.tensor for shard in shards}
+    by_key = {shard.key: shard for shard in shards}
+    in_order = [by_key[entry.key] for entry in entries]
     blocks = _RunningBlocks(block_bytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         on_site("shard.opened")
         _write_all(descriptor, memoryview(header))
         on_site("shard.header_written")
-        for piece in host_pieces([tensors[entry.key] for entry in entries], block_bytes):
+        for piece in _pieces(in_order, block_bytes, values):
             blocks.add(piece)
             _write_all(descriptor, piece.data)
             on_site("shard.piece_written")
+            del piece  # it keeps its tensor alive, and the next one may be about to be made
         on_site("shard.before_sync")
         os.fsync(descriptor)
         on_site("shard.synced")
@@ -80,6 +85,16 @@ def write_shard_file(
         block_bytes=block_bytes,
         block_checksums=tuple(blocks.finish()),
     )
+
+
+def _pieces(
+    shards: Sequence[TensorShard], block_bytes: int, values: Callable[[TensorShard], Tensor] | None
+) -> Iterator[Bytes]:
+    if values is None:
+        yield from host_pieces([shard.tensor for shard in shards], block_bytes)
+    else:
+        for shard in shards:
+            yield from host_pieces([values(shard)], block_bytes)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_packed import __version__
-from megatron_packed.cli import generate, packing, plan, plot, preprocess, report, tune
+from megatron_packed.cli import convert, generate, packing, plan, plot, preprocess, report, tune
 from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import UsageError
 
-COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate)
+COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
 EXIT_BROKEN_PIPE = 141
 """As of a program that the signal of a closed pipe ends."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,21 @@ def section_to_dict(section: Section) -> dict[str, Any]:
     """The fields of one section; tuples become lists."""
     values = {described.name: getattr(section, described.name) for described in section_fields(type(section))}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def as_flags(section: Section) -> list[str]:
+    """The flags that make this section, one option each, e.g. ``--hidden-size 64``, quoted for a shell or an @file."""
+    flags = []
+    for about in section_fields(type(section)):
+        value = getattr(section, about.name)
+        if value == about.default or value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(next(spelling for spelling, means in about.switches.items() if means is value))
+        else:
+            words = value if isinstance(value, tuple) else (value,)
+            flags.append(shlex.join([about.flag, *map(str, words)]))
+    return flags
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:

@@ -1,0 +1,98 @@
+"""Weights of a Hugging Face model as a checkpoint that training begins with, and the weights of a run back.
+
+  megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
+  megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-config MODEL_DIR/config.json
+
+The first writes a checkpoint for --pretrained-checkpoint (or --load with --finetune), in any layout, and DIR/model.args
+with the flags of the model. config.json and safetensors are read as data: no code of the model's, no pickles. Options
+that are not built are refused by name. Families: nemotron_h.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError
+
+NAME = "convert"
+HELP = "Hugging Face weights to a checkpoint, and back"
+ARGS_FILE = "model.args"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--from-hf", metavar="DIR", help="directory with config.json and safetensors, to a checkpoint")
+    way.add_argument("--to-hf", metavar="DIR", help="new directory for safetensors, from a checkpoint")
+    parser.add_argument("--save", metavar="DIR", help="with --from-hf: receives the checkpoint and model.args")
+    parser.add_argument("--bf16", action="store_true", help="with --from-hf: weights for training with --bf16")
+    parser.add_argument("--load", metavar="DIR", help="with --to-hf: directory of checkpoints, or one of them")
+    parser.add_argument("--hf-config", metavar="FILE", help="with --to-hf: config.json of the original")
+    parser.add_argument(
+        "--ignore-key", metavar="KEY", action="append", default=[],
+        help="a key of config.json that is not known, and changes nothing that the model computes",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    if run_flags:
+        raise UsageError(f"{run_flags[0]} is no option of convert; the model's flags come from config.json.")
+    way, needed, other = ("--from-hf", ["save"], ["load", "hf_config"])
+    if arguments.to_hf:
+        way, needed, other = "--to-hf", ["load", "hf_config"], ["save", "bf16"]
+    for name in needed:
+        if not getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
+    for name in other:
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} does nothing with {way}; leave it out.")
+    from megatron_packed.checkpoint.errors import CheckpointError
+
+    try:
+        _to_huggingface(arguments) if arguments.to_hf else _from_huggingface(arguments)
+    except (CheckpointError, OSError) as error:
+        raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
+    return 0
+
+
+def _from_huggingface(arguments: argparse.Namespace) -> None:
+    from megatron_packed.config.serialise import as_flags
+    from megatron_packed.data.progress import Progress
+    from megatron_packed.models.convert.checkpoint import from_huggingface
+
+    directory, root = Path(arguments.from_hf).absolute(), Path(arguments.save).absolute()
+    with Progress("converting", 1) as bar:
+        done = from_huggingface(
+            directory, root, bf16=arguments.bf16, ignored=arguments.ignore_key,
+            told=lambda done, total: bar.update(done, total=total),
+        )  # fmt: skip
+    flags = as_flags(done.model) + (["--bf16"] if arguments.bf16 else [])
+    if (directory / "tokenizer.json").is_file():
+        flags += ["--tokenizer-type HuggingFaceTokenizer", shlex.join(["--tokenizer-model", str(directory)])]
+    text = "\n".join(flags) + "\n"
+    (root / ARGS_FILE).write_text(text)
+    print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
+    if done.rounded:
+        print(f"{len(done.rounded)} tensors were rounded to bf16, among them {done.rounded[0]}.")
+    print(f"{root / ARGS_FILE}, the flags of the model:\n\n{text}")
+    if not (directory / "tokenizer.json").is_file():
+        print(f"{directory} has no tokenizer.json: give --tokenizer-type yourself.")
+    quoted = shlex.quote(str(root))
+    print(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
+
+
+def _to_huggingface(arguments: argparse.Namespace) -> None:
+    from megatron_packed.data.progress import Progress
+    from megatron_packed.models.convert.checkpoint import to_huggingface
+
+    directory = Path(arguments.to_hf).absolute()
+    with Progress("converting", 1) as bar:
+        rounded = to_huggingface(
+            Path(arguments.load), directory, Path(arguments.hf_config), ignored=arguments.ignore_key,
+            told=lambda done, total: bar.update(done, total=total),
+        )  # fmt: skip
+    print(f"{directory}: written")
+    if rounded:
+        print(f"{len(rounded)} tensors were rounded to the original's dtype, among them {rounded[0]}.")

@@ -1,0 +1,77 @@
+"""Training that begins with Hugging Face's weights, in layouts: their weights to the bit, and their loss."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_training_layouts import SLOTS, Way, config_of
+from whole_state import Shards, assembled, everything, same_bits
+
+from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.serialise import section_to_dict
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.models.convert.checkpoint import from_huggingface, open_model
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.state import RunState
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
+from converted_model import FIELDS, write_model
+
+DOCUMENTS = [np.random.default_rng(0).integers(0, FIELDS["vocab_size"], length) for length in (19, 8, 3, 1)]
+WAYS = [Way(2, 2, sequence_parallel=True), Way(2, cp_size=2, ep_size=2)]
+
+
+def begin(groups: ParallelGroups, way: Way, model: dict[str, Any], root: str) -> tuple[Shards, float]:
+    """What ``--pretrained-checkpoint`` gives each rank, and the loss of the first step."""
+    config = config_of(way, **model)
+    job = build_job(config, groups, FIELDS["vocab_size"])
+    state = RunState(job.model, job.optimizer, groups, plan_hash="", config={}, model_hash="")
+    state.load(CheckpointConfig(load=root, finetune=True))
+    held = everything(job)
+    targets = sum(len(tokens) - 1 for tokens in DOCUMENTS)
+    documents = [(tokens, None) for tokens in DOCUMENTS]
+    pack = MicroBatch.build(documents, SLOTS, scales=(1 / targets, 1), alignment=config.document_alignment)
+    return held, float(job.step([pack], 1e-3)[0])
+
+
+def their_loss(directory: Path) -> float:
+    """The mean over all targets, one document at a time."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.NemotronHForCausalLM.from_pretrained(directory).eval()
+    total = 0.0
+    with torch.no_grad():
+        for document in DOCUMENTS:
+            tokens = torch.as_tensor(document)
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
+    return total / sum(len(tokens) - 1 for tokens in DOCUMENTS)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, ModelConfig]:
+    hf, root = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours")
+    write_model(hf, time_step_min=1e-12)  # theirs clamps the step from below
+    return hf, root, from_huggingface(hf, root).model
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_training_begins_with_their_weights_and_their_loss(
+    way: Way, converted: tuple[Path, Path, ModelConfig], pools: WorkerPools
+) -> None:
+    hf, root, model = converted
+    ranks = pools.run(begin, way.world_size, way, section_to_dict(model), str(root), layout=way.layout)
+    _, files, weights = open_model(hf, bf16=False)
+    found = assembled([shards for shards, _ in ranks])
+    for name, weight in weights.items():
+        assert same_bits(found[f"model/{name}"], weight.join(files.read)), name
+    expected = their_loss(hf)
+    for _, loss in ranks:
+        assert abs(loss - expected) <= 1e-4 * expected

@@ -1,0 +1,48 @@
+"""A small model of the Nemotron-H family as it lies on a disk, made without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_packed.models.convert.config import model_of
+from megatron_packed.models.convert.files import write_files
+from megatron_packed.models.convert.weights import weights_of
+
+FIELDS: dict[str, Any] = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "ME*M-", "vocab_size": 61, "hidden_size": 32,
+    "layer_norm_epsilon": 1e-5, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16,
+    "chunk_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 24, "time_step_limit": [0.0, float("inf")], "auto_map": {"A": "code.A"},
+}  # fmt: skip
+"""As the hub's files spell it: a pattern, and ``Infinity``."""
+
+
+def write_model(
+    directory: Path, *, bf16: bool = False, max_file_bytes: int = 20_000, without: str = "", **changes: Any
+) -> dict[str, torch.Tensor]:
+    """Random weights in files of some kB each, and config.json; what was written, by name.
+
+    Args:
+        bf16: as large models are stored: in bf16, but that A_log, D and the router's bias are float32.
+        without: a key of config.json that is left out.
+    """
+    fields = {**FIELDS, **changes}
+    family, config = model_of(fields, directory)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for weight in weights_of(family, config, torch.float32).values():
+        for part in weight.parts:
+            kept = part.name.endswith(("A_log", "D", "correction_bias"))
+            dtype = torch.bfloat16 if bf16 and not kept else torch.float32
+            value = torch.randn(part.shape, generator=generator) * 0.2 + ("norm" in part.name)
+            tensors[part.name] = value.to(dtype)
+    directory.mkdir(exist_ok=True)
+    listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_files(directory, listed, tensors.__getitem__, max_file_bytes)
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if k != without}))
+    return tensors

@@ -1,0 +1,265 @@
+"""``megatron-packed convert``: nothing is lost either way, little memory is used, and what is wrong is named."""
+
+import json
+import math
+import os
+import shlex
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from converted_model import FIELDS, write_model
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.state import TensorShard, whole_tensors
+from megatron_packed.cli.main import main
+from megatron_packed.config.flags import parse
+from megatron_packed.models.convert.checkpoint import open_model, to_huggingface
+from megatron_packed.models.convert.config import model_of
+from megatron_packed.models.convert.files import INDEX, SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.names import FAMILIES
+
+
+def contents(directory):
+    files = ModelFiles(directory)
+    return {name: files.read(name) for name in files.places}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_there_and_back_is_the_same_to_the_bit(bf16, tied, tmp_path, capsys):
+    hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
+    written = write_model(hf, bf16=bf16, tie_word_embeddings=tied)
+    assert ("lm_head.weight" in written) is not tied and len(list(hf.glob("*.safetensors"))) >= 3
+    (hf / "tokenizer.json").write_text("{}")
+    (hf / "code.py").write_text("raise SystemExit")
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours), *["--bf16"] * bf16]) == 0
+    assert "rounded" not in capsys.readouterr().out
+
+    (tmp_path / "data.jsonl").write_text("{}")
+    data = f"--data-path {tmp_path / 'data.jsonl'} --seq-length 32 --train-iters 1 --lr 1e-3"
+    config = parse([f"@{ours / 'model.args'}", *data.split()])
+    assert config.model == model_of(json.loads((hf / "config.json").read_text()), hf)[1]
+    assert config.training.bf16 is bf16 and config.data.tokenizer_model == str(hf)
+
+    argv = ["--to-hf", str(back), "--load", str(ours), "--hf-config", str(hf / "config.json")]
+    assert main(["convert", *argv]) == 0 and "rounded" not in capsys.readouterr().out
+    assert_same(contents(back), written)
+    assert sorted(os.listdir(back)) == ["config.json", SINGLE, "tokenizer.json"]
+    assert (back / "config.json").read_bytes() == (hf / "config.json").read_bytes()
+
+
+def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_path):
+    written = write_model(tmp_path / "hf", bf16=True)
+    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 0  # float32
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    to_huggingface(tmp_path / "ours", tmp_path / "back", tmp_path / "config.json", max_file_bytes=30_000)
+    index = json.loads((tmp_path / "back" / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in written.values())
+    assert_same(contents(tmp_path / "back"), {name: tensor.float() for name, tensor in written.items()})
+
+
+def test_rounding_is_told(tmp_path, capsys):
+    write_model(tmp_path / "hf")
+    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--bf16"]) == 0
+    assert "tensors were rounded to bf16, among them embedding.weight" in capsys.readouterr().out
+
+
+def test_the_rows_that_pad_the_vocabulary_are_zeros(tmp_path):
+    write_model(tmp_path / "hf")
+    _, files, weights = open_model(tmp_path / "hf", bf16=False)
+    table = weights["output.weight"].join(files.read)
+    assert table.shape == (128, 32) and table[61:].abs().max() == 0 and table[:61].abs().min() > 0
+
+
+def test_one_tensor_exists_at_a_time(tmp_path):
+    given = []
+
+    def made():
+        assert all(array() is None for array in given), "an earlier tensor is still in memory"
+        array = np.ones(1000, dtype=np.float32)
+        given.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    from megatron_packed.checkpoint.save import save_checkpoint
+
+    shards = [TensorShard.whole(name, torch.empty(1000, device="meta")) for name in "abc"]
+    save_checkpoint(tmp_path / "ours", 0, shards, {}, values=lambda shard: made())
+    found = {name: torch.zeros(1000) for name in "abc"}
+    load_checkpoint(tmp_path / "ours", whole_tensors(found))
+    assert all(tensor.eq(1).all() for tensor in found.values())
+    (tmp_path / "theirs").mkdir()
+    write_files(tmp_path / "theirs", [(n, torch.float32, (10, 100)) for n in "abc"], lambda name: made(), 10**6)
+    assert len(given) == 6 and contents(tmp_path / "theirs")["c"].shape == (10, 100)
+
+
+# -- config.json -----------------------------------------------------------------------------------
+
+
+def test_a_value_that_is_not_there_means_the_one_that_is_built():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.NemotronHConfig()
+    for keys in FAMILIES["nemotron_h"].must_be.values():
+        for key, value in keys.items():
+            assert [getattr(config, key)] in ([value], [tuple(value)] if isinstance(value, list) else []), key
+
+
+@pytest.mark.parametrize("spelling", ["hub", "transformers 4", "transformers 5"])
+def test_patterns_as_each_writes_them(spelling):
+    words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    if spelling == "transformers 5":
+        words |= {"M": "linear_attention", "*": "full_attention"}
+    fields = dict(FIELDS)
+    if spelling != "hub":
+        fields["layers_block_type"] = [words[symbol] for symbol in fields.pop("hybrid_override_pattern")]
+    assert model_of(fields, Path())[1].hybrid_layer_pattern == "ME*M-"
+
+
+REFUSED = {
+    "model_type": ("gpt2", "expected nemotron_h, found 'gpt2'"),
+    "sliding_window": (4096, "sliding_window is 4096, and only None is built"),
+    "use_conv_bias": (False, "use_conv_bias is False, and only True is built"),
+    "mamba_proj_bias": (True, "mamba_proj_bias is True"),
+    "attention_bias": (True, "attention_bias is True"),
+    "mlp_hidden_act": ("silu", "mlp_hidden_act is 'silu', and only 'relu2' is built"),
+    "layer_norm_epsilon": (1e-6, "layer_norm_epsilon is 1e-06, and only 1e-05 is built"),
+    "time_step_limit": ([0.001, math.inf], "time_step_limit is [0.001, inf]"),
+    "moe_latent_size": (16, "moe_latent_size is 16"),
+    "num_nextn_predict_layers": (1, "num_nextn_predict_layers is 1"),
+    "norm_topk_prob": (False, "norm_topk_prob is False, and with num_experts_per_tok 2 only True is built"),
+    "n_group": (2, "n_group is 2"),
+    "rms_norm_eps": (1e-6, "rms_norm_eps is 1e-06 and contradicts layer_norm_epsilon 1e-05"),
+    "num_hidden_layers": (6, "num_hidden_layers is 6, and the pattern has 5"),
+    "hybrid_override_pattern": ("MG", "'MG', not a word of M, *, - and E"),
+    "quantization_config": ({"quant_method": "fp8"}, "--ignore-key quantization_config, if"),
+    "_attn_implementation_internal": ("some/kernel", "no such option is known"),
+    "hidden_size": (31.5, "its sizes make no model"),
+    "vocab_size": (True, "its sizes make no model"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
+    value, sentence = REFUSED[key]
+    write_model(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**FIELDS, key: value}))
+    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
+    assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
+def test_all_problems_are_told_and_keys_can_be_vouched_for():
+    fields = {**FIELDS, "sliding_window": 8, "attention_bias": True, "new": 1, "vocab_size": None}
+    del fields["chunk_size"]
+    with pytest.raises(CheckpointError) as error:
+        model_of(fields, Path())
+    for words in ("chunk_size is missing", "sliding_window is 8", "attention_bias is True", "new is 1"):
+        assert words in str(error.value)
+    assert model_of({**FIELDS, "new": 1}, Path(), ["new"]) == model_of(FIELDS, Path())
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def edit_index(hf, name, file):
+    index = json.loads((hf / INDEX).read_text())
+    index["weight_map"][name] = file
+    (hf / INDEX).write_text(json.dumps(index))
+
+
+def rewrite(hf, change):
+    """All tensors in one file, changed."""
+    tensors = contents(hf)
+    change(tensors)
+    for path in [*hf.glob("*.safetensors"), hf / INDEX]:
+        path.unlink()
+    write_files(hf, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__, 10**9)
+
+
+def shorten(hf):
+    path = sorted(hf.glob("*.safetensors"))[1]
+    os.truncate(path, path.stat().st_size - 1)
+
+
+NORM = "backbone.norm_f.weight"
+DAMAGE = {
+    "outside": (lambda hf: edit_index(hf, NORM, "../other/model.safetensors"), f"tensor {NORM} leads out of"),
+    "absolute": (lambda hf: edit_index(hf, NORM, "/etc/a.safetensors"), f"tensor {NORM} leads out of"),
+    "no file": (lambda hf: edit_index(hf, NORM, "absent.safetensors"), "absent.safetensors: cannot be opened"),
+    "elsewhere": (lambda hf: edit_index(hf, NORM, "model-00001-of-00008.safetensors"), f"{NORM} lies elsewhere"),
+    "not in its file": (lambda hf: edit_index(hf, "new", "model-00001-of-00008.safetensors"), "files lack: new"),
+    "truncated": (shorten, "the tensors do not fill the file"),
+    "both": (lambda hf: (hf / SINGLE).touch(), "found both"),
+    "missing": (lambda hf: rewrite(hf, lambda t: t.pop(NORM)), f"{NORM} is missing"),
+    "extra": (lambda hf: rewrite(hf, lambda t: t.update(new=torch.zeros(2))), "new is extra"),
+    "shape": (lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(31)})), f"{NORM} has shape [31]"),
+    "dtype": (
+        lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})), f"the dtype of {NORM}"
+    ),
+    "NaN": (lambda hf: rewrite(hf, lambda t: t[NORM].fill_(math.nan)), "model/final_norm.weight is not finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_files_that_do_not_hold_the_model_are_refused(damage, tmp_path, capsys):
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    write_model(hf)
+    assert len(list(hf.glob("*.safetensors"))) == 8
+    spoil, sentence = DAMAGE[damage]
+    spoil(hf)
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4
+    assert sentence in capsys.readouterr().err and not list(ours.glob("step*"))
+
+
+def test_links_as_in_the_cache_of_the_hub_are_followed(tmp_path):
+    written = write_model(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(Path("..", "blobs", path.name))
+    _, files, _ = open_model(tmp_path / "snapshot", bf16=False)
+    assert torch.equal(files.read(NORM), written[NORM])
+
+
+def test_what_an_export_refuses(tmp_path, capsys):
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    write_model(hf)
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4  # there is one
+    assert "holds checkpoints already" in capsys.readouterr().err
+
+    def export(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**FIELDS, **changes}))
+        command = f"convert --to-hf {tmp_path / 'back'} --load {ours} --hf-config {tmp_path / 'config.json'}"
+        code = main(shlex.split(command))
+        return code, capsys.readouterr().err
+
+    code, said = export(routed_scaling_factor=1.0)
+    assert code == 4 and "--moe-router-topk-scaling-factor is 1.0 by config.json" in said
+    assert export(vocab_size=60)[0] == 4
+    shard = ours / "step_00000000" / "rank_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    code, said = export()
+    assert code == 4 and "are not what was written" in said
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("back")]
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "notes").touch()
+    assert "is not empty" in export()[1]
+
+
+@pytest.mark.parametrize("command", ["--from-hf a", "--from-hf a --save b --load c", "--to-hf a --load b", "--save a"])
+def test_options_that_do_not_belong_together(command):
+    try:
+        assert main(["convert", *command.split()]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
