@@ -49,6 +49,7 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.data.chat import Piece, chat_format
     from megatron_packed.data.encode import encode_pieces, prompt_tokens
     from megatron_packed.data.errors import BadLine
+    from megatron_packed.data.prompt_formats import PROMPT_FORMATS
     from megatron_packed.data.tokenizer import vocabulary
     from megatron_packed.models.generate import generate
     from megatron_packed.training.build import device_of
@@ -56,8 +57,11 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.training.inference import load_model
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    end = tokenizer.eod_id
     if config.data.sft:
-        chat = chat_format(tokenizer, config.data.chat_template, config.data.sft_tokenizer_prompt_format)
+        form = config.data.sft_tokenizer_prompt_format
+        chat = chat_format(tokenizer, config.data.chat_template, form)
+        end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end) if form is not None else end
         tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": prompt}])
         chat.close()
     else:
@@ -74,4 +78,4 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
             "positions of the rotary tables; shorten one of them."
         )
     model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device_of(config))
-    return tokenizer.decode(generate(model, tokens, max_new_tokens, eod=tokenizer.eod_id), skip_special=True).strip()
+    return tokenizer.decode(generate(model, tokens, max_new_tokens, eod=end), skip_special=True).strip()

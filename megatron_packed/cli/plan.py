@@ -91,6 +91,8 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     try:
         tokenizer = build_tokenizer(options, vocab_size, build_missing=False)
         vocab_size = vocabulary(tokenizer, vocab_size)
+        if options.named.fault:  # of a file on the machine that will train
+            raise DataError(f"the file that names the data {options.named.fault}")
         if options.train_paths != NO_DATA[1:]:
             lengths = open_documents(options, tokenizer, validates=False, show=False, build_missing=False).train.lengths
     except (DataError, OSError) as error:

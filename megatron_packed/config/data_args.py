@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SPLITS = ("train", "valid", "test")
 
@@ -37,7 +37,8 @@ def read_per_split_data_args(path: str) -> NamedData:
     if fault:
         return NamedData(fault=fault)
     try:
-        found = json.loads(text, parse_int=str, parse_float=str)  # a weight counts as it is written
+        # A weight counts as it is written, and of a key that comes twice neither is passed over.
+        found = json.loads(text, parse_int=str, parse_float=str, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         return NamedData(fault=f"is no JSON ({error})")
     if not isinstance(found, dict):
@@ -57,10 +58,18 @@ def read_per_split_data_args(path: str) -> NamedData:
     return NamedData(train, valid, test)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it holds the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return found
+
+
 def _read(path: str) -> tuple[str, str]:
     """The text of a file, and why there is none."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return file.read(), ""
     except OSError as error:
         return "", f"cannot be read: {error.strerror}"

@@ -145,6 +145,8 @@ def _resolve(
     def sound(*keys: str) -> bool:
         return not unsound.intersection(keys)
 
+    if not here:
+        problems = [problem for problem in problems if not problem.node_dependent]
     problems += _always_problems(given, run)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
     if here:

@@ -16,6 +16,8 @@ class PromptFormat(NamedTuple):
     """Whether every token is a target, not those of the assistant alone."""
     special_tokens: tuple[str, ...] = ()
     """That the template prints and a tokenizer must have."""
+    end: str | None = None
+    """Which of them ends an answer; None where only an end of document can."""
 
 
 _NO_TOOLS = """\
@@ -59,7 +61,8 @@ _NEMOTRON_NANO_V2 = _NO_TOOLS + """\
 
 PROMPT_FORMATS = {
     "nemotron-h-aligned": PromptFormat(_NEMOTRON_H_ALIGNED, False, ("<SPECIAL_10>", "<SPECIAL_11>")),
-    "nemotron-nano-v2": PromptFormat(_NEMOTRON_NANO_V2, False, ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>")),
+    "nemotron-nano-v2": PromptFormat(_NEMOTRON_NANO_V2, False, ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+                                     "<SPECIAL_12>"),
     "identity": PromptFormat(None, True),
     "default": PromptFormat(None, True),
 }  # fmt: skip

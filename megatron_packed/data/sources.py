@@ -105,8 +105,8 @@ def _expand(path: str) -> list[Path]:
         return matched
     if _is_number(path):
         raise DataError(
-            f"{path} is not a file; weights of blended data sets (`0.5 first 0.5 second`) are not built yet, "
-            "name the files without weights."
+            f"{path} is not a file; weights (`0.5 first 0.5 second`) are for data that a run reads, name the files "
+            "without them."
         )
     raise DataError(f"{path} does not exist; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern.")
 

@@ -78,7 +78,7 @@ class TikTokenizer:
         tiktoken = optional_package("tiktoken", "0.9", "Encoding.encode_to_numpy")
         file = Path(path)
         data = read_bytes(file)
-        wanted = (vocab_size or MAX_VOCAB_SIZE) - num_special_tokens
+        wanted = max((vocab_size or MAX_VOCAB_SIZE) - num_special_tokens, 0)
         sequences = _read_vocabulary(file, data)[:wanted]
         if vocab_size is not None and len(sequences) < wanted:
             raise DataError(
@@ -136,13 +136,14 @@ def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
     is_json = data.lstrip()[:1] == b"["
     try:
         entries = _json_entries(data) if is_json else _lines(data)
-        ranked = {int(rank): base64.b64decode(content, validate=True) for rank, content in entries}
+        pairs = [(int(rank), base64.b64decode(content, validate=True)) for rank, content in entries]
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise DataError(
             f"{file} is no vocabulary of tiktoken: a JSON list of rank, token_bytes and token_str, or lines of base64 "
             f"and rank ({printable(f'{type(error).__name__}: {error}', 80)})."
         ) from None
-    if sorted(ranked) != list(range(len(ranked))):
+    ranked = dict(pairs)
+    if sorted(rank for rank, _ in pairs) != list(range(len(pairs))):
         raise DataError(f"{file} is no vocabulary of tiktoken: its ranks are not 0, 1, 2 and so on.")
     sequences = [ranked[rank] for rank in range(len(ranked))]
     if len(set(sequences)) < len(sequences):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.segments import Segments
 from megatron_packed.data.spread import BY_TOKENS, PackCost
 from megatron_packed.data.tokenizer import Tokenizer, vocabulary
+from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
@@ -72,6 +73,8 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     documents = open_documents(options, tokenizer, validates=config.validates, tests=config.tests, show=show)
     for line in documents.sentences:
         say(line)
+    if config.data.named.valid and not config.validates and config.training.eval_iters:
+        say(f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval.")
     cost = pack_cost(config, vocab_size)
     both = {"validation": documents.valid, "test": documents.test}
     evaluated = {name: dataset for name, dataset in both.items() if dataset is not None}
@@ -91,15 +94,34 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
             "cap the packer by --max-documents-per-pack."
         )
     streams = {n: _stream(config, groups, dataset, evaluations[n], ladder) for n, dataset in evaluated.items()}
+    train = _stream(config, groups, documents.train, plan, ladder)
+    check_alike({"training": train, **streams}, groups)
     return RunData(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        train=_stream(config, groups, documents.train, plan, ladder),
+        train=train,
         valid=streams.get("validation"),
         test=streams.get("test"),
         packing=packing,
         ladder=ladder,
     )
+
+
+def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
+    """All ranks read the same tokens in the same order: each counts on what the others do. A collective.
+
+    Raises:
+        DataError: on all ranks; a file that an option names is another one on some of them.
+    """
+    mine = {name: [stream.plan.hash, stream.dataset.content_hash] for name, stream in streams.items()}
+    of_ranks = all_gather_json(mine, groups)
+    for name in sorted({name for one in of_ranks for name in one}):
+        others = [str(rank) for rank, one in enumerate(of_ranks) if one.get(name) != of_ranks[0].get(name)]
+        if others:
+            raise DataError(
+                f"the {name} data of rank {', '.join(others)} is not that of rank 0; what the data options name, and "
+                "the files that name data, must be the same on all machines."
+            )
 
 
 def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:

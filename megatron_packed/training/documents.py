@@ -15,9 +15,10 @@ from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
 from megatron_packed.data.documents import Documents, JoinedDocuments, Range
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.indexed import is_indexed
+from megatron_packed.data.indexed import index_path, is_indexed
 from megatron_packed.data.indexed_documents import IndexedDocuments
 from megatron_packed.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_packed.data.sources import expand_paths
 from megatron_packed.data.tiktoken_tokenizer import SPECIAL_TOKENS, TikTokenizer
 from megatron_packed.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
@@ -74,6 +75,8 @@ def build_tokenizer(
             options.tiktoken_num_special_tokens,
             vocab_size,
         )
+    if not options.train_paths:
+        raise DataError("there is no data to train a tokenizer on.")
     indexed = [path for path in options.train_paths if names_indexed(path)]
     if indexed:
         raise DataError(
@@ -118,19 +121,31 @@ def open_documents(
     return RunDocuments(train, valid, test, sentences)
 
 
+def _files(path: str) -> list[Path]:
+    """What a data path reads, links followed."""
+    found = [index_path(path)] if names_indexed(path) else expand_paths([path])
+    return [file.resolve() for file in found]
+
+
 class _Opener:
     def __init__(self, options: DataConfig, tokenizer: Tokenizer, show: bool, build_missing: bool) -> None:
         self._options, self._tokenizer, self._show, self._build_missing = options, tokenizer, show, build_missing
 
     def open(self, blend: Blend) -> list[Documents]:
-        """One source for each path; text files without weights are one together."""
-        if blend.weights is None and not any(map(names_indexed, blend.paths)):
+        """One source for each path; text files without weights that are not divided are one together."""
+        together = blend.weights is None and self._options.split is None
+        if together and not any(map(names_indexed, blend.paths)):
             return [self._text(blend.paths)]
         return [self._indexed(path) if names_indexed(path) else self._text((path,)) for path in blend.paths]
 
     def evaluation(self, blend: Blend, split: str) -> Documents:
-        """Validation or test data."""
+        """Validation or test data, of which no file is trained on: by whatever name, directory, pattern or link."""
         try:
+            trained = {file for path in self._options.train_paths for file in _files(path)}
+            both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
+            if both:
+                verb, more = "validate" if split == "valid" else "test", f" and {len(both) - 1} more" * (len(both) > 1)
+                raise DataError(f"{both[0]}{more} is training data too, so it would {verb} nothing; name other files.")
             return _whole(self.open(blend), blend)
         except DataError as error:
             raise DataError(f"{self._options.flag_of(split)}: {error}") from None
@@ -192,10 +207,13 @@ def _divided(
             parts[number].append(Range(source, first, stop))
     train, valid, test = parts
     # A smallest share that leaves nothing of a source is no reason not to train, nor to test on other sources alone.
-    tests = tests and all(part.first < part.stop for part in test)
+    untested = [path for part, path in zip(test, blend.paths) if part.first == part.stop] if tests else []
+    tests = tests and not untested
     counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
     unused = "" if validates else " (there is no --eval-interval)"
     rest = "test" if tests else "are left out"
+    if untested:
+        rest += f": there is no test, since none is left of {untested[0]}"
     sentences.append(
         f"Divided by --split {options.split}: {counts[0]} documents train, {counts[1]} validate{unused}, {counts[2]} "
         f"{rest}."

@@ -142,6 +142,20 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
         assert "not_a_token_number: 'seven'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)])
+def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, capsys):
+    """Of a format that has a token for it; with the others only an end of document could come."""
+    stops = []
+    monkeypatch.setattr("megatron_packed.training.inference.load_model", lambda *_: None)
+    monkeypatch.setattr("megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [])
+    (tmp_path / "d.jsonl").write_text("{}")
+    model = tokenizer_file("TikTokenizer", tmp_path / "model")
+    flags = ["--data-path", tmp_path / "d.jsonl", "--load", tmp_path, "--sft", "--sft-tokenizer-prompt-format", form,
+             "--tokenizer-type", "TikTokenizer", "--tokenizer-model", model]  # fmt: skip
+    assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
+    assert stops == [end]
+
+
 def tokenizer_file(kind, path):
     """A small vocabulary with all bytes."""
     if kind == "TikTokenizer":

@@ -11,7 +11,7 @@ from megatron_packed.data.chat import TemplateFormat
 from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.schema import Conversation, Text
-from megatron_packed.data.tiktoken_tokenizer import PATTERNS, SPECIAL_TOKENS, TikTokenizer
+from megatron_packed.data.tiktoken_tokenizer import MAX_VOCAB_SIZE, PATTERNS, SPECIAL_TOKENS, TikTokenizer
 
 tiktoken = pytest.importorskip("tiktoken")
 MERGES = [b"he", b"ll", b"hell", b"hello", b" t", b" th", b" the", b"\n\n", "é".encode(), b"</", b"</s"]
@@ -105,6 +105,11 @@ def test_both_kinds_of_file_and_the_size(vocabulary, tmp_path):
     assert len(prints) == 4 and TikTokenizer(vocabulary, num_special_tokens=SPECIAL).fingerprint == one.fingerprint
 
 
+def test_special_tokens_that_leave_no_room_cut_nothing_off_in_silence(vocabulary):
+    with pytest.raises(DataError, match="among the 0 that are used"):
+        TikTokenizer(vocabulary, num_special_tokens=MAX_VOCAB_SIZE + 1)
+
+
 @pytest.mark.parametrize("content, said", [
     (b"[{]", "is no vocabulary of tiktoken: a JSON list"),
     (b'[{"rank": 0}]', "KeyError: 'token_bytes'"),
@@ -112,6 +117,7 @@ def test_both_kinds_of_file_and_the_size(vocabulary, tmp_path):
     (b'["a"]', "is no vocabulary"),
     (b"model\x00\xff", "is no vocabulary"),
     (b"YQ== 0\n! 1\n", "is no vocabulary"),
+    (b"YQ== 0\nYg== 0\nYw== 1\n", "its ranks are not 0, 1, 2"),
     (b"YQ== 0\nYg== 2\n", "its ranks are not 0, 1, 2"),
     (b"YQ== 0\nYQ== 1\n", "two ranks have the same bytes"),
     (b"YQ== 0\n", "no entry of its own for 255 of the 256 bytes among the 1 that are used"),

@@ -70,9 +70,31 @@ def test_divided_at_the_documents_where_megatron_divides() -> None:
     documents = opened("a", "b", split="90,5,5", tests=True)
     assert tokens(documents.test) == [*a[38:], *b[57:]] and documents.valid is None
     assert "90 documents train, 5 validate (there is no --eval-interval), 5 test." in documents.sentences[-1]
-    assert opened("a", split="99,0,1", tests=True).test is None  # no document is left to test on
+    documents = opened("a", split="99,0,1", tests=True)
+    assert documents.test is None and "there is no test, since none is left of a." in documents.sentences[-1]
     with pytest.raises(DataError, match=r"--split 99,1 leaves no document of a \(40 documents\) to validate on"):
         opened("a", split="99,1", validates=True)
+
+
+def test_every_file_of_text_is_divided() -> None:
+    Path("d.jsonl").write_text("".join(json.dumps({"text": "d"}) + "\n" for _ in range(10)))
+    documents = opened("c.jsonl", "d.jsonl", split="8,1,1", validates=True, tests=True)
+    c, d = [ord("c"), END], [ord("d"), END]
+    assert tokens(documents.train) == [*[c] * 16, *[d] * 8]
+    assert tokens(documents.valid) == tokens(documents.test) == [c, c, d]
+
+
+@pytest.mark.parametrize(("train", "test"), [
+    ("c.jsonl", "./c.jsonl"), ("c.jsonl", "l*k.jsonl"), (".", "c.jsonl"), ("a", "./a"),
+])  # fmt: skip
+def test_what_is_trained_on_is_not_evaluated(train: str, test: str) -> None:
+    if "*" in test:
+        Path("link.jsonl").symlink_to("c.jsonl")
+    named = r"[ac]\.(jsonl|idx) is training data too, so it would "
+    with pytest.raises(DataError, match=f"--test-data-path: .*{named}test nothing"):
+        opened(train, tests=True, test_data_path=(test,))
+    with pytest.raises(DataError, match=f"--valid-data-path: .*{named}validate nothing"):
+        opened(train, validates=True, valid_data_path=("b", test))
 
 
 def test_test_data_of_its_own() -> None:

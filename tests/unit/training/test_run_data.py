@@ -18,7 +18,8 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing import Packer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capacity import choose_capacities
-from megatron_packed.training.data import build_data, plan_evaluation, plan_training
+from megatron_packed.training import data as run_data
+from megatron_packed.training.data import build_data, check_alike, plan_evaluation, plan_training
 
 SLOTS, SEED = 2048, 5
 
@@ -207,3 +208,24 @@ def test_automatic_capacities_leave_nothing_over(tmp_path) -> None:
     assert all(batch.packed.capacity == pack.size for batch, pack in micro_batches(plain))
     data.close()
     plain.close()
+
+
+def test_ranks_that_read_other_data(monkeypatch) -> None:
+    """Each would count on packs and targets that the others do not have."""
+    def stream(plan: str, tokens: str) -> SimpleNamespace:
+        return SimpleNamespace(plan=SimpleNamespace(hash=plan), dataset=SimpleNamespace(content_hash=tokens))
+
+    alike = {"training": ["p", "t"], "test": ["q", "u"]}
+    others: list[dict] = []
+    monkeypatch.setattr(run_data, "all_gather_json", lambda mine, groups: [mine, *others])
+    mine = {"training": stream("p", "t"), "test": stream("q", "u")}
+    for others[:] in ([], [alike, alike]):
+        check_alike(mine, ParallelGroups.single())
+    for others[:], sentence in (
+        ([alike, {**alike, "training": ["p", "x"]}], "the training data of rank 2 is not that of rank 0"),
+        ([{**alike, "test": ["x", "u"]}, alike], "the test data of rank 1 is not"),
+        ([{"training": ["p", "t"]}], "the test data of rank 1 is not"),
+        ([{**alike, "validation": ["v", "w"]}] * 2, "the validation data of rank 1, 2 is not"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            check_alike(mine, ParallelGroups.single())
