@@ -5,7 +5,8 @@
 
 The first writes a checkpoint for --pretrained-checkpoint (or --load with --finetune), in any layout, and DIR/model.args
 with the flags of the model. config.json and safetensors are read as data: no code of the model's, no pickles. Options
-that are not built are refused by name. Families: nemotron_h.
+that are not built are refused by name. Families: nemotron_h, llama,
+mixtral.
 """
 
 from __future__ import annotations

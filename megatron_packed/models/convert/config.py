@@ -51,6 +51,7 @@ def model_of(fields: Fields, path: Path, ignored: Collection[str] = ()) -> tuple
             expected=" or ".join(FAMILIES),
             found=repr(fields.get("model_type"))[:100],
         )
+    fields = family.spelled(fields)
     try:
         pattern = family.pattern(fields)
     except ValueError as error:

@@ -93,13 +93,11 @@ def _their_names(name: str, family: Family, config: ModelConfig) -> list[str]:
         return [family.outside[name]]
     _, number, inside = name.split(".", 2)
     found = family.names[config.layer_types[int(number)]][inside]
-    prefix = family.layer.format(n=number)
-    experts = range(config.num_experts or 0)
-    return [
-        prefix + name.format(e=expert)
-        for name in ([found] if isinstance(found, str) else found)
-        for expert in (experts if "{e}" in name else [0])
-    ]
+    names = [found] if isinstance(found, str) else list(found)
+    if any("{e}" in name for name in names):
+        names = [name.format(e=expert) for expert in range(config.num_experts or 0) for name in names]
+    prefix = family.layer.format(n=int(number) // family.symbols_per_layer)
+    return [prefix + name for name in names]
 
 
 def _their_shapes(name: str, shape: Shape, count: int, config: ModelConfig) -> tuple[list[Shape], int]:

@@ -1,4 +1,4 @@
-"""A small model of the Nemotron-H family as it lies on a disk, made without transformers."""
+"""Small models of each family as they lie on a disk, made without transformers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,32 @@ FIELDS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 24, "time_step_limit": [0.0, float("inf")], "auto_map": {"A": "code.A"},
 }  # fmt: skip
 """As the hub's files spell it: a pattern, and ``Infinity``."""
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 500000.0,
+    "rope_scaling": None, "hidden_act": "silu",
+}  # fmt: skip
+FAMILIES = {
+    "nemotron_h": FIELDS,
+    "llama": LLAMA,
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
+}
 
 
 def write_model(
-    directory: Path, *, bf16: bool = False, max_file_bytes: int = 20_000, without: str = "", **changes: Any
+    directory: Path, family: str = "nemotron_h", *, bf16: bool = False, max_file_bytes: int = 20_000, **changes: Any
 ) -> dict[str, torch.Tensor]:
     """Random weights in files of some kB each, and config.json; what was written, by name.
 
     Args:
         bf16: as large models are stored: in bf16, but that A_log, D and the router's bias are float32.
-        without: a key of config.json that is left out.
+        changes: of config.json.
     """
-    fields = {**FIELDS, **changes}
-    family, config = model_of(fields, directory)
+    fields = {**FAMILIES[family], **changes}
+    names, config = model_of(fields, directory)
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for weight in weights_of(family, config, torch.float32).values():
+    for weight in weights_of(names, config, torch.float32).values():
         for part in weight.parts:
             kept = part.name.endswith(("A_log", "D", "correction_bias"))
             dtype = torch.bfloat16 if bf16 and not kept else torch.float32
@@ -44,5 +54,5 @@ def write_model(
     directory.mkdir(exist_ok=True)
     listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     write_files(directory, listed, tensors.__getitem__, max_file_bytes)
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if k != without}))
+    (directory / "config.json").write_text(json.dumps(fields))
     return tensors

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from converted_model import FAMILIES as SMALL
 from converted_model import FIELDS, write_model
 
 from megatron_packed.checkpoint.errors import CheckpointError
@@ -34,11 +35,13 @@ def assert_same(found, expected):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-def test_there_and_back_is_the_same_to_the_bit(bf16, tied, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("family", "bf16", "tied"),
+    [("nemotron_h", False, False), ("nemotron_h", True, True), ("llama", True, True), ("mixtral", False, False)],
+)
+def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, tmp_path, capsys):
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
-    written = write_model(hf, bf16=bf16, tie_word_embeddings=tied)
+    written = write_model(hf, family, bf16=bf16, max_file_bytes=9000, tie_word_embeddings=tied)
     assert ("lm_head.weight" in written) is not tied and len(list(hf.glob("*.safetensors"))) >= 3
     (hf / "tokenizer.json").write_text("{}")
     (hf / "code.py").write_text("raise SystemExit")
@@ -106,12 +109,34 @@ def test_one_tensor_exists_at_a_time(tmp_path):
 # -- config.json -----------------------------------------------------------------------------------
 
 
-def test_a_value_that_is_not_there_means_the_one_that_is_built():
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_value_that_is_not_there_means_the_one_that_is_built(name):
     transformers = pytest.importorskip("transformers")
-    config = transformers.NemotronHConfig()
-    for keys in FAMILIES["nemotron_h"].must_be.values():
+    config = transformers.AutoConfig.for_model(name).to_dict()
+    for keys in FAMILIES[name].must_be.values():
         for key, value in keys.items():
-            assert [getattr(config, key)] in ([value], [tuple(value)] if isinstance(value, list) else []), key
+            found = config.get(key, value)
+            assert (list(found) if isinstance(value, list) else found) == value, key
+
+
+@pytest.mark.parametrize(("name", "base"), [("llama", 10_000.0), ("mixtral", 1_000_000.0)])
+def test_rotary_options_nested_flat_and_absent(name, base):
+    fields = dict(SMALL[name])
+    assert model_of(fields, Path())[1].rotary_base == 500_000.0
+    del fields["rope_theta"]
+    assert model_of(fields, Path())[1].rotary_base == base
+    nested = {"rope_theta": 2000.0, "rope_type": "default"}
+    assert model_of({**fields, "rope_parameters": nested}, Path())[1].rotary_base == 2000.0
+    for wrong, sentence in (
+        ({"rope_parameters": {**nested, "rope_type": "llama3", "factor": 8.0}}, "rope_parameters.factor is 8.0"),
+        ({"rope_parameters": nested, "rope_theta": 1.5}, "rope_parameters.rope_theta is 2000.0"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling is {'type': 'linear'}, and only None is built"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            model_of({**fields, **wrong}, Path())
+        assert sentence in str(error.value)
 
 
 @pytest.mark.parametrize("spelling", ["hub", "transformers 4", "transformers 5"])
@@ -126,7 +151,7 @@ def test_patterns_as_each_writes_them(spelling):
 
 
 REFUSED = {
-    "model_type": ("gpt2", "expected nemotron_h, found 'gpt2'"),
+    "model_type": ("gpt2", "expected nemotron_h or llama or mixtral, found 'gpt2'"),
     "sliding_window": (4096, "sliding_window is 4096, and only None is built"),
     "use_conv_bias": (False, "use_conv_bias is False, and only True is built"),
     "mamba_proj_bias": (True, "mamba_proj_bias is True"),

@@ -29,12 +29,6 @@ def fill(model, seed=3):
     return model.eval()
 
 
-def fused_qkv(q, k, v, groups):
-    """Their separate projections as our rows: for each group its query heads, its key head, its value head."""
-    q, k, v = (p.reshape(groups, -1, p.shape[-1]) for p in (q, k, v))
-    return torch.cat([q, k, v], dim=1).reshape(-1, q.shape[-1])
-
-
 def copy(ours: HybridModel, weights: dict) -> None:
     """Fill ours by name; every parameter, and nothing else."""
     parameters = dict(ours.named_parameters())
@@ -98,65 +92,23 @@ def padded(table, ours):
     return F.pad(table, (0, 0, 0, ours.embedding.weight.shape[0] - table.shape[0]), value=50.0)
 
 
-def decoder_weights(model, ours, layers):
-    """The parts that Llama and Mixtral share: every one of their layers is two of ours."""
-    state = model.state_dict()
-    weights = {
-        "embedding.weight": padded(model.get_input_embeddings().weight, ours),
-        "final_norm.weight": state["model.norm.weight"],
-        "output.weight": padded(model.get_output_embeddings().weight, ours),
-    }
-    for number in range(layers):
-        theirs, mine = f"model.layers.{number}.", f"layers.{2 * number}."
-        q, k, v = (state[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv")
-        weights |= {
-            mine + "norm.weight": state[theirs + "input_layernorm.weight"],
-            mine + "mixer.qkv.weight": fused_qkv(q, k, v, GROUPS),
-            mine + "mixer.proj.weight": state[theirs + "self_attn.o_proj.weight"],
-            f"layers.{2 * number + 1}.norm.weight": state[theirs + "post_attention_layernorm.weight"],
-        }
-    return weights
-
-
 COMMON = {
     "vocab_size": cases.VOCAB, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
     "head_dim": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
 
-def test_llama():
+def test_llama(tmp_path):
     theirs = fill(transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)))
-    ours = build("*-*-", position_embedding_type="rope", squared_relu=False, swiglu=True)
-    state = theirs.state_dict()
-    weights = decoder_weights(theirs, ours, 2)
-    for number in range(2):
-        prefix = f"model.layers.{number}.mlp."
-        gate_up = torch.cat([state[prefix + "gate_proj.weight"], state[prefix + "up_proj.weight"]])
-        weights[f"layers.{2 * number + 1}.mixer.fc1.weight"] = gate_up
-        weights[f"layers.{2 * number + 1}.mixer.fc2.weight"] = state[prefix + "down_proj.weight"]
-    copy(ours, weights)
-    compare(theirs, ours)
+    compare(theirs, converted(theirs, tmp_path))
 
 
-def test_mixtral():
+def test_mixtral(tmp_path):
     config = transformers.MixtralConfig(
         **COMMON, num_local_experts=5, num_experts_per_tok=2, sliding_window=None, rope_theta=1e6
     )
     theirs = fill(transformers.MixtralForCausalLM(config))
-    base = theirs.model.rotary_emb.config.rope_parameters["rope_theta"]
-    ours = build(
-        "*E*E", position_embedding_type="rope", rotary_base=base, squared_relu=False, swiglu=True,
-        moe_ffn_hidden_size=48,
-    )  # fmt: skip
-    state = theirs.state_dict()
-    weights = decoder_weights(theirs, ours, 2)
-    for number in range(2):
-        prefix, mine = f"model.layers.{number}.mlp.", f"layers.{2 * number + 1}.mixer."
-        weights[mine + "router.weight"] = state[prefix + "gate.weight"]
-        weights[mine + "experts.fc1"] = state[prefix + "experts.gate_up_proj"]
-        weights[mine + "experts.fc2"] = state[prefix + "experts.down_proj"]
-    copy(ours, weights)
-    compare(theirs, ours)
+    compare(theirs, converted(theirs, tmp_path))
 
 
 def test_gpt_neox():
