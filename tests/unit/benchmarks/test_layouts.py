@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 import layouts
 
+ROOT = Path(__file__).parents[3]
 FOUND = {"loss": [2.0, 1.0], "grad_norm": [1.0, 0.5], "tokens_per_second_per_gpu": 100.0}
 SOUND = {"model": {"plan_hash": "abc", "layouts": {"tp2": {"loss_difference": 1e-3, "grad_norm_difference": 1e-3}}}}
 
@@ -23,7 +24,7 @@ def test_two_processes_do_what_one_does(tmp_path):
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]  # torchrun alone says 3000
     found = json.loads((tmp_path / "layouts_2_hybrid1b_moe.json").read_text())["results"]["hybrid1b_moe"]["layouts"]
     assert list(found) == [layouts.ONE, "tp2 sp", "ep2 allgather"]
     for one in found.values():
