@@ -82,6 +82,8 @@ def test_what_a_file_names_is_used() -> None:
     run = parse([*LEAST, "--per-split-data-args-path", "splits", "--eval-interval", "1"])
     assert run.validates and run.tests and run.data.train_blend.weights == (0.75, 0.25)
     assert (run.data.valid_blend.paths, run.data.test_blend.paths) == (("c",), ("d",))
+    assert not parse([*LEAST, "--per-split-data-args-path", "splits", "--eval-iters", "0"]).tests
+    assert parse([*LEAST, "--data-path", "a", "--split", "8,1,1"]).tests
     Path("splits").unlink()
     assert run.data.train_paths == ("a", "b")  # read once: what a run does is decided when it starts
 

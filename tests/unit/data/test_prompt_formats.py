@@ -3,7 +3,7 @@
 import pytest
 from data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
 
-from megatron_packed.data.chat import chat_format
+from megatron_packed.data.chat import TemplateFormat, chat_format
 from megatron_packed.data.encode import prompt_tokens
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.prompt_formats import PROMPT_FORMATS
@@ -111,3 +111,9 @@ def test_formats_are_told_apart(tokenizer):
     assert len({chat.fingerprint for chat in formats}) == len(formats)
     for chat in formats:
         chat.close()
+
+
+def test_a_format_has_a_cache_of_its_own(tokenizer):
+    """One template, other targets or another end: other tokens."""
+    assert len({TemplateFormat(None, tokenizer, trains_all=a, ends_documents=b).fingerprint
+                for a in (False, True) for b in (False, True)}) == 4  # fmt: skip

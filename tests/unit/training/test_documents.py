@@ -138,3 +138,18 @@ def test_documents_that_do_not_end_are_told() -> None:
     first, second = opened("open").sentences
     assert "1 documents, 3 tokens (int32)" in first and "2 of fewer than two left out" in first
     assert f"ends with token {END}" in second
+
+
+def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TikTokenizer", "SentencePieceTokenizer", "NullTokenizer"):
+        monkeypatch.setattr(f"megatron_packed.training.documents.{name}", lambda *given: given)
+
+    def given(**options) -> tuple:
+        return build_tokenizer(DataConfig(data_path=("a",), tokenizer_model=options.pop("model", None), **options), 900)
+
+    named = ("<unk>", "<s>", "</s>", "<x>")
+    special = {"model": "m", "tokenizer_special_tokens": named}
+    tik = given(tokenizer_type="TikTokenizer", tiktoken_pattern="v1", tiktoken_num_special_tokens=9, **special)
+    assert tik == ("m", "v1", named, 9, 900)
+    assert given(tokenizer_type="SentencePieceTokenizer", **special) == ("m", named)
+    assert given(tokenizer_type="NullTokenizer", null_tokenizer_eod_id=3) == (900, 3)
