@@ -1,9 +1,13 @@
 """``megatron-packed doctor``: this machine, one that is made up, and packages that are not what they seem."""
 
+import ctypes
 import json
+import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_packed.cli.doctor import command, gpu, machine, probe
 from megatron_packed.cli.doctor.findings import Finding, State
@@ -112,6 +116,27 @@ def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
     assert found["cuDNN"].state is State.SLOW and "(9, 19, 0)" in found["cuDNN"].detail and found["cuDNN"].fix
 
 
+@pytest.mark.parametrize("total, bits, state, words", [
+    (1024, 0, "works", "clock 1200 of 1980 MHz"),
+    (1024, 0x1 | 0x4, "works", "clock 1200 of 1980 MHz"),  # at rest, at its usual power
+    (1024, 0x8 | 0x60, "slower", "held down by its temperature and the hardware"),
+    (1023, 0, "broken", "1,024 ones add up to 1023"), (1025, 0, "broken", "1,024 ones add up to 1025"),
+])  # fmt: skip
+def test_a_gpu_that_is_held_down_or_adds_wrongly(monkeypatch, total, bits, state, words):
+    properties = SimpleNamespace(name="H200", total_memory=140 * 2**30, major=9, minor=0, uuid="1-2")
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_properties", lambda number: properties)
+    monkeypatch.setattr(gpu.torch, "ones", lambda count, device: torch.full((1,), total))
+    library = SimpleNamespace(
+        NVML_CLOCK_SM=1, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1-2": "handle"}[uuid],
+        nvmlDeviceGetClockInfo=lambda handle, kind: 1200, nvmlDeviceGetMaxClockInfo=lambda handle, kind: 1980,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: bits,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    found = gpu._gpu(3)
+    assert (found.name, found.state.value, found.found) == ("GPU 3", state, "H200, 140 GiB, capability 9.0")
+    assert found.detail.endswith(words)
+
+
 def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
     install(tmp_path, "apex", "0.9.10.dev0", "apex/__init__.py")
     install(tmp_path, "mamba", "0.11.3")
@@ -171,3 +196,31 @@ def test_limits_of_a_container(monkeypatch, tmp_path):
     assert lines["open files"].fix == "ulimit -n 65536" and lines["shared memory"].found.startswith("0.0625 GiB")
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
     assert machine._driver(tmp_path / "version").found == "580.95.05"
+
+
+def test_limits_that_are_high_enough(monkeypatch):
+    """Exactly so, without any, and with the room that is there taken."""
+    usage = type("Usage", (), {"total": machine.SHARED_MEMORY, "free": 0})
+    limits = {machine.resource.RLIMIT_MEMLOCK: machine.resource.RLIM_INFINITY, machine.resource.RLIMIT_NOFILE: 4096}
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (limits[kind],) * 2)
+    lines = {one.name: one for one in machine.machine_findings()}
+    assert {lines[name].state.value for name in ("shared memory", "locked memory", "open files")} == {"works"}
+    assert lines["locked memory"].found == "unlimited (at most unlimited)"
+
+
+class Timex(ctypes.Structure):
+    """As adjtimex(2) has it, up to what is read."""
+
+    _fields_ = (("modes", ctypes.c_uint), *((name, ctypes.c_long) for name in ("offset", "freq", "max", "est")),
+                ("status", ctypes.c_int))  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, status, state", [(0, 0x01, "works"), (5, 0x41, "slower"), (-1, 0, "found")])
+def test_a_clock_that_nobody_sets(monkeypatch, answer, status, state):
+    def adjtimex(timex):
+        ctypes.cast(timex, ctypes.POINTER(Timex)).contents.status = status
+        return answer
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_, **options: SimpleNamespace(adjtimex=adjtimex))
+    assert machine._clock().state.value == state

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_runner import LADDER, Job, T, pack, tiny_model
 
-from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
+from megatron_packed.cuda_graphs.audit import AuditMismatchError, _relative, _run_replayed, audit
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.packed.capacity import Cell
 
@@ -85,6 +85,25 @@ def test_spoilt_metadata_is_found_and_the_module_named(job, monkeypatch, fault):
     after_fill(monkeypatch, change)
     with pytest.raises(AuditMismatchError, match=rf"replay of {module} .*differ by"):
         audit(job.runner, pack(NOW), deterministic=True)
+
+
+def test_a_slot_that_is_not_filled_is_found_though_the_same_pack_lies_there(job, monkeypatch):
+    job.step(pack(NOW))
+    after_fill(monkeypatch, lambda packed, before: packed.valid.copy_(before["valid"]))
+    with pytest.raises(AuditMismatchError):
+        audit(job.runner, pack(NOW), deterministic=True)
+
+
+def test_what_a_graph_leaves_unwritten_is_not_what_it_wrote_before(job, monkeypatch):
+    module = job.runner.modules[2]
+    captured = module.captured[Cell(4, T)]
+    hidden, grads = torch.ones_like(captured.input), [torch.ones_like(one) for one in captured.grad_outputs]
+    assert _run_replayed(module, captured, hidden, grads).input_gradient.isfinite().all()
+    for graph in (captured._forward, captured._backward):
+        monkeypatch.setattr(graph, "replay", lambda: None)
+    found = _run_replayed(module, captured, hidden, grads)
+    assert found.outputs[0].isnan().all() and found.input_gradient.isnan().all()
+    assert _relative(found.outputs[0], hidden) == _relative(hidden, found.outputs[0]) == float("inf")
 
 
 def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):

@@ -114,11 +114,20 @@ def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
     assert file.sequence(3).tolist() == [3] * 50000
     with pytest.raises(DataError, match="bytes 262144 to 327679 are not what was written"):
         file.sequence(1)
+    for start, stop in ((50_000, 65_536), (81_920, 90_000)):  # up to that block, and from behind it
+        assert file.tokens(start, stop).tolist() == [1] * (stop - start)
+    for start, stop in ((65_535, 65_537), (81_919, 81_921)):  # one token of it
+        with pytest.raises(DataError, match="bytes 262144 to 327679"):
+            IndexedFile(prefix, map_tokens=map_tokens).tokens(start, stop)
     tokens_path(prefix).write_bytes(data[:-4])
     for _ in range(2):  # with the checksums and without
         with pytest.raises(DataError, match=r"799996 bytes, but the sequences of d\.idx take 800000"):
             IndexedFile(prefix, map_tokens=map_tokens)
         checksums_path(prefix).unlink(missing_ok=True)
+
+
+def test_the_type_of_tokens_is_that_of_megatrons_tools() -> None:
+    assert [token_type(size).name for size in (65499, 65500, None)] == ["uint16", "int32", "int32"]
 
 
 def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

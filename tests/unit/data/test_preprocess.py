@@ -8,11 +8,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.indexed import IndexedFile
-from megatron_packed.data.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.preprocess import PreprocessOptions, _check_tokens, preprocess
 from megatron_packed.data.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.eod_id
@@ -116,3 +117,11 @@ def test_too_many_bad_lines_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="9 of 10 lines are unusable"):
         made([file], tmp_path / "out", max_bad_fraction=0.5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.quarantine.jsonl"]
+
+
+def test_tokens_beside_the_vocabulary_are_refused() -> None:
+    tokenizer = ByteTokenizer()
+    _check_tokens(np.array([0, tokenizer.vocab_size - 1], np.int32), tokenizer)
+    for wrong in (-1, tokenizer.vocab_size):
+        with pytest.raises(DataError, match="outside of its own vocabulary"):
+            _check_tokens(np.array([5, wrong, 6], np.int32), tokenizer)

@@ -233,6 +233,7 @@ def test_what_is_measured_is_known_one_step_late():
 
 def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
     needed = LAYERS * 5 * OF_A_ROW  # when the first step's figures are there
-    for free, off in ((needed, False), (needed + 1, True)):
-        _, offload, said = gradients(Clocked(copy=9.0, compute=0.1, free=free), headroom_mib=0)
+    for headroom, more in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        streams, off = Clocked(copy=9.0, compute=0.1, free=needed + headroom * 2**20 + more), more > 0
+        _, offload, said = gradients(streams, headroom_mib=headroom)
         assert (offload.off is not None) == off and off == any("a copy back takes 18.00 ms" in one for one in said)

@@ -227,6 +227,17 @@ def test_a_function_that_does_something_else_the_second_time_is_named():
         y.sum().backward()
 
 
+def test_inputs_ask_for_gradients_in_the_second_run_as_in_the_first():
+    """Else it would save other tensors, of the same looks, in the same places."""
+    x, mask = torch.randn(2, T, D).unbind()
+    x.requires_grad_()
+    checkpoint(torch.mul, x, mask).sum().backward()
+    assert torch.equal(x.grad, mask)
+    x.grad = None
+    checkpoint(torch.mul, mask, x).sum().backward()
+    assert torch.equal(x.grad, mask) and mask.grad is None
+
+
 def test_an_input_that_is_written_to_is_an_error_and_no_wrong_gradient():
     x = inputs().detach()
     y = checkpoint(lambda x, w: torch.tanh(x @ w), x, torch.ones(D, D, requires_grad=True))

@@ -273,3 +273,14 @@ def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")}
     found = api.inputs_of_pack(**sizes, tokens=1024, deterministic=True, documents=documents)
     assert found.oversized_square == 1025 * 4 * 1024**2
+
+
+def test_limits_of_kernels_count_the_tail_as_a_document():
+    """2^31 elements of flash-attn's buffer are too many, 2^30 of cuDNN's are, one row fewer is not."""
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    for tokens, elements in ((2**24 - 128 * 4 - 1, 0), (2**24 - 128 * 4, 2**31)):
+        found = api.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=False)
+        assert (found.oversized_backward, found.oversized_square) == (elements, 0)
+    for tokens, elements in ((2**14 - 1, 0), (2**14, 2**30)):
+        found = api.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=True, automatic=False)
+        assert (found.oversized_backward, found.oversized_square) == (0, elements)

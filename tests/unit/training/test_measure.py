@@ -4,8 +4,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from test_train_step import CONFIG, SLOTS, VOCAB
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
@@ -16,6 +19,7 @@ from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.data.step_cost import StepCosts
+from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training import measure as measuring
 from megatron_packed.training.measure import measure, shapes, signature
 
@@ -68,3 +72,18 @@ def test_what_is_no_table_is_told(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=r"is no table of step costs that tune --measure wrote"):
         StepCosts.load(tmp_path / "costs.json")
+
+
+def test_a_micro_batch_is_told_from_the_rest_of_a_step(monkeypatch):
+    """3 ms for a step and 2 or 5 ms for each micro-batch in it."""
+    packs = [
+        MicroBatch.build([Document(np.zeros(length, np.int64)) for length in lengths], SLOTS)
+        for lengths in ([SLOTS], [3, 4])
+    ]
+    took = {id(pack): seconds for pack, seconds in zip(packs, (2e-3, 5e-3))}
+    timer = measuring._Timer(SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(timer, "_row", lambda row, steps: 3e-3 + sum(took[id(pack)] for pack in row))
+    timed, update = timer.times([(2, packs[0]), (None, packs[1])], lambda line: None)
+    assert update == pytest.approx(3.0) and [one.ms for one in timed] == pytest.approx([2.0, 5.0])
+    assert [(one.capacity, one.documents) for one in timed] == [(2, 1), (None, 2)]
+    assert [one.squares for one in timed] == [SLOTS**2, 3**2 + 4**2 + (SLOTS - 7) ** 2]

@@ -64,11 +64,37 @@ def test_a_failure_is_said_once_and_ends_nothing(at: str) -> None:
     assert written(Service(at))[1] == ["Fake: the line is dead; the run goes on without it."]
 
 
-def test_a_service_that_hangs_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
+def test_lines_that_come_while_others_are_sent_arrive_too() -> None:
+    service, sent = Service(), threading.Semaphore(0)
+    log = service.log
+    service.log = lambda records: (log(records), sent.release())
+    writer = TrackerWriter(service, say=lambda text: None, warn=lambda text: None)
+    for line in LINES:
+        writer.write(line)
+        assert sent.acquire(timeout=5)
+    writer.close()
+    assert [value for name, value in service.calls if name == "log"] == LINES
+
+
+def test_lines_that_a_slow_service_never_got_are_counted(monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
+    warned, gate = [], threading.Event()
+    writer = TrackerWriter(Service(gate=gate), say=lambda text: None, warn=warned.append)
+    for line in LINES:
+        writer.write(line)
+    gate.set()
+    writer.close()
+    assert warned == ["Fake was too slow: 1 lines are missing there."]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_service_that_hangs_is_not_waited_for(failed: bool, monkeypatch) -> None:
+    """A run that failed waits less: its scheduler may be waiting for it."""
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 10 if failed else 0.05)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS_AFTER_FAILURE", 0.05 if failed else 10)
     monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
     gate, begun = threading.Event(), time.monotonic()
-    _, warned = written(Service(gate=gate))
+    _, warned = written(Service(gate=gate), failed=failed)
     assert warned == ["Fake does not answer; the last numbers may be missing there."]
     assert time.monotonic() - begun < 2
     gate.set()
@@ -93,11 +119,11 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
     library = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", library)
     options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
-    for _ in range(2):  # the second resumes
+    for failed in (False, True):  # the second resumes
         [service] = services(options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}})
-        assert written(service) == (["W&B: https://there"], [])
+        assert written(service, failed=failed) == (["W&B: https://there"], [])
     lines = [{"iteration": line["iteration"], "lm_loss": line["lm_loss"]} for line in LINES]
-    assert library.kept == {"abc": [*lines, 0, *lines, 0]}
+    assert library.kept == {"abc": [*lines, 0, *lines, 1]}
     first = library.inits[0]
     assert (first["project"], first["name"], first["entity"], first["resume"]) == ("p", "n", "e", "allow")
     assert first["dir"] == str(tmp_path / "run") and first["config"] == {"optim": {"lr": 1}}
@@ -130,6 +156,7 @@ class FakeMlflowClient:
         self.runs[run]["params"][name] = value
 
     def log_batch(self, run: str, metrics) -> None:
+        assert len(metrics) <= 1000, "the service refuses more"
         self.runs[run]["metrics"] += [(m[0], m[1], m[3]) for m in metrics]
 
     def update_run(self, run: str, status: str) -> None:
@@ -152,6 +179,8 @@ def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
         "run0": {"tags": {"megatron_packed_run": "abc"}, "name": "n", "params": {"optim.lr": "1"},
                  "metrics": points * 2, "status": "FAILED"},
     }  # fmt: skip
+    service.log(LINES * 700)
+    assert len(FakeMlflowClient.runs["run0"]["metrics"]) == len(points * 702)
 
 
 def test_what_is_no_number_is_not_sent() -> None:

@@ -1,0 +1,50 @@
+"""What is measured of copies, of marks whose times are given."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_packed.memory.offload_figures import ENOUGH, Stopwatch
+
+MIB = 2**20
+
+
+def noted(waits, *, loads=((0, 8), (10, 22)), done=True):
+    """The figures of a step with these marks, in ms: 8 and 12 ms of copies back, 3 and 5 of copies to the host."""
+    ends = iter(end for pair in ((0, 3), (5, 10), *loads, *waits) for end in pair)
+    watch = Stopwatch(SimpleNamespace(
+        clock=lambda: next(ends), milliseconds=lambda begin, end: float(end - begin), done=lambda mark: done,
+        capturing=lambda: False,
+    ))  # fmt: skip
+    for _ in range(2):
+        watch.put(watch.begin(), 3 * MIB)
+    for _ in loads:
+        watch.loaded(watch.begin(), 2 * MIB)
+    for _ in waits:
+        watch.waited(watch.begin())
+    assert watch.end_step(2) == 6 * MIB and watch.figures is None
+    assert watch.end_step(1) == 0  # of the step behind it
+    return watch.figures
+
+
+def test_times_are_means_and_the_share_under_computation_is_of_all_copies_back():
+    found = noted([(1, 4), (20, 22)])
+    assert (found.buffers, found.moved_mib, found.loaded_mib) == (2, 6, 4)
+    assert (found.put_ms, found.load_ms, found.hidden) == (4, 10, pytest.approx(1 - 5 / 20))
+    assert found.load_gb_per_s == pytest.approx(4 * MIB / 20e-3 / 1e9)
+    assert found.compute_ms is None is found.cannot_pay  # too few to say
+    assert noted([(0, 30)]).hidden == 0.0  # and not below
+
+
+def test_computation_lies_between_the_end_of_a_wait_and_the_next():
+    waits = [(0, 5), (9, 11), (14, 20), (27, 28), (37, 37)]  # 4, 3, 7 and 9 ms
+    assert len(waits) == ENOUGH + 1
+    found = noted(waits)
+    assert found.compute_ms == 7
+    assert found.cannot_pay == "a copy back takes 10.00 ms, and what it could hide under takes 7.00 ms"
+    assert noted(waits, loads=((0, 7),)).cannot_pay is None  # as long: it fits
+    assert noted(waits[1:]).compute_ms is None
+
+
+def test_what_the_device_is_not_through_with_is_not_read():
+    assert noted([(1, 4)], done=False) is None
