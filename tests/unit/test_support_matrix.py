@@ -43,6 +43,20 @@ def test_records_say_what_tests_say(tmp_path):
         assert copy.read_text() == record.read_text(), f"run pytest --collect-only --record-shown {name}, then tests"
 
 
+@pytest.mark.parametrize(("changes", "columns"), [
+    ({}, ["eager", "graphs: local"]),
+    ({"loss_difference": 0.02}, None),
+    ({"grad_norm_difference": 0.03}, None),
+    ({"loss_difference": float("nan")}, None),
+    ({"graphs": {"local": {"fallbacks": 1}}}, ["eager"]),
+])  # fmt: skip
+def test_a_benchmark_with_other_losses_or_eager_packs_shows_nothing(script, changes, columns):
+    good = {"loss_difference": 1e-4, "grad_norm_difference": 1e-3, "graphs": {"local": {"fallbacks": 0}}}
+    result = {"processes": 2, "layouts": {"tp2 sp": good | changes}}
+    found = list(script["benchmarked"]("H200 benchmark", result))
+    assert [list(seen.shows) for seen in found] == ([columns] if columns else [])
+
+
 CLAIM = {"eager": ["TP"], "graphs: local": ["TP"]}
 
 

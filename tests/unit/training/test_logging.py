@@ -53,14 +53,15 @@ def test_the_peak_is_that_of_the_very_device(name, tera):
     assert peak_of(name) == (None if tera is None else tera * 1e12)
 
 
-def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path):
+@pytest.mark.parametrize("torn", [b'{"iteration": 4, "lm_lo', b'{"iteration": 2}'])
+def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
     path = tmp_path / "log.jsonl"
     writer = JsonlWriter(path, first_iteration=1)
     for iteration in (1, 2, 3):
         writer.write(record(iteration).as_dict())
     writer.close()
     with open(path, "ab") as file:
-        file.write(b'{"iteration": 4, "lm_lo')  # killed in the middle of a line
+        file.write(torn)  # killed in the middle of a line, perhaps just before its end
     writer = JsonlWriter(path, first_iteration=3)  # resumed from the checkpoint of step 2
     writer.write(record(3, loss=math.nan).as_dict())
     writer.close()
