@@ -387,6 +387,7 @@ def main() -> None:
         print(harness.table(rows_of(harness.plain(results))))
         if by_graphs := graph_rows_of(harness.plain(results)):
             print(harness.table(by_graphs))
+    dist.barrier()  # nobody's connections end while another rank still prints
     everyone.shutdown()
     if problems:
         raise SystemExit("failed: " + "; ".join(problems))
