@@ -92,7 +92,8 @@ def from_huggingface(
         whole = weights[shard.name.removeprefix("model/")].join(files.read).view(-1)
         low, high = (float(extreme) for extreme in torch.aminmax(whole))
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise CheckpointError(f"{shard.name} is not finite", path=directory, found=f"{low} to {high}")
+            found = f"{low} to {high}"
+            raise CheckpointError(f"{shard.name} is not finite", path=directory, expected="finite values", found=found)
         done += whole.nbytes
         told(done, total)
         return whole
@@ -170,8 +171,11 @@ def to_huggingface(
         CheckpointError: nothing was written: the checkpoint is damaged or belongs to another model, or ``directory`` is
             not empty.
     """
-    if os.path.lexists(directory) and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError("is not empty", path=directory, cure="name a new directory by --to-hf")
+    if os.path.lexists(directory):
+        if directory.is_symlink() or not directory.is_dir():  # nothing can be renamed to these
+            raise CheckpointError("is no directory", path=directory, cure="name a new directory by --to-hf")
+        if any(directory.iterdir()):
+            raise CheckpointError("is not empty", path=directory, cure="name a new directory by --to-hf")
     family, model = model_of(read_config(config), config, ignored)
     found = _newest(checkpoint)
     manifest = read_manifest(found)

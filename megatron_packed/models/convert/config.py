@@ -71,7 +71,7 @@ def model_of(fields: Fields, path: Path, ignored: Collection[str] = ()) -> tuple
 
 def _problems(fields: Fields, family: Family, pattern: str, ignored: Collection[str]) -> Iterator[str]:
     options = _chosen(family.options, pattern)
-    yield from (f"{key} is missing" for key in options if key not in fields)
+    yield from (f"{key} is missing" for key in options if fields.get(key) is None)  # our defaults are not theirs
     for key, value in _chosen(family.must_be, pattern).items():
         if key in fields and not _same(fields[key], value):
             yield f"{key} is {fields[key]!r}, and only {value!r} is built"

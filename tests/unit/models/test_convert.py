@@ -183,11 +183,12 @@ def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
 
 
 def test_all_problems_are_told_and_keys_can_be_vouched_for():
-    fields = {**FIELDS, "sliding_window": 8, "attention_bias": True, "new": 1, "vocab_size": None}
+    fields = {**FIELDS, "sliding_window": 8, "attention_bias": True, "new": 1, "vocab_size": None, "head_dim": None}
     del fields["chunk_size"]
     with pytest.raises(CheckpointError) as error:
         model_of(fields, Path())
-    for words in ("chunk_size is missing", "sliding_window is 8", "attention_bias is True", "new is 1"):
+    missing = ("chunk_size is missing", "vocab_size is missing", "head_dim is missing")
+    for words in (*missing, "sliding_window is 8", "attention_bias is True", "new is 1"):
         assert words in str(error.value)
     assert model_of({**FIELDS, "new": 1}, Path(), ["new"]) == model_of(FIELDS, Path())
 
@@ -230,7 +231,7 @@ DAMAGE = {
     "dtype": (
         lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})), f"the dtype of {NORM}"
     ),
-    "NaN": (lambda hf: rewrite(hf, lambda t: t[NORM].fill_(math.nan)), "model/final_norm.weight is not finite"),
+    "NaN": (lambda hf: rewrite(hf, lambda t: t[NORM].fill_(math.nan)), "is not finite: expected finite values"),
 }  # fmt: skip
 
 
@@ -280,6 +281,10 @@ def test_what_an_export_refuses(tmp_path, capsys):
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "notes").touch()
     assert "is not empty" in export()[1]
+    (tmp_path / "back").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "notes").unlink()
+    (tmp_path / "back").symlink_to("elsewhere")  # to an empty directory, which a rename does not replace
+    assert "is no directory" in export()[1]
 
 
 @pytest.mark.parametrize("command", ["--from-hf a", "--from-hf a --save b --load c", "--to-hf a --load b", "--save a"])
