@@ -229,3 +229,20 @@ def test_ranks_that_read_other_data(monkeypatch) -> None:
     ):
         with pytest.raises(DataError, match=sentence):
             check_alike(mine, ParallelGroups.single())
+
+
+def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypatch) -> None:
+    """Of the very plan and tokens that it goes on with."""
+    asked: list[dict] = []
+
+    def gathered(mine: dict, groups: ParallelGroups) -> list[dict]:
+        asked.append(mine)
+        return [mine, {name: ["another plan", tokens] for name, (_, tokens) in mine.items()}]
+
+    monkeypatch.setattr(run_data, "all_gather_json", gathered)
+    with pytest.raises(DataError, match="the training data of rank 1 is not that of rank 0"):
+        build(tmp_path, NO_GRAPHS, "balanced")
+    monkeypatch.setattr(run_data, "all_gather_json", lambda mine, groups: [mine, mine])
+    built, _ = build(tmp_path, NO_GRAPHS, "balanced")
+    streams = {"training": built.train, "validation": built.valid}
+    assert asked == [{name: [one.plan.hash, one.dataset.content_hash] for name, one in streams.items()}]
