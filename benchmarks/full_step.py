@@ -51,7 +51,7 @@ COUNTED = 2
 LR, CLIP = 1e-5, 1.0
 PATHS = {"megatron_core": "megatron_core, eager", "eager": "megatron_packed, eager",
          "full_iteration": "megatron_packed, whole steps in graphs"}  # fmt: skip
-FULL, QUICK = Effort(2, 8, 3, 4), Effort(1, 2, 1, 2)
+FULL, QUICK = Effort(2, 8, 3, 8), Effort(1, 2, 1, 2)
 
 
 def config_of(c: dict[str, Any], micro_batches: int, device: torch.device) -> RunConfig:
@@ -216,7 +216,7 @@ def run(
                 theirs = TheirStep(c, theirs_model, exact)
                 sides["megatron_core"] = over(theirs.step, range(len(exact)))
             sides |= {"eager": over(eagerly, exact), "full_iteration": over(by_replay, placed)}
-            calls = len(exact) * -(-effort.calls // len(exact))
+            calls = len(exact) * -(-effort.calls // (len(exact) * count))  # as many micro-batches in every row
             before = counters.replays
             found["sides"] = measured(sides, calls, effort, "full_iteration")
             assert counters.replays > before and not counters.fallbacks, counters.fallbacks

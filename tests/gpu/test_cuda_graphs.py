@@ -266,6 +266,12 @@ def _spoil(change):
     return apply
 
 
+def _one_token_more(packed):
+    """In both forms of the boundary: a kernel reads one or the other."""
+    packed.cu_seqlens[1].add_(1)
+    packed.seq_idx[..., packed.cu_seqlens[1].long() - 1] = 0
+
+
 def _no_tables(job, monkeypatch):
     for graph in job.runner.graphs[job.runner.slot].tables.values():
         monkeypatch.setattr(graph, "replay", lambda: None)
@@ -285,7 +291,7 @@ def _another_pack(job, monkeypatch):
 
 FAULTS = {
     "stale seq_idx": _spoil(lambda packed: packed.seq_idx.fill_(0)),
-    "a boundary off by one": _spoil(lambda packed: packed.cu_seqlens[1].add_(1)),
+    "a boundary off by one": _spoil(_one_token_more),
     "unfilled tail": _spoil(lambda packed: packed.valid.fill_(True)),
     "positions not set back": _spoil(
         lambda packed: packed.position_ids.copy_(torch.arange(T, device=DEVICE, dtype=torch.int32))

@@ -217,7 +217,7 @@ def test_memory_falls_by_the_inputs_that_are_away(buffers: int, groups: Parallel
     assert kept - left == (len(PATTERN) - buffers) * hidden
     # The worst moment is the backward pass of the last attention at the earliest; inputs behind it are gone anyway.
     at_worst = range(PATTERN.rindex("*") - buffers, len(PATTERN) + 1)
-    assert at_worst.start * hidden <= peak - lower < at_worst.stop * hidden
+    assert round((peak - lower) / hidden) in at_worst  # rounded: the offload has small tensors of its own
 
 
 @pytest.mark.parametrize("modules", [("mamba_scan",), ("mlp_act", "mlp_fc2"), ("expert_fc1", "moe_act", "expert_fc2")])
