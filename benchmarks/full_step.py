@@ -255,7 +255,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             "queued by the host": f"{side['launches']:.0f}", "plan": result["plan_hash"],
         }
         for config, result in results.items()
-        for count, found in result.get("micro_batches", {}).items()
+        for count, found in sorted(result.get("micro_batches", {}).items())
         for path, side in found["sides"].items()
     ]  # fmt: skip
 

@@ -48,8 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, folder in enumerate(first) if folder in item.path.parents), len(first)))
     count = torch.cuda.device_count()
     for item in items:
-        marker = item.get_closest_marker("multi_gpu")
-        needed = 0 if marker is None else (marker.args or (2,))[0]
+        needed = max(((marker.args or (2,))[0] for marker in item.iter_markers("multi_gpu")), default=0)
         if count < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, {count} here"))
         elif item.get_closest_marker("gpu") and count < 1:

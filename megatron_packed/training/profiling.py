@@ -152,7 +152,7 @@ class MemoryHistory:
 
     def start(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
-        torch._C._cuda_attachOutOfMemoryObserver(self._on_out_of_memory)
+        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
 
     def _on_out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
         self._ran_out = True

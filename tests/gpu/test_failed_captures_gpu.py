@@ -43,8 +43,9 @@ def swallows_the_error(result):
 
 def forgets_a_stream(result):
     """Queues work on another stream and never waits for it: only the end of the capture finds out."""
-    other = torch.cuda.Stream()
-    other.wait_stream(torch.cuda.current_stream())
+    current = torch.cuda.current_stream()  # torch hands out its 32 streams in turn, this one among them
+    other = next(stream for stream in iter(torch.cuda.Stream, None) if stream != current)
+    other.wait_stream(current)
     with torch.cuda.stream(other):
         result.detach() * 2
 

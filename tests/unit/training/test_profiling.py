@@ -60,7 +60,7 @@ def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, cap
     written, observers = [], []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: written.append(path))
-    monkeypatch.setattr(torch._C, "_cuda_attachOutOfMemoryObserver", observers.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
     groups = SimpleNamespace(world_size=2, rank=1)
     history = MemoryHistory(str(tmp_path / "s" / "snapshot.pickle"), groups)
     history.start()
