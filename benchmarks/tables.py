@@ -29,6 +29,7 @@ import packed_vs_padded
 import plan_peaks
 import rope_bench
 import train_real
+import tune_prediction
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARKER = re.compile(r"<!-- begin: table (\S+) -->")
@@ -159,6 +160,7 @@ TABLES = {
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),
     "packed_vs_padded_data": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of),
     "train_real": Table("train_real.py", "train_real", train_real.rows_of),
+    "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
 }
 
 

@@ -97,9 +97,24 @@ def compare(config: str, asked: list[int], tiny: bool, quick: bool) -> list[dict
                 "measured_ms": measured, "median_ms": statistics.median(times),
                 "predicted_over_measured": expected["step_ms"] / measured,
                 "fallbacks": sum(line.get("graph_fallbacks", 0) for line in lines), "steps": len(times),
+                "fastest_ms": min(times), "slowest_ms": max(times), "plan_hash": lines[-1]["plan_hash"],
             })  # fmt: skip
             print(harness.table([harness.plain(found[-1])]), flush=True)
     return found
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    return [
+        {
+            "config": config, "capacity": one["capacity"], "documents at most": one["documents"],
+            "predicted ms": f"{one['predicted_ms']:.1f}", "measured ms: mean, median of steps":
+            f"{one['measured_ms']:.1f}, {one['median_ms']:.1f} of {one['steps']}",
+            "predicted / measured": f"{one['predicted_over_measured']:.3f}", "fallbacks": one["fallbacks"],
+            "plan": one.get("plan_hash", ""),
+        }
+        for config, found in results.items()
+        for one in found
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -113,8 +128,8 @@ def main() -> None:
     for config in arguments.configs or CONFIGS:
         results[config] = compare(config, list(arguments.capacities), tiny, arguments.quick)
         harness.save("tune_prediction", results, folder=arguments.results)
+    print(harness.table(rows_of(results)))
     rows = [row for found in results.values() for row in found]
-    print(harness.table(rows))
     off = [row for row in rows if row["fallbacks"] or abs(row["predicted_over_measured"] - 1) > ALLOWED]
     if off:
         raise SystemExit(f"{len(off)} of {len(rows)} predictions are more than {ALLOWED:.0%} off, or packs fell back.")

@@ -13,7 +13,8 @@ import json
 import platform
 import sys
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_packed import __version__
@@ -27,6 +28,8 @@ NAME = "doctor"
 HELP = "say what works on this machine, and what helps"
 EXIT_PROBLEM = 1
 WIDTH = 118
+LINE_EVERY = 10.0
+"""Seconds between lines of progress where there is no terminal."""
 FORCED_BY = {"varlen_attention": "--attention-backend", "ssd": "--ssd-backend", "causal_conv1d": "--conv-backend"}
 """Options that choose a kernel, by op."""
 Answers = dict[str, dict[str, Any]]
@@ -63,12 +66,13 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
         seconds: that one probe may take.
         kernels: whether kernels are run, where there is a GPU.
     """
+    begins = _announcer()
     imports = [f"import:{package.module}" for package in PACKAGES]
-    answers = run_probes([*imports, "gpu", "kernels"], seconds, _begins)
+    answers = run_probes([*imports, "gpu", "kernels"], seconds, begins)
     chosen = answers["kernels"].get("ops", {})
     on_gpu = answers["kernels"].get("device") == "cuda"
     if kernels and on_gpu:
-        answers |= run_probes(_to_run(chosen), seconds, _begins)
+        answers |= run_probes(_to_run(chosen), seconds, begins)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     machine = machine_findings()
@@ -82,10 +86,19 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
     }
 
 
-def _begins(name: str) -> None:
-    """Progress, for a person who waits."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{name} ...", end="", file=sys.stderr, flush=True)
+def _announcer() -> Callable[[str], None]:
+    """Progress, for a person who waits: the probe that runs on a terminal, a line now and then elsewhere."""
+    last = time.monotonic()
+
+    def begins(name: str) -> None:
+        nonlocal last
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name} ...", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last >= LINE_EVERY:
+            last = time.monotonic()
+            print(f"doctor: {name} ...", file=sys.stderr, flush=True)
+
+    return begins
 
 
 def _to_run(ops: dict[str, Any]) -> list[str]:

@@ -224,3 +224,13 @@ def test_a_clock_that_nobody_sets(monkeypatch, answer, status, state):
 
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_, **options: SimpleNamespace(adjtimex=adjtimex))
     assert machine._clock().state.value == state
+
+
+def test_without_a_terminal_a_line_now_and_then_says_what_runs(monkeypatch, capsys):
+    monkeypatch.setattr(command, "LINE_EVERY", 0.5)
+    clock = iter([0.0, 0.4, 0.6, 0.6, 1.0, 1.2, 1.2])
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    begins = command._announcer()
+    for name in ("gpu", "kernels", "kernel:rope.triton", "kernel:ssd.mamba_ssm"):
+        begins(name)
+    assert capsys.readouterr().err == "doctor: kernels ...\ndoctor: kernel:ssd.mamba_ssm ...\n"
