@@ -20,7 +20,6 @@ from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError
 
 NAME = "convert"
 HELP = "Hugging Face weights to a checkpoint, and back"
-ARGS_FILE = "model.args"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +58,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.config.serialise import as_flags
     from megatron_packed.data.progress import Progress
-    from megatron_packed.models.convert.checkpoint import from_huggingface
+    from megatron_packed.models.convert.checkpoint import ARGS_FILE, TOKENIZER, from_huggingface
 
     directory, root = Path(arguments.from_hf).absolute(), Path(arguments.save).absolute()
     with Progress("converting", 1) as bar:
@@ -69,17 +67,12 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             directory, root, bf16=arguments.bf16, ignored=arguments.ignore_key,
             told=lambda done, total: bar.update(done, total=total),
         )  # fmt: skip
-    flags = as_flags(done.model) + (["--bf16"] if arguments.bf16 else [])
-    if (directory / "tokenizer.json").is_file():
-        flags += ["--tokenizer-type HuggingFaceTokenizer", shlex.join(["--tokenizer-model", str(directory)])]
-    text = "\n".join(flags) + "\n"
-    (root / ARGS_FILE).write_text(text)
     print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
     if done.rounded:
         print(f"{len(done.rounded)} tensors were rounded to bf16, among them {done.rounded[0]}.")
-    print(f"{root / ARGS_FILE}, the flags of the model:\n\n{text}")
-    if not (directory / "tokenizer.json").is_file():
-        print(f"{directory} has no tokenizer.json: give --tokenizer-type yourself.")
+    print(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
+    if not (directory / TOKENIZER).is_file():
+        print(f"{directory} has no {TOKENIZER}: give --tokenizer-type yourself.")
     quoted = shlex.quote(str(root))
     print(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
 

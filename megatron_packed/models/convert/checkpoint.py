@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,21 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.directory import sync_directory
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock, sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.serialise import model_differences, model_hash, section_to_dict
+from megatron_packed.config.serialise import as_flags, model_differences, model_hash, section_to_dict
 from megatron_packed.models.convert.config import model_of, read_config
 from megatron_packed.models.convert.files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.weights import Weight, their_shapes, weights_of
 
-CONFIG = "config.json"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+ARGS_FILE = "model.args"
 BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model",
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model",
     "vocab.json", "merges.txt", "generation_config.json",
 )  # fmt: skip
 """Files that go along with an export where they lie beside config.json; code is not among them."""
@@ -48,6 +51,8 @@ class Imported(NamedTuple):
 
     saved: SavedCheckpoint
     model: ModelConfig
+    flags: str
+    """What ``model.args`` holds: a flag on each line."""
     rounded: tuple[str, ...]
     """Tensors of ours with fewer bits than theirs."""
 
@@ -71,19 +76,51 @@ def open_model(
 def from_huggingface(
     directory: Path, root: Path, *, bf16: bool = False, ignored: Collection[str] = (), told: Told = _silent
 ) -> Imported:
-    """Write the checkpoint of step 0 under ``root``, with weights alone, for ``--pretrained-checkpoint``.
+    """Write the checkpoint of step 0 under ``root``, with weights alone, for ``--pretrained-checkpoint``, and
+    ``root/model.args`` with the flags of the model.
 
-    Host memory: the largest tensor of ours, and the largest of theirs.
+    Runs and other conversions are kept out of ``root`` meanwhile. Host memory: the largest tensor of ours, and the
+    largest of theirs.
 
     Args:
         bf16: weights for training with ``--bf16``; what it keeps in float32 is float32 in either case.
         ignored: keys of config.json that change no output.
     Raises:
-        CheckpointError: nothing was written; see `open_model`. Also if a value is not finite.
+        CheckpointError: nothing was written; see `open_model`. Also if a value is not finite, if ``root`` holds
+            checkpoints, or if another process writes there.
     """
+    _check_empty(root)
+    model, files, weights = open_model(directory, bf16=bf16, ignored=ignored)
+    flags = _flags(model, directory, bf16)
+    root.mkdir(parents=True, exist_ok=True)
+    with closing(RootLock(root, RUN_LOCK)):
+        _check_empty(root)  # now that nobody else may fill it
+        saved = _save(root, directory, model, files, weights, bf16=bf16, told=told)
+        (root / ARGS_FILE).write_text(flags)
+    narrower = [
+        w.name
+        for w in weights.values()
+        if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
+    ]
+    return Imported(saved, model, flags, tuple(narrower))
+
+
+def _check_empty(root: Path) -> None:
     if find_checkpoints(root):
         raise CheckpointError("holds checkpoints already", path=root, cure="name another directory by --save")
-    model, files, weights = open_model(directory, bf16=bf16, ignored=ignored)
+
+
+def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
+    flags = as_flags(model) + ["--bf16"] * bf16
+    if (directory / TOKENIZER).is_file():
+        flags += ["--tokenizer-type HuggingFaceTokenizer", shlex.join(["--tokenizer-model", str(directory)])]
+    return "\n".join(flags) + "\n"
+
+
+def _save(
+    root: Path, directory: Path, model: ModelConfig, files: ModelFiles, weights: Mapping[str, Weight], *, bf16: bool,
+    told: Told,
+) -> SavedCheckpoint:  # fmt: skip
     total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w in weights.values()), 0
     meta = {f"model/{w.name}": torch.empty(w.shape, dtype=w.dtype, device="meta") for w in weights.values()}
 
@@ -104,15 +141,9 @@ def from_huggingface(
         "config": {"model": section_to_dict(model), "training": {"bf16": bf16}},
     }  # fmt: skip
     shards = [TensorShard.whole(name, tensor) for name, tensor in meta.items()]
-    saved = save_checkpoint(
+    return save_checkpoint(
         root, 0, shards, metadata, run_id=uuid.uuid4().hex[:12], config_hash=model_hash(model), values=value
     )
-    narrower = [
-        w.name
-        for w in weights.values()
-        if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
-    ]
-    return Imported(saved, model, tuple(narrower))
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import weakref
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.state import TensorShard, whole_tensors
 from megatron_packed.cli.main import main
 from megatron_packed.config.flags import parse
+from megatron_packed.models.convert import checkpoint
 from megatron_packed.models.convert.checkpoint import open_model, to_huggingface
 from megatron_packed.models.convert.config import model_of
 from megatron_packed.models.convert.files import INDEX, SINGLE, ModelFiles, write_files
@@ -285,6 +287,33 @@ def test_what_an_export_refuses(tmp_path, capsys):
     (tmp_path / "elsewhere" / "notes").unlink()
     (tmp_path / "back").symlink_to("elsewhere")  # to an empty directory, which a rename does not replace
     assert "is no directory" in export()[1]
+
+
+def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(tmp_path, capsys, monkeypatch):
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    write_model(hf)
+    convert = ["convert", "--from-hf", str(hf), "--save", str(ours)]
+
+    def meanwhile(name, opened):
+        """Convert once more, in the middle of another conversion."""
+
+        def with_another(*args, **kwargs):
+            monkeypatch.undo()
+            codes.append(main([*convert, "--bf16"]))
+            return opened(*args, **kwargs)
+
+        codes = []
+        monkeypatch.setattr(checkpoint, name, with_another)
+        return [main(convert), *codes]
+
+    assert meanwhile("open_model", open_model) == [4, 0]  # the one that was looking first finds the other's
+    assert "holds checkpoints already" in capsys.readouterr().err
+    args = (ours / "model.args").read_text()
+    assert "--bf16" in args and len(list(ours.glob("step*"))) == 1
+    shutil.rmtree(ours)
+    assert meanwhile("_save", checkpoint._save) == [0, 4]  # and nobody comes in while one writes
+    assert "another run writes its checkpoints here" in capsys.readouterr().err
+    assert "--bf16" not in (ours / "model.args").read_text()
 
 
 @pytest.mark.parametrize("command", ["--from-hf a", "--from-hf a --save b --load c", "--to-hf a --load b", "--save a"])
