@@ -7,6 +7,7 @@ Lines go through in chunks: read, parse, render, encode. Chunks are independent,
 from __future__ import annotations
 
 import os
+from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_packed.data.arrays import ArrayWriter
 from megatron_packed.data.encode import EncodedDocument, SampleEncoder
@@ -89,6 +91,20 @@ def build_arrays(
     assert report.lines == report.blank + report.good + report.num_bad, report
     report.check(options.max_bad_fraction, quarantine_path)
     return report, entries
+
+
+def documents_of_lines(
+    files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
+) -> dict[Path, NDArray[np.int64]]:
+    """How many documents of a data set each line of its files makes, ``(lines,)``: 0 for blank and bad ones.
+
+    Raises:
+        DataError: data of the wrong kind, or an unusable template.
+    """
+    counts: dict[Path, array[int]] = {file: array("q") for file in files}
+    for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
+        counts[chunk.file].extend(len(outcome.documents) for outcome in outcomes)
+    return {file: np.array(count, np.int64) for file, count in counts.items()}
 
 
 def check_kind(schema: str, sft: bool) -> None:

@@ -50,6 +50,12 @@ class Range(NamedTuple):
     stop: int
 
 
+def border_of(share: Fraction, count: int) -> int:
+    """Where a share of ``count`` documents ends, if it begins with the first: at the nearest one, half to even, as
+    Megatron rounds."""
+    return round(share * count)
+
+
 class JoinedDocuments:
     """Ranges of documents one after the other. A `Documents`.
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.blend import Blend
 from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, NULL, SENTENCEPIECE, TIKTOKEN, DataConfig
-from megatron_packed.data.bpe import train_bpe
+from megatron_packed.data.bpe import TrainingShare, Untrained, train_bpe
 from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
-from megatron_packed.data.documents import Documents, JoinedDocuments, Range
+from megatron_packed.data.documents import Documents, JoinedDocuments, Range, border_of
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.indexed import index_path, is_indexed
@@ -83,13 +84,28 @@ def build_tokenizer(
             f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
             "tokenizer that it was made with."
         )
-    return train_bpe(
-        options.train_paths,
-        options.tokenizer_vocab_size,
-        cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
-        log=say,
-        build_missing=build_missing,
-    )
+    with _training_share(options) as share:
+        return train_bpe(
+            options.train_paths,
+            options.tokenizer_vocab_size,
+            cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
+            share=share,
+            log=say,
+            build_missing=build_missing,
+        )
+
+
+@contextmanager
+def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
+    """What --split leaves to learn a vocabulary from: nothing that validates or tests."""
+    if options.shares[0] == 1:
+        yield None
+        return
+    chat = chat_format(Untrained(), options.chat_template, options.sft_tokenizer_prompt_format)
+    try:
+        yield TrainingShare(options.shares[0], options.sft, chat)
+    finally:
+        chat.close()
 
 
 def open_documents(
@@ -198,7 +214,7 @@ def _divided(
     for number, (verb, wanted) in enumerate((("train", True), ("validate", validates), ("test", False))):
         parts.append([])
         for source, path in zip(sources, blend.paths):
-            first, stop = (_nearest(border * len(source)) for border in borders[number : number + 2])
+            first, stop = (border_of(share, len(source)) for share in borders[number : number + 2])
             if first == stop and wanted:
                 raise DataError(
                     f"--split {options.split} leaves no document of {path} ({len(source)} documents) to {verb} on; "
@@ -224,7 +240,3 @@ def _divided(
         _joined(test, blend) if tests else None,
         sentences,
     )
-
-
-def _nearest(place: Fraction) -> int:
-    return round(place)  # half to even, as Megatron rounds

@@ -84,6 +84,29 @@ def test_every_file_of_text_is_divided() -> None:
     assert tokens(documents.valid) == tokens(documents.test) == [c, c, d]
 
 
+@pytest.mark.parametrize(("split", "trained", "learned"), [
+    ("3,4", 3, "b d e"), ("4,2,1", 4, "b d e"), ("5,1,1", 5, "b d e fg"), ("1,0", 7, "b d e fg h i"),
+])  # fmt: skip
+def test_a_vocabulary_is_learned_from_what_trains_alone(split: str, trained: int, learned: str) -> None:
+    """Of seven documents in two files; f and g are on one line, in the middle of which 4 of 7 end."""
+
+    def line(letters: str) -> str:
+        parts = [[("system", "s"), ("user", "u"), ("assistant", f"{letter * 9} ")] for letter in letters]
+        return json.dumps({"messages": [{"role": role, "content": text} for part in parts for role, text in part]})
+
+    b, d, e, fg, h, i = map(line, ("b", "d", "e", "fg", "h", "i"))
+    unusable = ["", "{", json.dumps({"messages": [{"role": "user", "content": "unanswered " * 9}]})]
+    Path("both").mkdir()
+    Path("both/1.jsonl").write_text("\n".join([*unusable, b, *unusable, d]))
+    Path("both/2.jsonl").write_text("\n".join([e, fg, h, *unusable, i]))
+    Path("alone.jsonl").write_text("\n".join(map(line, learned.split())))
+    options = {"sft": True, "tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 300}
+    config = DataConfig(data_path=("both",), split=split, max_bad_fraction=0.9, **options)
+    tokenizer = build_tokenizer(config, None)
+    assert tokenizer.fingerprint == build_tokenizer(DataConfig(data_path=("alone.jsonl",), **options), None).fingerprint
+    assert len(open_documents(config, tokenizer, validates=False, show=False).train) == trained
+
+
 @pytest.mark.parametrize(("train", "test"), [
     ("c.jsonl", "./c.jsonl"), ("c.jsonl", "l*k.jsonl"), (".", "c.jsonl"), ("a", "./a"),
 ])  # fmt: skip
