@@ -78,7 +78,7 @@ def scan(root: Path) -> list[Candidate]:
             "cannot be listed",
             path=root,
             expected="a directory of checkpoints",
-            found=str(error),
+            found=error.strerror or str(error),
             cure="check the path and its permissions",
         ) from None
     return sorted((examine(root / name) for name in names), key=lambda candidate: candidate.age, reverse=True)

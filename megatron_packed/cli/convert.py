@@ -52,8 +52,11 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
     try:
         _to_huggingface(arguments) if arguments.to_hf else _from_huggingface(arguments)
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise UsageError(f"convert: {said}", EXIT_CHECKPOINT) from None
     return 0
 
 

@@ -124,6 +124,18 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
     return f"was trained {found} --bf16, and weights are not converted; {cure} here too"
 
 
+def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
+    """Why the tables of weights with this metadata have other rows than ``model``'s for the same vocabulary."""
+    before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
+    then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
+    if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
+        return None
+    return (
+        f"has tables of other rows: --make-vocab-size-divisible-by is {now.make_vocab_size_divisible_by}, and the "
+        f"checkpoint was made with {before}; give {before}"
+    )
+
+
 class RunState:
     """Saves and restores one run.
 
@@ -267,7 +279,7 @@ class RunState:
                 step=options.ckpt_step,
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
                 allow_extra=("",) if options.finetune or options.allows_missing else ("rng/", *unwanted),
-                accept=partial(precision_refusal, dtype=self.model.dtype) if options.finetune else self._refusal,
+                accept=self._fine_tuning_refusal if options.finetune else self._refusal,
                 told=lambda done, total: bar.update(done, total=total),
             )
         if not with_optimizer:
@@ -301,6 +313,10 @@ class RunState:
             "cp_size": groups.cp_size,
             "sequence_parallel": int(self.model.tp.sequence_parallel),
         }
+
+    def _fine_tuning_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Why a run cannot begin with the weights of a checkpoint with this metadata."""
+        return precision_refusal(metadata, self.model.dtype) or padding_refusal(metadata, self.model)
 
     def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
         """Why a run cannot go on from a checkpoint with this metadata."""

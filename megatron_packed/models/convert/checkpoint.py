@@ -63,8 +63,12 @@ def open_model(
     """The configuration, the files and the tensors of a model, all checked against each other; headers alone are read.
 
     Raises:
-        CheckpointError: it is not built, or files are damaged or do not fit config.json.
+        CheckpointError: it is not built, or files are missing, damaged or do not fit config.json.
     """
+    if not directory.is_dir():
+        problem = "is no directory" if directory.exists() else "does not exist"
+        cure = "name the directory of a downloaded model, with config.json and safetensors"
+        raise CheckpointError(problem, path=directory, cure=cure)
     path = directory / CONFIG
     family, model = model_of(read_config(path), path, ignored)
     weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
@@ -246,7 +250,9 @@ def _newest(path: Path) -> Path:
         return path
     candidates = find_checkpoints(path)
     if not candidates:
-        raise CheckpointError("no checkpoint", path=path, expected="step_<number>/manifest.json", found="none")
+        found, cure = "none" if path.exists() else "no such directory", "name what a run saved to"
+        expected = "step_<number>/manifest.json"
+        raise CheckpointError("no checkpoint", path=path, expected=expected, found=found, cure=cure)
     if candidates[0].problem is not None:
         raise CheckpointError(candidates[0].problem, cure="name another step's directory by --load")
     return candidates[0].path

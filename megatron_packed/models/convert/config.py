@@ -22,6 +22,11 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, not strict JSON, no object.
     """
+    if path.is_dir():
+        raise CheckpointError("is a directory", path=path, cure="name the config.json in it")
+    if not path.exists():
+        cure = "it says what the model is made of: name that of a model, or download it with the weights"
+        raise CheckpointError("does not exist", path=path, cure=cure)
     fields = parse_object(read_small_file(path.resolve(), MAX_CONFIG_BYTES), path, finite=False)
     return {key: _plain(value) for key, value in fields.items()}
 

@@ -53,8 +53,7 @@ class ModelFiles:
         self.places: dict[str, _Place] = {}
         index, single = directory / INDEX, directory / SINGLE
         if os.path.lexists(index) == os.path.lexists(single):
-            found = "both" if os.path.lexists(index) else "neither"
-            raise CheckpointError("no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found)
+            raise _no_weights(directory, both=os.path.lexists(index))
         listed = _read_index(index) if os.path.lexists(index) else None
         for path in [single] if listed is None else sorted({directory / name for name in listed.values()}):
             for place in _read_places(path):
@@ -117,6 +116,16 @@ class ModelFiles:
         return tensor
 
 
+def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
+    found, cure = "neither", "download the weights as safetensors"
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    if both:
+        found, cure = "both", "remove the one that is not the model's"
+    elif pickles:
+        cure = f"{pickles[0]} is a pickle, which could run code and is not read: save the model as safetensors"
+    return CheckpointError("no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found, cure=cure)
+
+
 def _read_index(path: Path) -> dict[str, str]:
     listed = parse_object(read_small_file(path.resolve(), MAX_INDEX_BYTES), path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -134,6 +143,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_places(path: Path) -> list[_Place]:
+    if not path.exists():
+        raise CheckpointError("does not exist, and the index names it", path=path, cure="finish the download")
     descriptor = open_plain_file(path.resolve())
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size

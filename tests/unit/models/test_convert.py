@@ -222,7 +222,7 @@ NORM = "backbone.norm_f.weight"
 DAMAGE = {
     "outside": (lambda hf: edit_index(hf, NORM, "../other/model.safetensors"), f"tensor {NORM} leads out of"),
     "absolute": (lambda hf: edit_index(hf, NORM, "/etc/a.safetensors"), f"tensor {NORM} leads out of"),
-    "no file": (lambda hf: edit_index(hf, NORM, "absent.safetensors"), "absent.safetensors: cannot be opened"),
+    "no file": (lambda hf: edit_index(hf, NORM, "absent.safetensors"), "absent.safetensors: does not exist, and the"),
     "elsewhere": (lambda hf: edit_index(hf, NORM, "model-00001-of-00008.safetensors"), f"{NORM} lies elsewhere"),
     "not in its file": (lambda hf: edit_index(hf, "new", "model-00001-of-00008.safetensors"), "files lack: new"),
     "truncated": (shorten, "the tensors do not fill the file"),
@@ -246,6 +246,34 @@ def test_files_that_do_not_hold_the_model_are_refused(damage, tmp_path, capsys):
     spoil(hf)
     assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4
     assert sentence in capsys.readouterr().err and not list(ours.glob("step*"))
+
+
+PATHS = {
+    "--from-hf absent --save new": "absent: does not exist; name the directory of a downloaded model",
+    "--from-hf hf/config.json --save new": "config.json: is no directory; name the directory of a downloaded model",
+    "--from-hf empty --save new": "empty/config.json: does not exist; it says what",
+    "--from-hf only --save new": "only: no weights: expected model.safetensors or model.safetensors.index.json, found "
+    "neither; download the weights as safetensors",
+    "--from-hf pickled --save new": "model.bin is a pickle, which could run code and is not read",
+    "--from-hf hf --save hf/config.json": "config.json: cannot be listed: expected a directory of checkpoints, found "
+    "Not a directory",
+    "--to-hf new --load absent --hf-config hf/config.json": "absent: no checkpoint: expected "
+    "step_<number>/manifest.json, found no such directory; name what a run saved to",
+    "--to-hf new --load empty --hf-config hf": "hf: is a directory; name the config.json in it",
+}
+
+
+@pytest.mark.parametrize("command", PATHS)
+def test_paths_that_are_not_what_is_wanted_are_told(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("hf", "empty", "only", "pickled"):
+        Path(name).mkdir()
+    for name in ("hf", "only", "pickled"):
+        Path(name, "config.json").write_text(json.dumps(FIELDS))
+    Path("pickled/model.bin").touch()
+    assert main(["convert", *command.split()]) == 4
+    said = capsys.readouterr().err
+    assert PATHS[command] in said and "Errno" not in said and not Path("new").exists()
 
 
 def test_links_as_in_the_cache_of_the_hub_are_followed(tmp_path):

@@ -24,9 +24,9 @@ from megatron_packed.training.state import RunState, held_state
 GROUPS = ParallelGroups.single()
 
 
-def made(pattern: str, seed: int, folder: Path) -> tuple[Job, RunState]:
+def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
     config = RunConfig(
-        model=ModelConfig(hybrid_layer_pattern=pattern, hidden_size=16, ffn_hidden_size=24),
+        model=ModelConfig(hybrid_layer_pattern=pattern, hidden_size=16, ffn_hidden_size=24, **model),
         data=DataConfig(train_data_path=("absent.jsonl",)),
         packing=PackingConfig(seq_length=32),
         optim=OptimizerConfig(lr=1e-2),
@@ -39,7 +39,7 @@ def made(pattern: str, seed: int, folder: Path) -> tuple[Job, RunState]:
 
 
 def loaded(pattern: str, folder: Path, **options: Any) -> tuple[Job, Any]:
-    job, state = made(pattern, 2, folder)
+    job, state = made(pattern, 2)
     return job, state.load(CheckpointConfig(load=str(folder), **options))
 
 
@@ -47,7 +47,7 @@ def loaded(pattern: str, folder: Path, **options: Any) -> tuple[Job, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     """A model of two MLPs whose masters are no rounded weights."""
     folder = tmp_path_factory.mktemp("saved")
-    job, state = made("--", 1, folder)
+    job, state = made("--", 1)
     for name, view in job.optimizer.state_shards().items():
         if name.startswith("master/"):
             view.add_(1e-6)
@@ -58,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
 @pytest.mark.parametrize("strictness", ["log_unexpected", "log_all", "ignore_all"])
 def test_what_the_checkpoint_lacks_keeps_its_start_values(strictness: str, saved: tuple[Job, Path]) -> None:
     before, folder = saved
-    start, _ = made("---", 2, folder)
+    start, _ = made("---", 2)
     job, found = loaded("---", folder, dist_ckpt_strictness=strictness)
     assert "model/layers.2.mixer.fc1.weight" in found.missing and found.unused == ()
     shards, expected = job.optimizer.state_shards(), before.optimizer.state_shards()
@@ -87,7 +87,7 @@ def test_what_the_run_lacks(saved: tuple[Job, Path]) -> None:
 
 def test_masters_that_no_checkpoint_had_are_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first step would write start values over the weights that were loaded."""
-    before, state = made("-", 1, tmp_path)
+    before, state = made("-", 1)
     with monkeypatch.context() as patch:
         patch.setattr(run_state, "held_state", lambda model, optimizer: held_state(model))
         state.save(CheckpointConfig(save=str(tmp_path)))
@@ -103,14 +103,14 @@ def test_optimizer_and_random_states_may_be_left_out(saved: tuple[Job, Path], tm
     before, folder = saved
     whole = {shard.split("/")[0] for shard in stored_names(folder)}
     assert whole == {"model", "optimizer", "rng"}
-    _, state = made("--", 1, folder)
+    _, state = made("--", 1)
     torch.manual_seed(3)
     state.load(CheckpointConfig(load=str(folder)))
     assert torch.initial_seed() != 3
     state.save(CheckpointConfig(save=str(tmp_path), save_optim=False, save_rng=False))
     assert {name.split("/")[0] for name in stored_names(tmp_path)} == {"model"}
     for place in (folder, tmp_path):
-        job, state = made("--", 2, place)
+        job, state = made("--", 2)
         drawn = torch.get_rng_state()
         state.load(CheckpointConfig(load=str(place), load_optim=False, load_rng=False))
         assert torch.equal(torch.get_rng_state(), drawn)
@@ -121,6 +121,13 @@ def test_optimizer_and_random_states_may_be_left_out(saved: tuple[Job, Path], tm
         assert not job.optimizer.exp_avg.any() and job.optimizer.steps == 0
     with pytest.raises(CheckpointMismatchError, match=r"optimizer/.* is missing"):
         loaded("--", tmp_path)
+
+
+def test_tables_that_were_padded_otherwise_name_the_option(saved: tuple[Job, Path]) -> None:
+    _, state = made("--", 2, make_vocab_size_divisible_by=64)
+    said = "--make-vocab-size-divisible-by is 64, and the checkpoint was made with 128; give 128"
+    with pytest.raises(CheckpointMismatchError, match=said):
+        state.load(CheckpointConfig(load=str(saved[1]), finetune=True))
 
 
 def stored_names(folder: Path) -> list[str]:
