@@ -32,7 +32,7 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
 
     values, repeats = array("q"), array("q")  # a line of text is ten times as long
     try:
-        with open(file, encoding="utf-8") as lines:
+        with open(file, encoding="utf-8-sig") as lines:
             written = ((number, line.strip()) for number, line in enumerate(lines, start=1))
             rows = ((number, line) for number, line in written if line and not line.startswith("#"))
             for at, (number, line) in enumerate(rows):

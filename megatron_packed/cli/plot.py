@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.errors import UsageError, check_ending
 
 NAME = "plot"
 HELP = "draw the curves of one or more runs from their logs"
@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UsageError(f"plot takes no {rest[0]}; megatron-packed plot --help lists what it takes.")
+    check_ending("--out", arguments.out, ".html")
+    check_ending("--png", arguments.png, ".png")
     from megatron_packed.training.curves import read_run
     from megatron_packed.training.png import write_png
     from megatron_packed.training.report import write_page

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH",
                         help="JSONL files, plain or gzip, Parquet files, directories of them, quoted patterns, or "
                         "directories that save_to_disk of Hugging Face's datasets wrote")  # fmt: skip
-    parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help="of the files' names")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the files' names")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise (text)")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, metavar="N", help="processes; by default one for every processor")
@@ -40,11 +40,15 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"--workers {workers}: there must be at least one.")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         raise UsageError(f"--json-keys {' '.join(arguments.json_keys)}: a key is named twice.")
-    prefix: Path = arguments.output_prefix
+    prefix = Path(arguments.output_prefix)
+    if arguments.output_prefix.endswith("/") or prefix.name in ("", ".."):
+        example = os.path.join(arguments.output_prefix, "corpus")
+        raise UsageError(f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names: {example}.")
     words = ["--data-path", *arguments.input, "--seq-length", "2", *run_flags]
     if "data.data_cache_path" not in gather(run_flags).values:  # of a tokenizer that is trained
         words += ["--data-cache-path", str(prefix.parent)]
-    config = parse_or_exit(with_unused_flags(words), launched=False)
+    typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
+    config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources import expand_paths

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.errors import UsageError, check_ending
 
 NAME = "report"
 HELP = "write a page about a run from its log"
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UsageError(f"report takes no {rest[0]}; megatron-packed report --help lists what it takes.")
+    check_ending("--out", arguments.out, ".html")
     from megatron_packed.training.report import write_report
 
     log, page = arguments.log, arguments.out or arguments.log.with_suffix(".html")

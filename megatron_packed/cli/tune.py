@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.errors import EXIT_DATA, UsageError, check_ending
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import NO_DATA
@@ -100,6 +100,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     if any(capacity < 1 for capacity in arguments.capacities):
         raise UsageError(f"--capacities {min(arguments.capacities)}: must be at least 1.")
+    check_ending("--plot", arguments.plot, ".png")
+    check_ending("--html", arguments.html, ".html")
     for flag, value in (("--plot", arguments.plot), ("--html", arguments.html)):
         if value is not None and find_spec("matplotlib") is None:
             raise UsageError(f"{flag} needs matplotlib, which is not installed: pip install 'megatron-packed[plot]'.")
@@ -129,7 +131,8 @@ def _packed(
     here = arguments.lengths is None
     if not here and not set(TRAINING_DATA) & set(given):
         flags += NO_DATA
-    config = parse_or_exit(with_unused_flags(flags), launched=False, here=here)
+    typed = {} if arguments.data is None else {"--data-path": "--data"}
+    config = parse_or_exit(with_unused_flags(flags), launched=False, here=here, typed=typed)
     if arguments.measure is not None:
         apply_environment(config.training)  # as in a run, before torch is imported
     from megatron_packed.data.packing import METHODS, Packer

@@ -67,7 +67,7 @@ def _expand(words: Sequence[str], source: str, files: tuple[str, ...], problems:
                                     "remove the circle"))
             continue
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 # A backslash at the end of a line continues it, so that a shell script's flags can be pasted.
                 inside = shlex.split(file.read().replace("\\\n", " "), comments=True)
         except (OSError, ValueError) as error:

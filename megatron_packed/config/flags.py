@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
 from megatron_packed.config.environment import environment_problems
@@ -73,6 +73,7 @@ def parse_or_exit(
     launched: bool = True,
     world_size: int | None = None,
     here: bool = True,
+    typed: Mapping[str, str] | None = None,
 ) -> RunConfig:
     """As ``parse``, for programs: answers --help, --help-all, --version, --print-config and --explain, and ends the
     process on problems.
@@ -87,6 +88,7 @@ def parse_or_exit(
         world_size: number of processes, where it is known.
         here: whether the run is one of this machine. Of another's neither paths nor packages nor the environment are
             looked at.
+        typed: flags of the program's own that stand for others, by what they stand for: problems are told of them.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -101,7 +103,7 @@ def parse_or_exit(
     try:
         parsed = _resolve(given, world_size, os.environ, launched, here)
     except ConfigError as error:
-        report = _report(error.problems, speaks, os.environ)
+        report = _report([_as_typed(problem, typed or {}) for problem in error.problems], speaks, os.environ)
         _write(sys.stderr, report)
         if report:
             _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
@@ -122,6 +124,13 @@ def parse_or_exit(
             raise SystemExit(EXIT_CODE)
         _finish(explain(parsed.config) if speaks else "")
     return parsed.config
+
+
+def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:
+    for flag, name in typed.items():
+        option = name if problem.option == flag else problem.option
+        problem = replace(problem, option=option, cure=problem.cure.replace(flag, name))
+    return problem
 
 
 def _resolve(

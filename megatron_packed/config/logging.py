@@ -29,7 +29,7 @@ class LoggingConfig(Section, title="logging"):
         False, "Write to progress.txt in the directory of --save when jobs began, and what each checkpoint had "
         "reached: iteration, throughput, operations, tokens.",
     )
-    log_jsonl: str | None = option(None, "File that receives one JSON object per iteration.", path="output_file")
+    log_jsonl: str | None = option(None, "File that receives one JSON object per iteration.", path="log_file")
     tensorboard_dir: str | None = option(None, "Directory for TensorBoard.", path="output_directory")
     report: str | None = option(
         None, "HTML page about the run, made of the numbers of --log-jsonl when it is done.", path="output_file"

@@ -16,7 +16,9 @@ from megatron_packed.config.suggest import did_you_mean, nearest
 
 SectionType = TypeVar("SectionType", bound="Section")
 INT32_MAX = 2**31 - 1
-PathUse = Literal["input_file", "input_data", "data_args", "input_directory", "output_file", "output_directory"]
+PathUse = Literal[
+    "input_file", "input_data", "data_args", "input_directory", "output_file", "output_directory", "log_file"
+]
 Sound = Callable[..., bool]  # sound("a", "b"): no problem was found yet with the fields a and b
 
 

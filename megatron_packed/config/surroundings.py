@@ -17,6 +17,7 @@ from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
 
 Sound = Callable[..., bool]
+_LOG_BEGINS = b'{"iteration"'
 
 
 def environment_number(environ: Mapping[str, str], name: str, default: int, problems: list[Problem]) -> int:
@@ -224,6 +225,18 @@ def _output_file(path: str) -> tuple[str, str] | None:
     return _parent_problem(place)
 
 
+def _log_file(path: str) -> tuple[str, str] | None:
+    """A run that goes on keeps the lines of its own log, and nothing else that is in the file."""
+    wrong = _output_file(path)
+    if wrong is not None or not os.path.isfile(path):
+        return wrong
+    with open(path, "rb") as file:
+        begins = file.read(len(_LOG_BEGINS))
+    if _LOG_BEGINS.startswith(begins):  # or less, of a line that a killed run cut off
+        return None
+    return "holds something else than the log of a run, and would lose it", "give a new name, or that of a log"
+
+
 def _parent_problem(place: Path) -> tuple[str, str] | None:
     """Directories that are missing are made when something is written; the first that exists must allow it."""
     parent = next(parent for parent in place.absolute().parents if parent.exists())
@@ -258,4 +271,5 @@ _CHECKS: dict[str, Callable[[str], tuple[str, str] | None]] = {
     "input_directory": _input_directory,
     "output_file": _output_file,
     "output_directory": _output_directory,
+    "log_file": _log_file,
 }

@@ -23,6 +23,8 @@ from megatron_packed.data.tokenizer import (
 
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
+_UNMADE = 100
+"""Entries of a vocabulary beside bytes and merges that are special tokens, and no sign of missing merges; or 1 %."""
 
 
 class HuggingFaceTokenizer:
@@ -46,13 +48,21 @@ class HuggingFaceTokenizer:
         """GPT-2's tokenizer from its two files (``vocab.json`` or ``encoder.json``, ``merges.txt`` or ``vocab.bpe``).
 
         Raises:
-            DataError: a file is missing or damaged, or has no ``<|endoftext|>``.
+            DataError: a file is missing, damaged or cut off, or has no ``<|endoftext|>``.
         """
         try:
-            model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+            vocabulary, merges = tokenizers.models.BPE.read_file(str(vocab_file), str(merge_file))
+            model = tokenizers.models.BPE(vocabulary, merges)
         except Exception as error:  # the library raises bare Exception
             reason = printable(str(error))
             raise DataError(f"{vocab_file} and {merge_file} are no vocabulary and merges of GPT-2: {reason}.") from None
+        made = {left + right for left, right in merges}
+        unmade = sum(len(entry) > 1 and entry not in made for entry in vocabulary)
+        if unmade > max(_UNMADE, len(vocabulary) // 100):  # text would become other, shorter tokens
+            raise DataError(
+                f"{unmade} of the {len(vocabulary)} entries of {vocab_file} are made by none of the {len(merges)} "
+                f"merges of {merge_file}; it is cut off, or the two do not belong together."
+            )
         engine = tokenizers.Tokenizer(model)
         engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = tokenizers.decoders.ByteLevel()

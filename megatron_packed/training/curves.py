@@ -78,6 +78,11 @@ PANELS = (
 )
 
 
+OF_A_STEP = ("iteration", "consumed_tokens", "lm_loss", "step_time_ms", "tokens_per_second", "pack_fill", "memory_gib",
+             "skipped", "plan_hash")  # fmt: skip
+"""What every step in a log has."""
+
+
 def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]:
     """(step, value) where the log has a finite number; non-finite ones stand as text in it."""
     return [
@@ -140,4 +145,9 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     run = Run(str(path) if name is None else name, read_jsonl(log))
     if not run.steps:
         raise ValueError(f"{log} holds no training step; it takes at least one.")
+    for step in run.steps:
+        wrong = [name for name in OF_A_STEP if name not in step]
+        wrong += [name for name in OF_A_STEP[:2] if not isinstance(step.get(name, 0), int)]
+        if wrong:
+            raise ValueError(f"{log}: {wrong[0]} of a step is missing or no number; name what --log-jsonl wrote.")
     return run

@@ -17,6 +17,7 @@ from megatron_packed.data.tokenizer import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.generate import generate
 from megatron_packed.training.build import build_job
+from megatron_packed.training.curves import OF_A_STEP
 from megatron_packed.training.documents import build_tokenizer
 from megatron_packed.training.state import RunState
 
@@ -292,6 +293,41 @@ def test_a_log_without_steps_is_a_usage_error(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text("{}\n")
     assert exit_code(["report", tmp_path / "log.jsonl"]) == 2
     assert "no training step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [{"iteration": 1, "lm_loss": 2}, {**dict.fromkeys(OF_A_STEP, 1), "iteration": "x"}])
+def test_a_log_of_something_else_is_a_usage_error(line, tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text(json.dumps(line) + "\n")
+    for command in ("report", "plot"):
+        assert exit_code([command, tmp_path / "log.jsonl"]) == 2
+        assert "of a step is missing or no number" in capsys.readouterr().err
+
+
+def test_files_are_what_their_names_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for argv in (["plot", "a", "--png", "a.pdf"], ["plot", "a", "--out", "a.png"], ["report", "a", "--out", "a"],
+                 ["tune", "--plot", "a.svg"], ["tune", "--html", "a.png"]):  # fmt: skip
+        assert exit_code(argv) == 2
+        assert f"{argv[-2]} {argv[-1]}: give a name that ends in " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", [".", "..", "", "out/"])
+def test_a_prefix_that_is_a_directory(prefix, tmp_path, monkeypatch, capsys):
+    """The files would lie beside it, or nowhere."""
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["preprocess", "--input", "a.jsonl", "--output-prefix", prefix]) == 2
+    assert "give the beginning of file names" in capsys.readouterr().err
+
+
+def test_problems_are_told_of_what_was_typed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for argv, option in ((["preprocess", "--input", "nowhere", "--output-prefix", "a"], "--input nowhere"),
+                         (["preprocess", "--input", "nowhere", "--output-prefix", "file/a"], "--output-prefix file"),
+                         (["tune", "--data", "nowhere", "--seq-length", "8"], "--data nowhere")):  # fmt: skip
+        assert exit_code(argv) == 2
+        problems = capsys.readouterr().err
+        assert option in problems and "--data-path" not in problems and "--data-cache-path" not in problems
 
 
 def test_problems_are_told_before_torch_is_imported():

@@ -97,6 +97,9 @@ def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
     found = [tune(capsys, "--seq-length", 512, "--lengths", file) for file in (lengths, table)]
     assert found[0]["lengths"] == found[1]["lengths"]
     assert found[0]["lengths"]["documents"] == 3000 and found[0]["lengths"]["max"] == int(values.max())
+    saved_elsewhere = tmp_path / "crlf.txt"
+    saved_elsewhere.write_bytes(b"\xef\xbb\xbf" + lengths.read_bytes().replace(b"\n", b"\r\n"))
+    assert tune(capsys, "--seq-length", 512, "--lengths", saved_elsewhere)["lengths"] == found[0]["lengths"]
     assert main(["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"]) == 0
 
 

@@ -2,14 +2,17 @@
 
 import os
 import random
+import struct
 from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_packed.data import indexed
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.indexed import IndexedFile, checksums_path, index_path, token_type, tokens_path
+from megatron_packed.data.indexed_documents import IndexedDocuments
 from megatron_packed.data.indexed_writer import IndexedWriter
 
 PREPARED = Path(__file__).parent / "indexed"
@@ -158,3 +161,84 @@ def test_a_writer_leaves_all_or_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(DataError, match=r"e\.idx does not exist"):
         IndexedFile(tmp_path / "e")
+
+
+@pytest.mark.parametrize(("code", "name"), [(1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")])
+def test_the_code_of_every_type(code: int, name: str, tmp_path: Path) -> None:
+    """As the format numbers them, with the extremes of each type."""
+    limits = np.iinfo(name)
+    prefix = write(tmp_path / "d", [[[limits.min, 0, limits.max]]], name)
+    assert index_path(prefix).read_bytes()[17] == code
+    assert read(prefix) == [[[limits.min, 0, limits.max]]]
+
+
+def changed(at: int, form: str, value: int):
+    """Writes a field of an index anew."""
+
+    def change(data: bytearray) -> None:
+        struct.pack_into(form, data, at, value)
+
+    return change
+
+
+LENGTHS, STARTS, ENTRIES = 34, 34 + 4 * 6, 34 + 12 * 6
+FAULTS = {
+    "begins with b'MMIDIDY": changed(6, "<B", ord("Y")),
+    "has version 2": changed(9, "<Q", 2),
+    "has the type code 9": changed(17, "<B", 9),
+    "says that tokens are float32": changed(17, "<B", 7),
+    "has 139 bytes, but 6 sequences and 4 document entries take 138": lambda data: data.append(0),
+    "has 33 bytes, fewer than the 34": lambda data: data.__delitem__(slice(33, None)),
+    "says that sequence 1 has -1 tokens": changed(LENGTHS + 4, "<i", -1),
+    "sequence 2 begins at byte 20, but the lengths before it end at byte 16": changed(STARTS + 16, "<q", 20),
+    r"d\.bin has 48 bytes, but the sequences of d\.idx take 52": changed(LENGTHS + 20, "<i", 3),
+    "documents go from sequence 1 to 6": changed(ENTRIES, "<q", 1),
+    "documents go from sequence 0 to 5": changed(ENTRIES + 24, "<q", 5),
+    "document 1 ends before it begins": changed(ENTRIES + 8, "<q", 5),
+}
+
+
+@pytest.mark.parametrize("sentence", FAULTS)
+def test_each_fault_of_an_index_is_found_for_itself(sentence: str, tmp_path: Path) -> None:
+    """Of documents of several sequences, without checksums, and block by block."""
+    prefix = write(tmp_path / "d", [[[1, 2], [3, 4]]] * 3, "int32")
+    checksums_path(prefix).unlink()
+    data = bytearray(index_path(prefix).read_bytes())
+    FAULTS[sentence](data)
+    index_path(prefix).write_bytes(data)
+    for at_once in (2**22, 4, 1):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError, match=sentence):
+            patch.setattr(indexed, "_AT_ONCE", at_once)
+            IndexedFile(prefix)
+
+
+def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "_AT_ONCE", 2)
+    documents = [[[n] * n] for n in range(1, 8)]
+    prefix = write(tmp_path / "d", documents, "uint16")
+    for _ in range(2):  # with the checksums and without
+        assert read(prefix) == documents
+        checksums_path(prefix).unlink(missing_ok=True)
+    data = bytearray(index_path(prefix).read_bytes())
+    struct.pack_into("<q", data, len(data) - 16, 7)  # an empty last document, and two sequences in the one before it
+    index_path(prefix).write_bytes(data)
+    with pytest.raises(DataError, match="says that document 5 is not one sequence"):
+        IndexedFile(prefix)
+
+
+def test_checksums_that_are_damaged_themselves(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [[[1, 2]], [[3]]], "uint16")
+    whole = checksums_path(prefix).read_bytes()
+    for data in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], whole + whole[:4], b""):
+        checksums_path(prefix).write_bytes(data)
+        with pytest.raises(DataError, match=r"d\.crc32c is damaged, or holds the checksums of other files"):
+            IndexedFile(prefix)
+
+
+def test_multimodal_data_is_read_but_not_trained_on(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [[[1, 2]], [[3, 4]]], "uint16")
+    checksums_path(prefix).unlink()
+    index_path(prefix).write_bytes(index_path(prefix).read_bytes() + b"\0\1")
+    assert IndexedFile(prefix).modes.tolist() == [0, 1] and read(prefix) == [[[1, 2]], [[3, 4]]]
+    with pytest.raises(DataError, match="holds multimodal data"):
+        IndexedDocuments(prefix, vocab_size=10, eod_id=9)

@@ -130,6 +130,32 @@ def test_sharegpt_and_alpaca_are_conversations():
     assert schema_name(sample) == "alpaca"
 
 
+@pytest.mark.parametrize(("role", "names"), [
+    ("user", "human user"), ("assistant", "gpt chatgpt model assistant"),
+    ("tool", "tool function function_response observation"), ("system", "system"),
+])  # fmt: skip
+def test_every_name_that_sharegpt_has_for_a_role(role, names):
+    for name in names.split():
+        turns = [{"from": name, "value": "x"}, {"from": "gpt", "value": "a"}]
+        if name == role:  # its other spelling
+            turns[0] = {"role": name, "content": "x"}
+        [sample] = parse_line(json.dumps({"conversations": turns}).encode())
+        assert sample.messages[0] == {"role": role, "content": "x"}, name
+
+
+def test_of_fields_of_several_schemas_the_first_decides():
+    line = {"text": "t", "instruction": "i", "output": "o", "prompt": "p", "completion": "c",
+            "conversations": [{"from": "gpt", "value": "g"}], "messages": [ASSISTANT]}  # fmt: skip
+    order = []
+    while line:
+        [sample] = parse_line(json.dumps(line).encode())
+        order.append(schema_name(sample))
+        for field in {"prompt/completion": ("prompt", "completion"), "sharegpt": ("conversations",),
+                      "alpaca": ("instruction", "output")}.get(order[-1], (order[-1],)):  # fmt: skip
+            del line[field]
+    assert order == ["messages", "sharegpt", "prompt/completion", "alpaca", "text"]
+
+
 def test_a_later_system_message_begins_a_new_conversation():
     system = {"role": "system", "content": "s"}
     first, second = parse_line(chat(system, USER, ASSISTANT, system, ASSISTANT))

@@ -184,6 +184,17 @@ def test_gpt2_from_its_two_files(tmp_path):
         HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
 
 
+def test_merges_of_gpt2_that_are_cut_off(tmp_path):
+    """Every text could be encoded still, by other tokens; special tokens that no merge makes are no such sign."""
+    engine = byte_level(["<|endoftext|>", *(f"<{n}>" for n in range(99))])
+    engine.model.save(str(tmp_path))
+    HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    merges = (tmp_path / "merges.txt").read_text().splitlines()
+    (tmp_path / "merges.txt").write_text("\n".join(merges[:-1]))
+    with pytest.raises(DataError, match=r"101 of the 400 .* made by none of the .* merges of .* it is cut off"):
+        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+
 def test_data_without_a_usable_line_says_why(tmp_path):
     """Not that there is no text, which the reader of a file full of it would not believe."""
     path = tmp_path / "chat.jsonl"
