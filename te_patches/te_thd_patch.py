@@ -162,7 +162,7 @@ class _Finder:
             trees, done = patched_trees(version, {name: source for name, (_, source) in files.items()})
             codes = {name: compile(trees[name], file, "exec", dont_inherit=True) for name, (file, _) in files.items()}
         except Exception as error:  # whatever it is, it must not keep TransformerEngine from being imported
-            reason = str(error) if isinstance(error, Refused) else repr(error)
+            reason = str(error) if isinstance(error, (Refused, ImportError)) else repr(error)
             _say(f"TransformerEngine {version} is left untouched: {reason}")
             return {}
         what = "host syncs of context-parallel THD attention replaced"

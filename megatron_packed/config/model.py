@@ -199,6 +199,11 @@ class ModelConfig(Section, title="model"):
         """``gelu``, ``squared_relu`` or ``swiglu``."""
         return "squared_relu" if self.squared_relu else "swiglu" if self.swiglu else "gelu"
 
+    @property
+    def dispatch_asks_the_device(self) -> bool:
+        """Whether ranks that share experts ask the device how many rows go where, which no CUDA graph can hold."""
+        return self.moe_token_dispatcher_type == "alltoall" and not self.moe_pad_expert_input_to_capacity  # noqa: S105
+
     def padded_vocab_size(self, vocab_size: int, tp_size: int = 1) -> int:
         """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128, and 50,432 with 128 on 2 tensor-parallel ranks."""
         multiple = self.make_vocab_size_divisible_by * tp_size

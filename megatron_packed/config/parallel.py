@@ -243,10 +243,9 @@ def _expert_rules(
             yield Problem("--expert-tensor-parallel-size", "1", f"shares the {tokens} token slots of a pack evenly "
                           f"among --tensor-model-parallel-size ({tp}) ranks",
                           f"choose a size from {divisors(tokens)}, or leave it out")  # fmt: skip
-    asks = model.moe_token_dispatcher_type == "alltoall" and not model.moe_pad_expert_input_to_capacity  # noqa: S105
     if (
         size > 1
-        and asks
+        and model.dispatch_asks_the_device
         and sound("model.moe_token_dispatcher_type", "cuda_graph.cuda_graph_impl", "cuda_graph.cuda_graph_modules")
         and graphs.captures_experts
     ):

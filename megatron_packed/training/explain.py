@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
+from megatron_packed.config.cuda_graph import MODULE_LAYERS
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.config.parallel import NOT_BUILT
@@ -41,7 +41,6 @@ from megatron_packed.training.metrics import peak_flops
 ON, PARTIAL, OFF = "on", "partial", "off"
 UNKNOWN_VOCABULARY = 32_768
 """Entries to ask the loss's kernels about while no tokenizer was read."""
-
 
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
 """Room in documents from which FlexAttention was faster than these in some measured size (`capacity_cost.py`)."""
@@ -212,8 +211,13 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
 def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
     if not graphs.enabled:
+        advice = ["--cuda-graph-impl local"]
+        if _cannot_capture_experts(config):
+            advice.append("--moe-token-dispatcher-type allgather")
+        if config.model.hidden_dropout:
+            advice.append("no --hidden-dropout")
         yield Capability("CUDA graphs", OFF, "--cuda-graph-impl none",
-                         "--cuda-graph-impl local" if device.type == "cuda" else "")
+                         ", ".join(advice) if device.type == "cuda" else "")
         return
     eager = graphs.eager_reason(device.type)
     if not eager and graphs.by_engine:
@@ -228,12 +232,13 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     yield Capability("CUDA graphs", PARTIAL if eager else ON, eager or f"{graphs.cuda_graph_impl}: {what}{how}",
                      "a machine with a GPU" if eager else "")
     if not graphs.captures_steps:
-        yield from _captured_modules(graphs, pattern, bool(eager))
+        yield from _captured_modules(config, bool(eager))
     if graphs.capacities is None:
         yield Capability("  capacities", ON, "auto: chosen from the first epoch's plan, so that each of its packs fits")
     else:
         numbers = " ".join(map(str, graphs.capacities))
-        yield Capability("  capacities", ON, f"{numbers} documents; what has more runs eagerly",
+        what = "ends the run" if graphs.cuda_graph_strict else "runs eagerly"
+        yield Capability("  capacities", ON, f"{numbers} documents; what has more {what}",
                          "" if graphs.cuda_graph_strict else "auto covers every pack")
         if not eager and ATTENTION in pattern:
             yield from _attention_of_graphs(config, device, graphs.capacities[-1])
@@ -243,18 +248,31 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
                      "" if interval else "--cuda-graph-audit-interval 1000")
 
 
-def _captured_modules(graphs: CudaGraphConfig, pattern: str, eager: bool) -> Iterator[Capability]:
+def _cannot_capture_experts(config: RunConfig) -> bool:
+    """Whether whole expert layers would be refused."""
+    shared = MOE in config.model.hybrid_layer_pattern and config.parallel.expert_model_parallel_size > 1
+    return shared and config.model.dispatch_asks_the_device
+
+
+def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
+    graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
+    first = "--moe-token-dispatcher-type allgather, then " if _cannot_capture_experts(config) else ""
     for module, symbol in MODULE_LAYERS.items():
         if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
             continue
         count = pattern.count(symbol)
         if module == "moe" and "moe_router" in graphs.modules:
             reason = f"{count} run eagerly behind their routers"
-            yield Capability("  moe", OFF, reason, "moe in the place of moe_router")
+            yield Capability("  moe", OFF, reason, f"{first}moe in the place of moe_router")
         elif not graphs.modules or module in graphs.modules:
             yield Capability(f"  {module}", PARTIAL if eager else ON, f"{count} captured" if not eager else "eager")
         else:
-            yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules", f"add {module}")
+            yield Capability(f"  {module}", OFF, f"{count} run eagerly: not in --cuda-graph-modules",
+                             f"{first if module == 'moe' else ''}add {module}")  # fmt: skip
+    if not eager:
+        whole = not first and not config.parallel.overlap_param_gather
+        yield Capability("  the rest", OFF, "embedding, loss, sums over ranks and the update run eagerly",
+                         "--cuda-graph-impl full_iteration" if whole else "")  # fmt: skip
 
 
 def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int) -> Iterator[Capability]:
@@ -362,7 +380,7 @@ def _experts(config: RunConfig) -> Iterator[Capability]:
         yield Capability("expert parallelism", OFF, "every rank has all experts")
         return
     how = f"{size} ranks share the experts, dispatched by {model.moe_token_dispatcher_type}"
-    if model.moe_token_dispatcher_type == "alltoall" and not model.moe_pad_expert_input_to_capacity:  # noqa: S105
+    if model.dispatch_asks_the_device:
         yield Capability("expert parallelism", PARTIAL, f"{how}: one host sync per E layer",
                          "--moe-token-dispatcher-type allgather")  # fmt: skip
     else:

@@ -27,6 +27,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training import documents as run_documents
 from megatron_packed.training import failures, pretrain
 from megatron_packed.training import state as run_state
+from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.train_step import TrainStep
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.writers import JsonlWriter
@@ -289,6 +290,38 @@ def watched(patience: float, site: tuple[Any, str], call: int, seconds: float) -
 
     pretrain.heartbeat_of = heartbeat_of
     on_call(*site, call, lambda _: time.sleep(seconds))
+
+
+class _Moment:
+    """What a device comes to at a time of the host's clock, perhaps never."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def elapsed_time(self, end: _Moment) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def stands_still(patience: float, seconds: float, mark: int, rank: int) -> None:
+    """The device of ``rank`` takes so long from one mark of the heartbeat to the next, and never comes to the
+    ``mark``-th (from 1). A thread watches it as it would a GPU, and the host waits for it to end a step."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    last, calls = _Moment(time.monotonic()), count(1)
+
+    def next_mark() -> _Moment:
+        nonlocal last
+        last = _Moment(float("inf") if next(calls) >= mark else max(time.monotonic(), last.at) + seconds)
+        return last
+
+    def heartbeat_of(_: Any, report: Callable[[Exception], int]) -> Heartbeat:
+        return Heartbeat(patience, lambda error: os._exit(report(error)), next_mark)
+
+    pretrain.heartbeat_of = heartbeat_of
+    LateMetrics._mark = lambda self: last  # type: ignore[method-assign,assignment,return-value]
 
 
 def while_waiting(fault: Callable[[], None], rank: int) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from captures import capture_on_cpu
-from faults import poison_forward
+from faults import poison_forward, stands_still
 from runs import assert_same_state, command_line, few_documents, final_state, in_folder, run, steps
 
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.data import build_data
 
-DONE, NONFINITE = 0, 20
+DONE, UNFORESEEN, NONFINITE = 0, 1, 20
 STEPS, CAPACITIES = 10, (3, 5)
 BUCKETS = {"ddp_bucket_size": 2000}
 """Some, of which the norm's rounding knows."""
@@ -111,3 +111,15 @@ def test_a_nan_on_one_rank_stops_all_with_clean_weights(graphs: dict[str, Any], 
     found, before = (final_state(tmp_path / "checkpoints", step)[0] for step in (bad, bad - 1))
     kept = [name for name in found if name.startswith(("model/", "optimizer/"))]
     assert kept and all(found[name].equal(before[name]) for name in kept)
+
+
+def test_a_device_that_stands_still_in_a_replay_ends_the_run(graphs: dict[str, Any], tmp_path: Path) -> None:
+    """That of rank 1, in the last of two micro-batches of step 3, which the host waits for in step 4. The steps before
+    take longer than the patience, but every micro-batch that comes is a sign of life."""
+    options = {**graphs, "eval_interval": None, "valid_data_path": None}
+    fault = partial(stands_still, 1.0, 0.5, 3 * 2 + 3, 1)  # behind two micro-batches, and the end of a step
+    finished = run({**options, **in_folder(tmp_path)}, tmp_path, 2, partial(capture_on_cpu, fault))
+    assert finished.exit_code == UNFORESEEN, finished.console
+    reason = "another process was lost on rank 1 in step 4: the GPU has made no progress for 1 s. Rank 0 was in "
+    assert reason in finished.console, finished.console
+    assert "rank 1 was in training/late_metrics.py: _wait, in step 4." in finished.console, finished.console

@@ -2,11 +2,15 @@
 
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_packed.distributed.heartbeat import DeviceHangError, Heartbeat
 from megatron_packed.training.failures import is_lost_connection
+from megatron_packed.training.pretrain import heartbeat_of
 
 PATIENCE = 0.2
 
@@ -138,6 +142,21 @@ def test_nothing_is_told_behind_the_end() -> None:
         heartbeat.beat()
     time.sleep(2 * PATIENCE)
     assert not hangs.errors
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cuda", 1), ("cuda", 2)])
+def test_several_gpus_are_watched_as_long_as_collectives_may_take(
+    device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a hang ends the process with the code of its report, without a word to CUDA."""
+    timeout, ended = timedelta(minutes=10), []
+    groups = SimpleNamespace(device=torch.device(device), world_size=ranks, timeout=timeout)
+    heartbeat = heartbeat_of(groups, lambda error: 1)  # type: ignore[arg-type]
+    assert (heartbeat is None) == (device == "cpu" or ranks == 1)
+    if heartbeat is not None:
+        monkeypatch.setattr("os._exit", ended.append)
+        heartbeat._on_hang(DeviceHangError("it stands still"))
+        assert heartbeat._patience == 600 and ended == [1]
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,12 @@ def test_undone_helpers_do_what_the_statements_did(patch):
     assert patch.equal(torch.tensor([0, 4]), torch.tensor([0, 4]), True)
 
 
+def test_the_same_memory_is_equal_only_if_it_is_read_alike(patch):
+    offsets = torch.tensor([0, 4, 4, 4])
+    assert patch.equal(offsets[:2], offsets.view(2, 2)[0], True)
+    assert not patch.equal(offsets[:2], offsets[::2], True) and not patch.equal(offsets[:2], offsets[:3], True)
+
+
 def test_rows_behind_the_last_document_travel_and_come_back(patch):
     x, offsets = torch.arange(24), torch.tensor([0, 8, 8, 16], dtype=torch.int32)
     by_rank = patch.to_rank_order(x, offsets, 2)

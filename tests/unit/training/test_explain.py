@@ -164,6 +164,21 @@ def test_routers_alone_leave_experts_eager():
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
     assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
     assert found["moe"].state == "off" and found["moe"].advice == "moe in the place of moe_router"
+    assert found["the rest"].state == "off" and found["the rest"].advice == "--cuda-graph-impl full_iteration"
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("attn", "moe_router")])
+def test_experts_that_no_graph_can_hold_are_not_advised_without_another_dispatcher(modules):
+    """Nor are whole steps: what is advised is not refused when it is given."""
+    flags = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall",
+             "--global-batch-size", "2"]  # fmt: skip
+    graphs = ["--cuda-graph-impl", "local", "--cuda-graph-modules", *modules]
+    config = parse([*FLAGS, *flags, *graphs], world_size=2)
+    found = {row.name.strip(): row for row in explain_module._graphs(config, torch.device("cuda"))}
+    assert found["moe"].advice.startswith("--moe-token-dispatcher-type allgather, then ")
+    assert found["the rest"].state == "off" and not found["the rest"].advice
+    (row,) = explain_module._graphs(parse([*FLAGS, *flags], world_size=2), torch.device("cuda"))
+    assert row.advice == "--cuda-graph-impl local, --moe-token-dispatcher-type allgather"
 
 
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):

@@ -12,6 +12,7 @@ from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.optim import OptimizerConfig
 from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.data.errors import DataError
@@ -246,3 +247,14 @@ def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypa
     built, _ = build(tmp_path, NO_GRAPHS, "balanced")
     streams = {"training": built.train, "validation": built.valid}
     assert asked == [{name: [one.plan.hash, one.dataset.content_hash] for name, one in streams.items()}]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, monkeypatch) -> None:
+    """Else one rank would replay what another one, with more documents, runs eagerly."""
+    graphs = {"cuda_graph_impl": "full_iteration"}
+    config = replace(run_config(graphs), parallel=ParallelConfig(overlap_grad_reduce=overlap))
+    plan, ladder, _ = plan_training(config, TRAIN)
+    monkeypatch.setattr(run_data, "Loader", lambda *arguments, **options: options)
+    loader = run_data._stream(config, ParallelGroups.single(), TRAIN, plan, ladder).loader
+    assert loader["alike"] == overlap and loader["ladder"] is ladder
