@@ -3,6 +3,7 @@
 With the stand-in for capture, which runs a captured function again; on a GPU: `tests/gpu/test_full_iteration_gpu.py`.
 """
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,24 @@ def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
     assert_same_steps(graphed, eager)  # and it goes on as if nothing had been
 
 
+def test_a_loss_beyond_all_numbers_is_named_though_its_gradient_is_sound():
+    """As of logits whose exponentials overflow: nothing but the loss shows it."""
+    eager = Job()
+    before = state_hash_of_weights(eager)
+    model, beyond = eager.job.model, iter([0.0, float("inf"), 0.0])
+    forward = model.forward
+
+    def overflowing(batch):
+        output = forward(batch)
+        extra = next(beyond)
+        return output._replace(loss=output.loss + extra, loss_sum=output.loss_sum + extra)
+
+    model.forward = overflowing
+    values = StepValues.from_list(eager.run([[20, 9, 3]] * 3).tolist())
+    assert values.nonfinite and values.bad_micro_batches == {0: 1} and values.grad_norm > 0
+    assert state_hash_of_weights(eager) == before
+
+
 def state_hash_of_weights(job):
     """All but what a step reports and adds up."""
     job.job.buffers.zero_grad()
@@ -160,11 +179,20 @@ def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
     assert len(graphed.engine.log) == 3 + 2
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "lr", "steps"])
-def test_state_of_the_optimizer_is_watched_too(name):
+def test_all_that_graphs_use_is_watched():
+    """One after the other lies elsewhere, and then where it was."""
     graphed = captured()
-    setattr(graphed.job.optimizer, name, getattr(graphed.job.optimizer, name).clone())
-    assert graphed.graphs.moved
+    job, optimizer = graphed.job, vars(graphed.job.optimizer)
+    parameter = job.buffers.parameters["embedding.weight"]
+    places = [(optimizer, name) for name in ("exp_avg", "exp_avg_sq", "lr", "steps")]
+    places += [(vars(parameter), "main_grad"), (vars(job.buffers), "storage")]
+    places.append((job.model.embedding._parameters, "weight"))
+    places.append((job.model.moe_layers[0].mixer.router._buffers, "expert_bias"))
+    for place, name in places:
+        tensor, place[name] = place[name], place[name].detach().clone()
+        assert graphed.graphs.moved, name
+        place[name] = tensor
+        assert not graphed.graphs.moved, name
 
 
 def test_a_cell_that_cannot_be_captured_runs_eagerly_and_says_why():
@@ -195,6 +223,13 @@ def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monke
     graphed.capture()
     assert "no graphs for up to 5 documents: validation: OutOfMemoryError: no memory for logits" in graphed.said[0]
     assert_same_steps(graphed, expected)
+
+
+def test_tuning_that_takes_long_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr("megatron_packed.cuda_graphs.progress._QUIET_SECONDS", -1.0)
+    five, two, *captures = captured().said
+    assert re.fullmatch(r"tuned kernels for up to 5 documents \(1 of 2, about \d+ s left\)", five)
+    assert two == "tuned kernels for up to 2 documents (2 of 2)" and len(captures) == 2
 
 
 @pytest.mark.parametrize("fail_at", [(0,), (1, 2)], ids=["the end", "every cell"])
