@@ -174,8 +174,10 @@ EXPERTS = [
 
 
 @pytest.mark.shows(
-    "eager", "CP a2a", "CP p2p", "EP allgather", "EP alltoall", of=lambda world_size, layout: (world_size, layout)
-)
+    "eager", "CP a2a", "CP p2p", "EP allgather", "EP alltoall",
+    lambda world_size: "CP all_gather" if world_size == 2 else "CP p2p",
+    of=lambda world_size, layout: (world_size, layout),
+)  # fmt: skip
 @pytest.mark.parametrize(("world_size", "layout"), EXPERTS, ids=str)
 def test_slices_of_a_pack_share_experts(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     """An expert-parallel group has ranks with other slices of the same pack, and the tail of all of them."""
@@ -188,7 +190,7 @@ def test_slices_of_a_pack_share_experts(pools: WorkerPools, world_size: int, lay
         for run in variants(
             layout, changes={**CASES[name], "num_experts": 8, "moe_token_dispatcher_type": dispatcher}, pattern="E*E"
         )
-        if run.comm_type != "all_gather"
+        if run.comm_type != "all_gather" or world_size == 2
     ]
     check(pools, world_size, layout, runs)
 

@@ -1,4 +1,5 @@
-"""Recomputation in parallel layouts: collectives run again in the backward pass, and every bit is that without it."""
+"""Recomputation and offload in parallel layouts: collectives run again in the backward pass, what left comes back, and
+every bit is that without."""
 
 from __future__ import annotations
 
@@ -22,11 +23,16 @@ MODES = {
     "groups": MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
     "two layers": MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
     "parts": MemoryConfig(recompute_granularity="selective", recompute_modules=PARTS),
-}
+    "offload": MemoryConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=3, offload_layer_inputs=True,
+        fine_grained_activation_offloading=True, offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1,
+    ),
+}  # fmt: skip
 WAYS = [
     Way(4, 2, "shared", 1, "none", 2, "allgather", "whole", "shared", "beside", 1),
     Way(4, 2, "whole", 2, "a2a", 2, "alltoall", "shared", "copied", "beside", 1),
     Way(4, 1, "none", 4, "p2p", 2, "alltoall", "none", "copied", "after", 1),
+    Way(2, 1, "none", 2, "all_gather", 2, "alltoall", "none", "copied", "after", 1),
 ]
 
 
@@ -36,6 +42,7 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
     job = build_job(config, groups, VOCAB)
     with Recorder() as recorder:
         metrics = job.step(micro_batches(config, groups, 0), 0.1)
+    assert job.model.offload is None or job.model.offload._largest > 0, "nothing has left"
     return [metrics, everything(job), torch.get_rng_state()], len(recorder.collectives())
 
 
@@ -62,6 +69,7 @@ def alike(found: list[object], expected: list[object]) -> bool:
 
 
 @pytest.mark.shows("recompute", of=lambda way: (way.processes, config_of(way)))
+@pytest.mark.shows("offload", of=lambda way: (way.processes, config_of(way)))
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}

@@ -62,6 +62,7 @@ class Way(NamedTuple):
     expert_tp_size: int | None = None
     cp_size: int = 1
     comm_type: str = "a2a"
+    dispatcher: str = "allgather"
 
     @property
     def dp_size(self) -> int:
@@ -77,12 +78,13 @@ class Way(NamedTuple):
         words = [f"tp{self.tp_size}", f"dp{self.dp_size}", "sp" * self.sequence_parallel, "zero" * self[3]]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
         words += [f"ep{self.ep_size}" * (self.ep_size > 1), f"etp{self.expert_tp_size}" * bool(self.expert_tp_size)]
+        words.append("alltoall" * (self.dispatcher == "alltoall"))
         return "-".join(word for word in words if word)
 
 
 def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> RunConfig:
     return RunConfig(
-        model=dataclasses.replace(MODEL, **model),
+        model=dataclasses.replace(MODEL, **{"moe_token_dispatcher_type": way.dispatcher, **model}),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=12),
         # An epsilon far above the rounding of gradients: updates follow them, also where they are nearly zero.
@@ -262,6 +264,10 @@ def test_weights_that_differ_between_replicas_are_found(way: Way, pools: WorkerP
 
 WAYS = [Way(), Way(2, 2, True), Way(4, 4), Way(4, 2, True, True), Way(2, ep_size=2), Way(4, 2, True, True, 4, 1)]
 WAYS += [Way(4, 2, True, True, cp_size=2)]
+ZIGZAGS = [
+    Way(2, cp_size=2, comm_type="all_gather"), Way(2, ep_size=2, cp_size=2, comm_type="p2p", dispatcher="alltoall"),
+]  # fmt: skip
+"""Which load what each other saves, and what one process does."""
 
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:
@@ -292,7 +298,7 @@ def load(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
 
 @pytest.mark.shows("Precision", "bf16")
 @pytest.mark.shows("checkpoint", of=lambda way: (way.world_size, config_of(way)))
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS + ZIGZAGS, ids=str)
 def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: Path, pools: WorkerPools) -> None:
     written = pools.run(save, way.world_size, way, str(tmp_path), layout=way.layout)
     expected = assembled([rank["state"] for rank in written])
@@ -300,7 +306,7 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: P
     assert any(tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/"))
     sizes = written[0]["sizes"]
     assert len(sizes) == way.world_size and max(sizes) < 2 * min(sizes)  # all write
-    for into in WAYS:
+    for into in [Way(), *ZIGZAGS] if way in ZIGZAGS else WAYS:
         found = pools.run(load, into.world_size, into, str(tmp_path), layout=into.layout)
         assert_same_bits(assembled([rank["state"] for rank in found]), expected)
         # In bf16, where another order of sums sends some tokens to other experts.
