@@ -148,6 +148,8 @@ def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
     install(tmp_path, "flash-attn", "2.8.3")  # the real one is there too
     code, lines = examined(answers())
     assert code == 1 and lines["flash-attention"]["state"] == "found" and not lines["flash-attention"]["fix"]
+    [apex] = [one for one in command._strangers({}) if one.name == "apex"]  # nothing else can be there by that name
+    assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
     assert lines["mamba"]["fix"].startswith("pip uninstall -y mamba && ") and "mamba-ssm" in lines["mamba"]["fix"]
 
 

@@ -66,7 +66,7 @@ def test_the_published_distribution(tmp_path, capsys):
     assert main(["tune", "--documents-per-pack", str(tmp_path / "packs.csv"), "--capacities", "64", "106"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"given +10,000 +12 +43 +106 +358\n", text) and re.search(r" 64 +96\.\d\d %\n", text)
-    assert "is not measured" in text
+    assert re.search(r" 358 +100.00 %\n", text) and "is not measured" in text
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -96,7 +96,9 @@ def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
     table.write_text("# of documents\n" + "".join(f"{value}\t{count}\n" for value, count in zip(values, times)))
     found = [tune(capsys, "--seq-length", 512, "--lengths", file) for file in (lengths, table)]
     assert found[0]["lengths"] == found[1]["lengths"]
-    assert found[0]["lengths"]["documents"] == 3000 and found[0]["lengths"]["max"] == int(values.max())
+    of, drawn = found[0]["lengths"], long_tailed(3000)
+    assert (of["documents"], of["tokens"], of["max"]) == (3000, drawn.sum(), drawn.max())
+    assert [of[name] for name in ("p50", "p90", "p99")] == [np.quantile(drawn, share) for share in (0.5, 0.9, 0.99)]
     saved_elsewhere = tmp_path / "crlf.txt"
     saved_elsewhere.write_bytes(b"\xef\xbb\xbf" + lengths.read_bytes().replace(b"\n", b"\r\n"))
     assert tune(capsys, "--seq-length", 512, "--lengths", saved_elsewhere)["lengths"] == found[0]["lengths"]
@@ -137,6 +139,28 @@ def test_prediction_from_exact_times(tmp_path, lengths, capsys):
         assert price["micro_batch_ms"] == pytest.approx(ms, rel=1e-9)
         assert price["step_ms"] == pytest.approx(4 * ms + 3, rel=1e-9)
         assert price["eager_share"] == pytest.approx(1 - fits.mean())
+
+
+def test_the_balanced_packer_is_priced_as_it_keeps_to_a_capacity(tmp_path, lengths, capsys):
+    costs_of(lambda c: (10 + c / 8, 0.0), eager=99.0).save(tmp_path / "costs.json")
+    flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json", "--capacities", 12]
+    found = {method: tune(capsys, *flags, "--packing-method", method) for method in ("balanced", "sequential")}
+    assert all(run["packers"][0]["max"] > 12 for run in found.values())
+    kept, broken = (run["by_capacity"]["12"] for run in found.values())
+    assert (kept["eager_share"], kept["micro_batch_ms"]) == (0.0, 11.5) and broken["eager_share"] > 0
+
+
+def test_a_blend_is_packed_as_it_is_drawn(tmp_path, capsys):
+    """Half of the tokens are of short documents, or a tenth: in the first epoch of a run."""
+    for name, length in (("short", 7), ("long", 63)):
+        line = json.dumps({"text": "a" * length}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(line * (64 * 8 * 8 // (length + 1)))
+    means = []
+    for shares in ((5, 5), (1, 9)):
+        words = [word for share, name in zip(shares, ("short", "long")) for word in (share, tmp_path / f"{name}.jsonl")]
+        found = tune(capsys, "--seq-length", 64, "--packing-method", "best_fit_decreasing", "--data", *words)
+        means.append(found["packers"][0]["mean"])
+    assert means == [pytest.approx(0.5 * 8 + 0.5, rel=0.02), pytest.approx(0.1 * 8 + 0.9, rel=0.02)]
 
 
 class Packs:

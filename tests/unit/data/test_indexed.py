@@ -163,6 +163,29 @@ def test_a_writer_leaves_all_or_nothing(tmp_path: Path) -> None:
         IndexedFile(tmp_path / "e")
 
 
+def test_a_writer_that_ends_in_between_leaves_no_index_of_other_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its files it was about to publish, even if both data sets have as many tokens."""
+    replace = os.replace
+    for suffix in (".bin", ".crc32c", ".idx"):
+        prefix = write(tmp_path / suffix[1:], [[[1, 2]]], "uint16")
+
+        def fails(old: Path, new: Path, suffix: str = suffix) -> None:
+            if Path(new).suffix == suffix:
+                raise OSError(28, "no room")
+            replace(old, new)
+
+        monkeypatch.setattr(os, "replace", fails)
+        with pytest.raises(DataError, match="cannot be written: no room"):
+            write(prefix, [[[3, 4]]], "uint16")
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(DataError, match="does not exist"):
+            IndexedFile(prefix)
+        assert read(write(prefix, [[[3, 4]]], "uint16")) == [[[3, 4]]]
+
+
+
 @pytest.mark.parametrize(("code", "name"), [(1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")])
 def test_the_code_of_every_type(code: int, name: str, tmp_path: Path) -> None:
     """As the format numbers them, with the extremes of each type."""

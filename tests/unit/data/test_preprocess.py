@@ -87,6 +87,11 @@ def test_fuzzed_lines_are_counted_exactly(tmp_path: Path) -> None:
     assert report.tokens == IndexedFile(name).num_tokens and report.documents == len(texts)
     listed = [json.loads(line) for line in (tmp_path / "out" / "one.quarantine.jsonl").read_text().splitlines()]
     assert Counter(entry["reason"] for entry in listed) == counts
+    where = [(entry["file"], entry["line"], entry["reason"]) for entry in listed]
+    every = [(str(first), number) for number in range(1, 2001)] + [(str(second), number) for number in range(1, 1001)]
+    assert where == [(*place, BAD[line]) for place, line in zip(every, lines) if line in BAD]
+    sizes = [len(text.encode()) + 1 for text in texts]
+    assert (report.tokens, report.target_tokens) == (sum(sizes), sum(sizes) - len(sizes))
     again, [other] = made([first, second], tmp_path / "out" / "two", workers=2)
     assert again == report
     for suffix in (".bin", ".idx", ".crc32c"):
@@ -99,6 +104,7 @@ def test_a_line_that_kills_or_hangs_its_worker_is_set_aside(tmp_path: Path) -> N
              for n, part in enumerate((texts, ["five"], ["kill"], ["six"] * 3))]  # fmt: skip
     report, [name] = made(files, tmp_path / "out", Hostile, workers=2, line_seconds=1.0)
     assert report.bad == {"tokenizer_failed": 1, "killed_worker": 3}
+    assert report.longest_document == len("three") + 1  # of the first chunk
     found = [bytes(ids[:-1]).decode() for ids in documents(name)]
     assert found == ["one", "two", "three", "four", "five", "six", "six", "six"]
 

@@ -77,6 +77,13 @@ def test_where_text_is_cut():
         assert regex.findall(PATTERNS[pattern], text) == expected
 
 
+def test_the_pattern_decides_what_can_be_merged(tmp_path):
+    path = tmp_path / "vocabulary.json"
+    path.write_text(json.dumps(entries([*SEQUENCES, b"zQ"])))
+    counts = [len(TikTokenizer(path, pattern, num_special_tokens=SPECIAL).encode("zQ")) for pattern in ("v1", "v2")]
+    assert counts == [1, 2]  # v2 cuts where capitals begin
+
+
 @pytest.mark.parametrize("pattern", ["v1", "v2"])
 def test_against_megatron_core(vocabulary, pattern):
     module = "megatron.core.tokenizers.text.libraries.tiktoken_tokenizer"
