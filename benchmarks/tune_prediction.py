@@ -110,7 +110,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             "predicted ms": f"{one['predicted_ms']:.1f}", "measured ms: mean, median of steps":
             f"{one['measured_ms']:.1f}, {one['median_ms']:.1f} of {one['steps']}",
             "predicted / measured": f"{one['predicted_over_measured']:.3f}", "fallbacks": one["fallbacks"],
-            "plan": one.get("plan_hash", ""),
+            **({"plan": one["plan_hash"]} if "plan_hash" in one else {}),
         }
         for config, found in results.items()
         for one in found

@@ -80,6 +80,10 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
     plan, ladder, report = plan_training(config, documents.train)
+    if config.packing.packing_method == METHODS[0]:  # a run without advice takes the same
+        auto = parse([*UNUSED, "--data-path", str(data), *flags, "--cuda-graph-impl", "local",
+                      "--cuda-graph-max-packed-seqs", "auto"])  # fmt: skip
+        assert plan_training(auto, documents.train)[1].capacities == ladder.capacities
     others = config.packing.packing_method != "balanced"
     assert ("--max-documents-per-pack" in found["recommended"]["flags"]) == others
     chosen = next(one for one in found["packers"] if one["method"] == found["recommended"]["method"])

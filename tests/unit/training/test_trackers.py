@@ -11,6 +11,8 @@ import pytest
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.logging import LoggingConfig
 from megatron_packed.training import trackers
+from megatron_packed.training.curves import read_jsonl
+from megatron_packed.training.pretrain import _writers
 from megatron_packed.training.trackers import TrackerWriter, services
 
 LINES = [{"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None} for step in (1, 2, 3)]
@@ -129,6 +131,30 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
     assert first["dir"] == str(tmp_path / "run") and first["config"] == {"optim": {"lr": 1}}
     [service] = services(LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={})
     assert service.folder == "w"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
+    """Rank 0 alone, after a resume as well: to its log, and under its own name to the services."""
+    library = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    logging = LoggingConfig(wandb_project="p", log_jsonl=str(tmp_path / "log.jsonl"))
+    config = SimpleNamespace(logging=logging, checkpoint=SimpleNamespace(save=str(tmp_path)))
+    state = SimpleNamespace(progress=SimpleNamespace(iteration=0), run_id="abc", config={})
+    console = SimpleNamespace(say=lambda text: None, warn=pytest.fail)
+    for begun in (0, 2):
+        state.progress.iteration = begun
+        writers = _writers(config, SimpleNamespace(rank=rank), state, console)
+        for line in LINES[begun:] if writers else ():
+            for writer in writers:
+                writer.write(line)
+        for writer in writers:
+            writer.close()
+    assert len(writers) == (0 if rank else 2)
+    steps = [line["iteration"] for line in library.kept.get("abc", []) if line]
+    assert steps == ([] if rank else [1, 2, 3, 3])
+    if rank == 0:
+        assert [record["iteration"] for record in read_jsonl(logging.log_jsonl)] == [1, 2, 3]
 
 
 class FakeMlflowClient:
