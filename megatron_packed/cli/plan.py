@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NAME = "plan"
 HELP = "estimate the memory of every rank and the work of a step"
 GIB = 2**30
+MOST_PROCESSES = 2**20
+"""Their ranks are listed."""
 NO_DATA = ("--data-path", "(none)")
 """Where lengths decide alone. The file is never opened."""
 
@@ -45,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    if arguments.world_size is not None and arguments.world_size < 1:
-        raise UsageError(f"--world-size {arguments.world_size}: must be at least 1.")
-    if not arguments.gpu_memory_gib > 0:
-        raise UsageError(f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0.")
+    if arguments.world_size is not None and not 1 <= arguments.world_size <= MOST_PROCESSES:
+        raise UsageError(f"--world-size {arguments.world_size}: must be at least 1 and at most {MOST_PROCESSES:,}.")
+    if not 0 < arguments.gpu_memory_gib * GIB < inf:
+        raise UsageError(f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0, and finite.")
     config = parse_or_exit(_complete(run_flags), launched=False, world_size=arguments.world_size, here=False)
     world_size = arguments.world_size or fewest_processes(config.parallel)
     from megatron_packed.training.plan import changes, estimates, step_work
@@ -158,10 +160,16 @@ def _lines(
     ]
     lines += [f"{kind}: at the peak, {one.peak.where}." for kind, one in ranks.items()]
     first = next(iter(ranks.values()))
+    buffers = f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
     lines.append(
-        f"Assumed, not known: CUDA's context, and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL "
-        "communicators. Not counted: what the allocator loses to fragmentation."
+        f"Assumed, not known: CUDA's context{buffers if first.communicators else ''}. Not counted: what the allocator "
+        "loses to fragmentation."
     )
+    if config.memory.offloads and not first.host_bytes:
+        lines.append(
+            f"Offload would move nothing: no tensor that it is for has {config.memory.min_offloaded_tensor_size:,} "
+            "elements (--min-offloaded-tensor-size)."
+        )
     if not config.training.bf16:
         lines.append("Without --bf16 other attention kernels run, which may hold more than is counted.")
     lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]

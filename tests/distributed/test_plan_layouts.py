@@ -16,7 +16,7 @@ from megatron_packed.training.plan import estimates
 VOCAB = 61
 FLAGS = """--hybrid-layer-pattern M*-E --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --mamba-head-dim 8
     --mamba-num-groups 2 --mamba-state-dim 8 --num-experts 4 --disable-bias-linear --bf16 --device cpu --seq-length 64
-    --global-batch-size 4 --lr 1e-3 --train-iters 1"""
+    --global-batch-size 4 --lr 1e-3 --train-iters 1 --ddp-bucket-size 1000"""
 LAYOUTS = [{"tp_size": 2, "cp_size": 2}, {"tp_size": 2, "ep_size": 2, "expert_tp_size": 1}]
 NAMES = {"tp_size": "tensor_model_parallel_size", "cp_size": "context_parallel_size",
          "ep_size": "expert_model_parallel_size", "expert_tp_size": "expert_tensor_parallel_size"}  # fmt: skip

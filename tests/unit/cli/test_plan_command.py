@@ -108,6 +108,21 @@ def test_recomputation_is_counted(capsys):
     assert change["flag"] == " ".join(["--recompute-granularity", *map(str, memory)])
 
 
+def test_room_for_documents_is_counted(capsys, tmp_path):
+    """Attention's backward pass rounds each document up to 128 rows: four heads of 64, and two statistics, in fp32."""
+    flags = [word if word != "M-*-" else "***" for word in SMALL]
+    file = tmp_path / "lengths.txt"
+    file.write_text("16\n")
+    graphs = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-max-packed-seqs"]
+    peaks = []
+    for more in (["--lengths", file], [*graphs, 2], [*graphs, 192]):
+        found = plan(capsys, *flags, *more)
+        assert found["documents"] == (192 if more[-1] == file else more[-1])  # half as many again as 2048 / 16
+        assert found["ranks"]["every rank"]["peak"].startswith("backward of attention")
+        peaks.append(found["ranks"]["every rank"]["bytes"]["peak in torch's allocator"])
+    assert peaks[0] == peaks[2] == peaks[1] + 190 * 128 * 4 * (64 + 2) * 4
+
+
 def test_flops_follow_the_lengths(capsys, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("100\n300\n\n5000\n")
@@ -134,10 +149,12 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--world-size", 0], "--world-size 0: must be at least 1."),
+        (["--world-size", 0], "--world-size 0: must be at least 1 "),
+        (["--world-size", 10**12, "--tensor-model-parallel-size", 3], "and at most 1,048,576"),
         (["--world-size", 6, "--tensor-model-parallel-size", 4], "does not divide the 6 processes"),
         (["--world-size", 8, "--global-batch-size", 12], "must be a multiple of 8"),
         (["--gpu-memory-gib", 0], "must be above 0"),
+        (["--gpu-memory-gib", "inf"], "and finite"),
         (["--lengths", "nowhere.txt"], "--lengths nowhere.txt: No such file or directory"),
         (["--num-attention-heads", 3], "--num-attention-heads"),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "--vocab-size is required"),
@@ -172,3 +189,13 @@ def test_offload_is_counted_and_offered_for_what_recomputation_keeps(capsys):
     inputs = 16 * 32768 * 256 * 2
     assert (kept["pinned on the host, beside it"], left["pinned on the host, beside it"]) == (0, inputs)
     assert kept["total"] - left["total"] == 15 * inputs // 16
+
+
+def test_offload_that_would_move_nothing_is_said(capsys):
+    """As a run says it: hidden states of 2,048 tokens are too small."""
+    flags = [*SMALL, *shlex.split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")]
+    for least, said in ((2048 * 256 + 1, True), (2048 * 256, False)):
+        assert main(["plan", *flags, "--offload-layer-inputs", "--min-offloaded-tensor-size", str(least)]) == 0
+        text = capsys.readouterr().out
+        assert (f"move nothing: no tensor that it is for has {least:,} elements" in text) == said
+        assert ("pinned on the host" in text) != said and "CUDA's context. Not counted" in text

@@ -2,6 +2,8 @@
 
 import gc
 import mmap
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -68,6 +70,27 @@ def test_short_memory_is_told_from_other_errors(streams, monkeypatch):
 
 
 GIB = 2**30
+
+
+def test_headroom_is_what_the_worst_moment_left_with_what_the_allocator_does_not_use(streams, monkeypatch):
+    """5 GiB of the device are free, and of 9 that the allocator holds 7 were in use at most, and 1 is now."""
+    figures = {"mem_get_info": (5 * GIB, 80 * GIB), "memory_reserved": 9 * GIB, "max_memory_allocated": 7 * GIB,
+               "memory_allocated": GIB}  # fmt: skip
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
+    assert streams.free_bytes() == 7 * GIB
+
+
+def test_what_is_asked_of_the_device(streams, monkeypatch):
+    for integrated in (0, 1):
+        properties = SimpleNamespace(is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert streams.unified() is bool(integrated)
+    target = mock.Mock()
+    streams.copy(target, "source")
+    target.copy_.assert_called_once_with("source", non_blocking=True)  # else the host would wait
+
+
 MACHINE = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0\n"}
 """8 GiB."""
 TWO = {
