@@ -220,6 +220,8 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
                          ", ".join(advice) if device.type == "cuda" else "")
         return
     eager = graphs.eager_reason(device.type)
+    if eager and graphs.cuda_graph_strict:
+        eager += " --cuda-graph-strict ends the run for it."
     if not eager and graphs.by_engine:
         try:
             maker()

@@ -147,7 +147,10 @@ def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
                  "--cuda-graph-max-packed-seqs", "16", "64")  # fmt: skip
     assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].reason
     assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp"
-    assert found["capacities"].reason.startswith("16 64 documents")
+    assert found["capacities"].reason == "16 64 documents; what has more runs eagerly"
+    strict = rows("--cuda-graph-impl", "local", "--cuda-graph-strict", "--cuda-graph-max-packed-seqs", "16")
+    assert strict["CUDA graphs"].reason.endswith("the same result. --cuda-graph-strict ends the run for it.")
+    assert strict["capacities"].reason == "16 documents; what has more ends the run"
     on_gpu = {row.name.strip(): row for row in _graph_rows_of_a_gpu()}
     assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].reason == "1 captured"
 

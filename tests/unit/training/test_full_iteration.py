@@ -17,6 +17,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.full_iteration import FullIteration, StaticMicroBatch
 from megatron_packed.cuda_graphs.slots import HostFactError
+from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.train_step import StepValues
 
@@ -65,9 +66,11 @@ def test_a_capture_changes_nothing_of_the_job():
     job = Job(RecordingEngine())
     job.run([[20, 9, 3]])  # moments, expert biases and statistics that are not zero
     job.job.buffers.zero_grad()
-    before = state_hash(job.job)
+    before, finish, ends = state_hash(job.job), job.graphs._finish, []
+    job.graphs._finish = lambda: [ends.append(len(job.engine.graphs)), finish()]
     job.capture()
     assert state_hash(job.job) == before
+    assert ends == [0, 0]  # before anything is captured: workspaces are made, communicators connect; then for its graph
     assert job.graphs.counters.captures == len(LADDER.cells) * PARTS + 1
     assert job.graphs.counters.replays == 0 and job.engine.log == []
     job.run([[20, 9, 3]])
@@ -296,6 +299,20 @@ def test_nothing_lives_between_graphs():
     with pytest.raises(HostFactError, match="num_seqs"):
         static.packed.num_seqs  # noqa: B018
     assert graphed.graphs.slot.static(LADDER.cells[0]).tables == {}
+
+
+def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
+    graphed = captured()
+    shorter = MicroBatch.build([], 24, 5, max_seqlen=48)  # of a cell, but for its slots
+    assert graphed.graphs.why_eager(shorter) == "another size than 48 tokens"
+
+    def refuse(packed):
+        raise ValueError(f"no room for a document of {packed.document_lengths.max()} tokens")
+
+    graphed.graphs._check = refuse
+    with pytest.raises(ValueError, match="document of 20 tokens"):
+        graphed.run([[20, 9, 3]])
+    assert graphed.engine.log == []
 
 
 def test_given_up_on_close():
