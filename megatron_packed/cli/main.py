@@ -18,6 +18,8 @@ from megatron_packed.cli.errors import UsageError
 COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
 EXIT_BROKEN_PIPE = 141
 """As of a program that the signal of a closed pipe ends."""
+EXIT_INTERRUPTED = 130
+"""As of a program that Ctrl-C ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; what is buffered still has nowhere to go at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.options import Field, Section, section_fields, unchecked
+from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
 from megatron_packed.config.suggest import did_you_mean, nearest
 
@@ -95,15 +96,21 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
     return found
 
 
-def changed_options(stored: Mapping[str, Any], config: RunConfig, sections: Sequence[str]) -> list[str]:
-    """Options of some sections that are not what a checkpoint (``to_dict``) was trained with: ``--lr 0.1, was 0.2``."""
+def changed_options(stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+    """What is not as in the run that made a checkpoint: ``["--lr 0.1, was 0.2"]``.
+
+    Args:
+        stored, current: ``to_dict`` of the two runs. An option that the older one did not know is passed over.
+        keys: of sections (``optim``) or single options (``training.seed``).
+    """
     found = []
-    for section in sections:
-        then, now = stored.get(section, {}), section_to_dict(getattr(config, section))
-        for about in section_fields(SECTIONS[section]):
-            if about.name in then and then[about.name] != now[about.name]:
-                before, after = (_as_given(about, values[about.name]) for values in (then, now))
-                found.append(f"{about.flag} {after}, was {before}")
+    for about in every_field():
+        then, now = (config.get(about.section, {}) for config in (stored, current))
+        if {about.section, about.key}.isdisjoint(keys) or about.name not in then or about.name not in now:
+            continue
+        if then[about.name] != now[about.name]:
+            before, after = (_as_given(about, values[about.name]) for values in (then, now))
+            found.append(f"{about.flag} {after}, was {before}")
     return found
 
 

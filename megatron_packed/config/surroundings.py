@@ -228,8 +228,10 @@ def _output_file(path: str) -> tuple[str, str] | None:
 def _log_file(path: str) -> tuple[str, str] | None:
     """A run that goes on keeps the lines of its own log, and nothing else that is in the file."""
     wrong = _output_file(path)
-    if wrong is not None or not os.path.isfile(path):
+    if wrong is not None or not os.path.exists(path):
         return wrong
+    if not os.path.isfile(path):  # reading /dev/zero has no end, and /dev/null would be replaced
+        return "is a device or a pipe, and lines of a log are read and taken back", "name a file"
     with open(path, "rb") as file:
         begins = file.read(len(_LOG_BEGINS))
     if _LOG_BEGINS.startswith(begins):  # or less, of a line that a killed run cut off

@@ -132,8 +132,8 @@ def open_documents(
     if options.split is not None:
         return _divided(options, sources, sentences, validates=validates, tests=tests)
     train = _whole(sources, options.train_blend)
-    valid = opener.evaluation(options.valid_blend, "valid") if validates else None
-    test = opener.evaluation(options.test_blend, "test") if tests else None
+    valid = opener.evaluation(options.valid_blend, "valid", sentences) if validates else None
+    test = opener.evaluation(options.test_blend, "test", sentences) if tests else None
     return RunDocuments(train, valid, test, sentences)
 
 
@@ -154,17 +154,24 @@ class _Opener:
             return [self._text(blend.paths)]
         return [self._indexed(path) if names_indexed(path) else self._text((path,)) for path in blend.paths]
 
-    def evaluation(self, blend: Blend, split: str) -> Documents:
-        """Validation or test data, of which no file is trained on: by whatever name, directory, pattern or link."""
+    def evaluation(self, blend: Blend, split: str, sentences: list[str]) -> Documents:
+        """Validation or test data, of which no file is trained on: by whatever name, directory, pattern or link.
+
+        What became of it is added to the sentences.
+        """
         try:
             trained = {file for path in self._options.train_paths for file in _files(path)}
             both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
             if both:
                 verb, more = "validate" if split == "valid" else "test", f" and {len(both) - 1} more" * (len(both) > 1)
                 raise DataError(f"{both[0]}{more} is training data too, so it would {verb} nothing; name other files.")
-            return _whole(self.open(blend), blend)
+            sources = self.open(blend)
+            documents = _whole(sources, blend)
         except DataError as error:
             raise DataError(f"{self._options.flag_of(split)}: {error}") from None
+        first, *others = [line for source in sources for line in source.sentences()]
+        sentences += [f"{self._options.flag_of(split)}: {first}", *others]
+        return documents
 
     def _text(self, paths: tuple[str, ...]) -> Documents:
         options = self._options

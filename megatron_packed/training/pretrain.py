@@ -63,7 +63,7 @@ from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Wri
 
 def pretrain(config: RunConfig) -> NoReturn:
     """Runs the job of this process and ends the process."""
-    with SignalFlag() as signal_flag:
+    with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
         exit_code = _run(config, signal_flag)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -241,7 +241,7 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         console.warn(f"the checkpoint lacks what keeps its start values: {_some(unexpected)}")
     if loaded.unused and strictness == "log_all":
         console.warn(f"nobody wants these of the checkpoint: {_some(loaded.unused)}")
-    changed = changed_options(loaded.metadata["config"], config, ("optim", "training"))
+    changed = changed_options(loaded.metadata["config"], state.config, ("optim", "training"))
     if changed and not options.finetune:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
     if state.progress.iteration >= config.training.train_iters:

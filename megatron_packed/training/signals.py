@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -21,10 +22,12 @@ class SignalFlag:
 
     Args:
         exit_now: called with the exit code on a second signal; ``os._exit`` unless a test replaces it.
+        speaks: say on standard error that the first one was heard: data may be tokenised for long before a step.
     """
 
-    def __init__(self, exit_now=os._exit) -> None:
+    def __init__(self, exit_now=os._exit, *, speaks: bool = False) -> None:
         self.received: signal.Signals | None = None
+        self._speaks = speaks
         self._received_at = 0.0
         self._exit_now = exit_now
         self._previous: dict[int, object] = {}
@@ -42,5 +45,9 @@ class SignalFlag:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), now
+            if self._speaks:
+                promise = "the run will stop behind its next step; a second signal ends it at once"
+                with suppress(OSError):
+                    os.write(2, f"{self.received.name}: {promise}.\n".encode())  # print may be at work already
         elif now - self._received_at > SAME_REQUEST_SECONDS:
             self._exit_now(128 + number)

@@ -24,13 +24,16 @@ from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, whole_tensors
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.serialise import model_differences
+from megatron_packed.config.serialise import changed_options, model_differences
 from megatron_packed.data.progress import Progress as ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.sharding import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+
+_DECIDES_THE_DATA = ("data", "packing", "cuda_graph", "training.seed")
+"""Sections and options that a run's data and their order may depend on."""
 
 
 @dataclass
@@ -330,9 +333,11 @@ class RunState:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
         if (plan_hash, data_hash) == (self.plan_hash, self.data_hash):
             return None
+        changed = changed_options(metadata["config"], self.config, _DECIDES_THE_DATA)
         return (
             f"is a position in other data, or in another order of it (plan {plan_hash[:12]} over tokens "
-            f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}): the data, the "
+            f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}"
+            f"{''.join(f'; {option}' for option in changed)}): the data, the "
             "tokenizer, a packing option (--pad-packed-seq-alignment too, which follows --cp-comm-type and "
             "--context-parallel-size where it is not given), the room that CUDA graphs leave "
             "(--cuda-graph-max-packed-seqs), a batch size or the seed changed; restore them to resume, "

@@ -109,7 +109,7 @@ class Trainer:
             self._say_saved(self.state.saved())
             if exit_code is None and self._due(training.check_weight_hash_across_dp_replicas_interval):
                 exit_code = self._pause(self._check_replicas)
-            if exit_code is None and self._due(training.validation_interval):
+            if exit_code is None and self._validation_due():
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
                 exit_code = self._pause(self.save)
@@ -137,7 +137,9 @@ class Trainer:
         with self._resting():
             self._say_saved(self.state.saved(wait=True))
         if exit_code == ExitCode.PREEMPTED:
-            self.console.say("Stopped on request. Run the same command again to go on.")
+            kept = self.config.checkpoint.save is not None
+            hint = "Run the same command again to go on." if kept else "Nothing is kept: there is no --save."
+            self.console.say(f"Stopped on request. {hint}")
         if exit_code in (None, ExitCode.DONE) and progress.iteration >= training.train_iters:
             self.evaluate_test()
         return ExitCode.DONE if exit_code is None else exit_code
@@ -393,6 +395,11 @@ class Trainer:
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.state.progress.iteration % interval == 0
+
+    def _validation_due(self) -> bool:
+        """At the last step, too: before its checkpoint, which knows of it then and is written once."""
+        interval, last = self.config.training.validation_interval, self.config.training.train_iters
+        return self._due(interval) or (bool(interval) and self.state.progress.iteration == last)
 
     def _pause(self, action: Callable[[], object]) -> ExitCode | None:
         """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""

@@ -206,6 +206,8 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     assert "is a position in other data, or in another order of it (plan " in finished.console
     cures = "pass --finetune to start a new run from these weights, or name another folder by --save and --load"
     assert cures in finished.console
+    for name in changed if isinstance(changed, dict) else ():  # told by its flag, beside the path of the copied data
+        assert re.search(rf"this run has [^)]*; --{name.replace('_', '-')} \S+, was \S+[;)]", finished.console)
     assert (copy / "log.jsonl").read_bytes() == lines
 
 

@@ -77,6 +77,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(data, monkeypatch):
         assert exit_code(["packing", *data, "--seq-length", 64]) == 141
 
 
+def test_ctrl_c_is_no_error(data, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_packed.cli.packing.run", interrupted)
+    assert exit_code(["packing", *data]) == 130
+    assert capsys.readouterr().err == "interrupted.\n"
+
+
 @pytest.mark.parametrize("more, said", [((), " (there is no --eval-interval)"), (("--eval-interval", 2), "")])
 def test_packing_says_who_validates_as_the_run_does(more, said, data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64, "--split", "80,20", *more]) == 0

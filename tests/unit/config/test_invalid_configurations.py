@@ -157,6 +157,7 @@ INVALID = [
     ("--ckpt-step 3", {"--ckpt-step": "--load"}),
     ("--log-jsonl train.jsonl/a/log.jsonl", {"--log-jsonl": "is a file"}),
     ("--log-jsonl train.jsonl", {"--log-jsonl": "and would lose it"}),
+    ("--log-jsonl /dev/null", {"--log-jsonl": "is a device or a pipe"}),
     ("--log-interval 0", {"--log-interval": ">= 1"}),
     ("--report run.html", {"--report": "--log-jsonl"}),
     ("--report run.png --log-jsonl log.jsonl", {"--report": ".html"}),

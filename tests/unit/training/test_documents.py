@@ -127,6 +127,15 @@ def test_test_data_of_its_own() -> None:
         opened("a", tests=True, test_data_path=("absent.jsonl",))
 
 
+def test_bad_lines_of_validation_data_are_told() -> None:
+    with open("v.jsonl", "w") as file:
+        file.write('{"text": "v"}\n' * 3 + '{"text": ""}\n')
+    told = opened("a", "c.jsonl", validates=True, valid_data_path=("v.jsonl", "b"), max_bad_fraction=0.5).sentences
+    first = told.index("--valid-data-path: 4 lines in 1 file: 3 used (3 text), 0 blank, 1 in quarantine")
+    assert told[:first] == opened("a", "c.jsonl").sentences and told[first + 2].startswith("  1 x empty_text: ")
+    assert told[-1] == opened("b").sentences[0]
+
+
 def test_a_blend_in_a_plan() -> None:
     config = run_config({"cuda_graph_impl": "none"}, {"data_path": ("3", "a", "1", "c.jsonl"), "split": "9,1"}, 32)
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)

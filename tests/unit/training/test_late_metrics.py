@@ -59,11 +59,11 @@ def test_while_the_host_waits_for_the_device_it_says_so():
     assert late.flush().seconds == 7e-3 and len(told) == 3
 
 
-def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch):
+def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch, capfd):
     codes, clock = [], [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     before = signal.getsignal(signal.SIGUSR1)
-    with SignalFlag(exit_now=codes.append) as flag:
+    with SignalFlag(exit_now=codes.append, speaks=True) as flag:
         os.kill(os.getpid(), signal.SIGUSR1)
         clock[0] += 0.9  # from the scheduler and from torchrun: one request
         os.kill(os.getpid(), signal.SIGTERM)
@@ -72,3 +72,5 @@ def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == [128 + signal.SIGTERM]
     assert signal.getsignal(signal.SIGUSR1) == before
+    heard = "SIGUSR1: the run will stop behind its next step; a second signal ends it at once.\n"
+    assert capfd.readouterr().err == heard

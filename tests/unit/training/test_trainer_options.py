@@ -54,6 +54,28 @@ def test_skip_train_evaluates_and_stops(data: str) -> None:
     assert Trainer._run(trainer) == ExitCode.DONE and done == ["validation", "test"]  # type: ignore[arg-type]
 
 
+def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> None:
+    """The last one, too, which is validated whether or not --eval-interval says so."""
+    progress, saved = SimpleNamespace(iteration=0, validated_at=0), []
+    none = SimpleNamespace(**dict.fromkeys(("wait_params", "restart", "flush"), lambda: None))
+    trainer = Trainer.__new__(Trainer)
+    trainer.config = config_of("--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3")
+    trainer.state = SimpleNamespace(  # type: ignore[assignment]
+        progress=progress, saved=lambda wait=False: None,
+        save=lambda options: saved.append((progress.iteration, progress.validated_at)),
+    )  # fmt: skip
+    trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
+    trainer.valid, trainer.test, trainer._late = SimpleNamespace(), None, none  # type: ignore[assignment]
+    trainer._garbage, trainer._weights_moved, trainer._saved_at = Garbage(trainer.config.training), False, None
+
+    def one_step() -> None:
+        progress.iteration += 1
+
+    trainer._one_step, trainer._evaluate = one_step, lambda *_: 0.0  # type: ignore[method-assign, assignment]
+    assert trainer._run() == ExitCode.DONE
+    assert saved == [(3, 2), (6, 6), (9, 9)]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
