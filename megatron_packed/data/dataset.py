@@ -127,18 +127,6 @@ class TokenizedDataset:
         self._tokens.read_all()
         self._targets.read_all()
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a model whose vocabulary is too small for the tokens.
-
-        Raises:
-            DataError: with both sizes.
-        """
-        if self.vocab_size > vocab_size:
-            raise DataError(
-                f"the tokenizer of {self.directory} has {self.vocab_size} tokens, the model's vocabulary {vocab_size}; "
-                "train with the model's own tokenizer, or enlarge the vocabulary."
-            )
-
     def _place(self, index: int, start: int, length: int | None) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} does not exist; the data set has {len(self)}, from 0.")

@@ -67,11 +67,6 @@ class PackedSeqParams:
         return self.cu_seqlens.shape[0] - 2
 
     @property
-    def num_document_slots(self) -> int:
-        """Slots of real documents, their padding included; the rest is tail."""
-        return int(self.cu_seqlens_cpu[self.num_seqs])
-
-    @property
     def document_lengths(self) -> NDArray[np.int32]:
         """Slots of each real document, its padding included, ``(num_seqs,)`` int32, on the host."""
         return metadata.lengths_from_cu_seqlens(self.cu_seqlens_cpu.numpy(), self.num_seqs)

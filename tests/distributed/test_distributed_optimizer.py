@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from whole_state import assert_same_bits, same_bits
 
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.data import DataConfig
@@ -94,15 +95,6 @@ def assembled(ranks: list[Found]) -> dict[str, Tensor]:
             filled[place] = True
     assert all(filled.all() for filled in seen.values())
     return whole
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not same_bits(one[name], other[name])] == []
 
 
 def train(

@@ -272,6 +272,13 @@ def losses(log: Path) -> list[float]:
     return [record["lm_loss"] for record in steps(log) if "lm_loss" in record]
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The newest first; every one of them has a valid manifest."""
+    found = find_checkpoints(folder / "checkpoints")
+    assert [candidate.problem for candidate in found if candidate.problem] == []
+    return [candidate.manifest.step for candidate in found]
+
+
 def final_state(checkpoints: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a checkpoint, and the metadata without the configuration (it names the folder)."""
     [path] = [c.path for c in find_checkpoints(checkpoints) if c.manifest is not None and c.manifest.step == iteration]

@@ -7,19 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from faults import full_disk, kill_in_save, signal_in_save, until_logged
-from runs import LAST, Data, assert_same_state, in_folder, run, steps, tiny_options
+from runs import LAST, Data, assert_same_state, in_folder, run, saved_steps, steps, tiny_options
 
-from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.manifest import read_manifest
 
 CHECKPOINT, PREEMPTED = 4, 75
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """The newest first; every one of them has a valid manifest."""
-    found = find_checkpoints(folder / "checkpoints")
-    assert [candidate.problem for candidate in found if candidate.problem] == []
-    return [candidate.manifest.step for candidate in found]
 
 
 def contents(checkpoint: Path) -> list[tuple[str, ...]]:

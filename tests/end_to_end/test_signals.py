@@ -10,9 +10,19 @@ from typing import Any
 
 import pytest
 from faults import as_if_begun_earlier, impatience, signal_all, signal_at, signal_in_save
-from runs import LAST, Data, assert_same_state, in_folder, losses, run, start_torchrun, steps, tiny_options
+from runs import (
+    LAST,
+    Data,
+    assert_same_state,
+    in_folder,
+    losses,
+    run,
+    saved_steps,
+    start_torchrun,
+    steps,
+    tiny_options,
+)
 
-from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.data.loader import Loader
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.trainer import Trainer
@@ -21,13 +31,6 @@ PREEMPTED = 75
 STOPPED = "Stopped on request. Run the same command again to go on."
 STEP = 8
 """The signals arrive in its update; no checkpoint is due at it or at the two steps after it."""
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """The newest first; every one of them has a valid manifest."""
-    found = find_checkpoints(folder / "checkpoints")
-    assert [candidate.problem for candidate in found if candidate.problem] == []
-    return [candidate.manifest.step for candidate in found]
 
 
 def assert_goes_on(

@@ -15,17 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.activation.api import KINDS, Inputs, Kind
-from megatron_packed.ops.triton_mode import device_reasons
+from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 2048
 """Elements of one row in one program: 16 per thread."""
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
-    reasons = device_reasons(inputs.device_type)
-    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
-    return reasons
+    return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
 def run(x_TF: Tensor, kind: Kind) -> Tensor:

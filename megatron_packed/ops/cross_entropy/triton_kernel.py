@@ -16,16 +16,14 @@ from torch import Tensor
 from megatron_packed.ops.cross_entropy.api import Inputs, VocabShard
 from megatron_packed.ops.cross_entropy.chunked import run_chunked
 from megatron_packed.ops.cross_entropy.split import split_step
-from megatron_packed.ops.triton_mode import device_reasons
+from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 4096
 """Logits per step of a program: 16 per thread at 8 warps."""
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
-    reasons = device_reasons(inputs.device_type)
-    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
+    reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.vocab_rows >= 2**31:
         reasons.append(f"a row of {inputs.vocab_rows} logits exceeds 32-bit offsets")
     return reasons

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.shares import sum_shares
-from megatron_packed.ops.triton_mode import device_reasons
+from megatron_packed.ops.triton_mode import fp32_reasons
 
 if TYPE_CHECKING:
     from megatron_packed.ops.gated_rms_norm.api import Inputs
@@ -31,9 +31,7 @@ _BACKWARD_PROGRAMS = 1024  # enough to fill any GPU several times; also the numb
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     """Sentences why the kernels cannot serve these inputs; empty when they can."""
-    reasons = device_reasons(inputs.device_type)
-    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
+    reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.group_size > _LARGEST_GROUP:
         reasons.append(f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the most that fits in registers")
     if inputs.split_group:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.triton_mode import device_reasons
+from megatron_packed.ops.triton_mode import fp32_reasons
 
 if TYPE_CHECKING:
     from megatron_packed.ops.permute.api import Inputs
@@ -25,10 +25,7 @@ _CHANNELS_PER_STEP = 2048
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     """Sentences why the kernels cannot serve these inputs; empty when they can."""
-    reasons = device_reasons(inputs.device_type)
-    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
-    return reasons
+    return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
 def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:

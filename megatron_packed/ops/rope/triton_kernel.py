@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.rope.api import Inputs
-from megatron_packed.ops.triton_mode import device_reasons
+from megatron_packed.ops.triton_mode import fp32_reasons
 
 _HEADS_PER_PROGRAM = 4
 """Heads that share one read of cos and sin; more would leave too few programs for short packs."""
@@ -29,10 +29,7 @@ _PAIRS_PER_PROGRAM = 1024
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
-    reasons = device_reasons(inputs.device_type)
-    if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"it computes in fp32, too little for {inputs.dtype}")
-    return reasons
+    return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
 def run(q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> tuple[Tensor, Tensor]:

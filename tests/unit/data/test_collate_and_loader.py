@@ -148,7 +148,7 @@ def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):
     ladder = Ladder((Cell(1, SLOTS // 2), Cell(1, SLOTS)))
     with Loader(data, plan_of(data, packs_per_step=1), dp_rank=0, total_tokens=SLOTS, ladder=ladder) as loader:
         packed = loader.micro_batches(0)[0].packed
-    assert (packed.num_document_slots, packed.capacity, packed.max_seqlen) == (4, 1, SLOTS)
+    assert (packed.document_lengths.tolist(), packed.capacity, packed.max_seqlen) == ([4], 1, SLOTS)
 
 
 def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):

@@ -59,13 +59,6 @@ def test_entropy_of_targets(tmp_path):
     assert dataset.target_entropy() == pytest.approx(np.log(3))  # a, b and the end, equally often
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
-    dataset = open_lines(tmp_path, LINES, sft=False)
-    dataset.check_vocabulary(260)
-    with pytest.raises(DataError, match=r"260 tokens.*259"):
-        dataset.check_vocabulary(259)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_change_the_result(tmp_path, monkeypatch, threads):
     monkeypatch.setattr("megatron_packed.data.build._CHUNK_LINES", 3)

@@ -19,7 +19,6 @@ def test_fields():
     assert packed.valid.dtype == torch.bool
     assert packed.valid.tolist() == [True] * 8 + [False] * 2
     assert (packed.num_seqs, packed.capacity, packed.total_tokens, packed.max_seqlen) == (2, 4, 10, 5)
-    assert packed.num_document_slots == 8
     assert packed.document_lengths.tolist() == [3, 5]
 
 
@@ -37,7 +36,7 @@ def test_all_tail(capacity):
     assert packed.seq_idx.tolist() == [[0] * 6]
     assert packed.position_ids.tolist() == list(range(6))
     assert not packed.valid.any()
-    assert (packed.num_seqs, packed.num_document_slots, packed.max_seqlen) == (0, 0, 6)
+    assert (packed.num_seqs, packed.max_seqlen) == (0, 6)
     assert packed.document_lengths.size == 0
 
 
