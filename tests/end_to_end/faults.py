@@ -35,6 +35,7 @@ from megatron_packed.training.writers import JsonlWriter
 LOG_SITE = "before a line of the log"
 """The one of the places below that only rank 0 passes."""
 SITES: dict[str, tuple[Any, str]] = {
+    "before a micro-batch": (TrainStep, "_run"),
     "before a forward pass": (HybridModel, "forward"),
     "between backward and all-reduce": (FlatBuffers, "all_reduce"),
     "between all-reduce and update": (Optimizer, "step"),

@@ -149,18 +149,21 @@ def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.multi_gpu
-def test_a_gpu_that_waits_for_a_stopped_process(options: dict[str, Any], tmp_path: Path) -> None:
-    """NCCL's watchdog would kill the process without a word about the step; its host is faster."""
-    fault = partial(stop_beside_gpus, "before a forward pass", 10, 1, 20.0)
-    started = start({**options, **ON_GPU, **TENSOR}, tmp_path, 2, fault)
+@pytest.mark.parametrize("impl", [None, "local", "full_iteration"])
+def test_a_gpu_that_waits_for_a_stopped_process(impl: str | None, options: dict[str, Any], tmp_path: Path) -> None:
+    """NCCL's watchdog would kill the process without a word about the step, and sees nothing of a replay; its host is
+    faster."""
+    fault = partial(stop_beside_gpus, "before a micro-batch", 10, 1, 20.0)
+    started = start({**options, **ON_GPU, **TENSOR, "cuda_graph_impl": impl}, tmp_path, 2, fault)
     started.processes[0].join(90)
     started.kill(1)
     finished = started.wait()
     assert finished.exit_codes[0] == UNFORESEEN, finished.console
+    assert ("CUDA graphs: capturing" in finished.console) == (impl is not None), finished.console
     written = status(tmp_path)
     assert written["rank"] == 1 and written["step"] in (3, 4), written
     # In the loop that waits for a step it can ask the GPU, in the driver it cannot.
-    where = r"training/late_metrics.*, its GPU in nccl:\w+ over tp|\w+/.*: \w+, in step"
+    where = r"training/late_metrics.*, its GPU in nccl:\w+ over \w+|\w+/.*: \w+, in step"
     assert re.search(rf"{SILENT}; rank 0 was in ({where})", written["reason"]), written
 
 
