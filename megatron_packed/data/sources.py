@@ -24,6 +24,8 @@ MAX_LINE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_COMPRESSED = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "unzip"}
+"""First bytes that no text has, and what opens such files."""
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
 
@@ -128,6 +130,14 @@ def _check_file(file: Path) -> None:
         raise DataError(f"{file} is not a regular file; a pipe or device cannot be read twice, write it to a file.")
     if not os.access(file, os.R_OK):
         raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
+    with file.open("rb") as stream:
+        first = stream.read(8)
+    for magic, program in _COMPRESSED.items():
+        if first.startswith(magic):
+            raise DataError(
+                f"{file} is compressed, and of compressed files those of gzip alone are read; `{program} "
+                f"{'-p' if program == 'unzip' else '-dc'} {file} | gzip > NAME.jsonl.gz` makes one."
+            )
 
 
 def file_identity(file: Path) -> str:

@@ -1,8 +1,11 @@
 """Raw lines: gzip, damage, long lines in bounded memory, and which files a path names."""
 
+import bz2
 import gzip
+import lzma
 import os
 import tracemalloc
+import zipfile
 
 import pytest
 
@@ -124,3 +127,18 @@ def test_identity_is_of_the_content(tmp_path, monkeypatch):
     second.write_bytes(b"x" * 4999 + b"y")
     os.utime(second, (0, 0))
     assert file_identity(first) != file_identity(second)
+
+
+@pytest.mark.parametrize("name", ["bz2", "lzma", "zipfile", "zstd"])
+def test_what_is_compressed_otherwise_is_no_damaged_text(name, tmp_path):
+    """One such file among many would be a few bad lines."""
+    file, text = tmp_path / "a.jsonl", b'{"text": "a"}\n' * 99
+    if name == "zipfile":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("a.jsonl", text)
+    elif name == "zstd":  # which Python has from 3.14 on
+        file.write_bytes(b"\x28\xb5\x2f\xfd\x24\x0c" + text)
+    else:
+        file.write_bytes({"bz2": bz2, "lzma": lzma}[name].compress(text))
+    with pytest.raises(DataError, match=r"a\.jsonl is compressed, and .* `(zstd|bzip2|xz|unzip) -"):
+        expand_paths([file])
