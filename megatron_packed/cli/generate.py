@@ -1,7 +1,8 @@
 """Continues a prompt with the newest valid checkpoint of a run, by greedy decoding.
 
-Takes the flags of the run, also by --config and @files; --load names the checkpoints. With --sft the prompt is a user's
-message, written as the chat template writes it; without, it is the beginning of a text.
+Takes the flags of the run, also by --config and @files; --load names the checkpoints. Flags of optimizer and loop may
+be left out. So may the data, or lie elsewhere, but for TrainedBPETokenizer, which is made of it. With --sft the prompt
+is a user's message, written as the chat template writes it; without, it is the beginning of a text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.plan import NO_DATA, without_data
+from megatron_packed.config.data import TRAINED_BPE
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.run import RunConfig
@@ -25,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    config = parse_or_exit(run_flags, launched=False)
+    config = parse_or_exit(without_data(run_flags, uses=("model",)), launched=False, here=False)
     if config.checkpoint.load is None:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
+    if config.data.tokenizer_type == TRAINED_BPE and config.data.train_paths == NO_DATA[1:]:
+        raise UsageError(f"--data-path is required: {TRAINED_BPE} is made of it.")
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
     apply_environment(config.training)  # before torch is imported
@@ -54,8 +59,14 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.models.generate import generate
     from megatron_packed.training.build import device_of
     from megatron_packed.training.data import build_tokenizer
+    from megatron_packed.training.implementation import check_implementation
     from megatron_packed.training.inference import load_model
 
+    try:
+        device = device_of(config)
+        check_implementation(config, device)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     end = tokenizer.eod_id
     if config.data.sft:
@@ -77,5 +88,5 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
             f"a prompt of {len(tokens)} tokens and --max-new-tokens {max_new_tokens} go beyond the {positions} "
             "positions of the rotary tables; shorten one of them."
         )
-    model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device_of(config))
+    model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
     return tokenizer.decode(generate(model, tokens, max_new_tokens, eod=end), skip_special=True).strip()

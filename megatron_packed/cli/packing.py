@@ -7,7 +7,7 @@ data, tokenizer, packing and --seed decide the numbers. Those of model, optimize
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.config.flags import parse_or_exit
@@ -48,10 +48,15 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
-def with_unused_flags(run_flags: Sequence[str]) -> list[str]:
-    """The flags, and before them those that a whole run would require and nobody gave."""
+def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
+    """The flags, and before them those that a whole run would require and nobody gave.
+
+    Args:
+        uses: the sections of which the command uses what a run requires.
+    """
     given = gather(run_flags).values
-    found = {*given, *(key.partition(".")[0] for key in given if key != "model.vocab_size")}  # it is a tokenizer's too
+    sections = {key.partition(".")[0] for key in given if key != "model.vocab_size"}  # that is a tokenizer's, too
+    found = {*uses, *given, *sections}
     if "training.train_samples" in given:  # which says how many iterations there are
         found.add("training.train_iters")
     unused = [word for key, words in _UNUSED.items() if key not in found for word in words]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"--world-size {arguments.world_size}: must be at least 1 and at most {MOST_PROCESSES:,}.")
     if not 0 < arguments.gpu_memory_gib * GIB < inf:
         raise UsageError(f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0, and finite.")
-    config = parse_or_exit(_complete(run_flags), launched=False, world_size=arguments.world_size, here=False)
+    config = parse_or_exit(without_data(run_flags), launched=False, world_size=arguments.world_size, here=False)
     world_size = arguments.world_size or fewest_processes(config.parallel)
     from megatron_packed.training.plan import changes, estimates, step_work
 
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
-def _complete(run_flags: Sequence[str]) -> list[str]:
-    """The flags, with those that a run requires and a plan does not use."""
+def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
+    """As `with_unused_flags`, for a command that can do without data, too."""
     given = gather(run_flags).values
     has_data = set(TRAINING_DATA) & set(given)
-    return with_unused_flags([*([] if has_data else NO_DATA), *run_flags])
+    return with_unused_flags([*([] if has_data else NO_DATA), *run_flags], uses)
 
 
 def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:

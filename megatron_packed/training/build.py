@@ -21,10 +21,16 @@ from megatron_packed.training.train_step import TrainStep, counter_slots, extra_
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one."""
-    name = config.training.device
+    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one.
+
+    Raises:
+        ValueError: it asks for a GPU, and there is none.
+    """
+    name, has_gpu = config.training.device, torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ValueError("--device cuda: torch sees no GPU here; leave it out, or show one (CUDA_VISIBLE_DEVICES).")
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if has_gpu else "cpu"
     return torch.device(name)
 
 

@@ -7,6 +7,7 @@ and builds no model.
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.ops.zigzag_attention import api as zigzag_attention
 from megatron_packed.training.build import backends_of, device_of, dtype_of
+from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.metrics import peak_flops
 
 ON, PARTIAL, OFF = "on", "partial", "off"
@@ -58,8 +60,17 @@ class Capability(NamedTuple):
 
 
 def explain(config: RunConfig) -> str:
-    """All capabilities as a table for a terminal."""
-    rows = list(capabilities(config, device_of(config), environment_number(os.environ, "WORLD_SIZE", 1, [])))
+    """All capabilities as a table for a terminal.
+
+    Raises:
+        SystemExit: the device that the configuration names is not here; says so.
+    """
+    try:
+        device = device_of(config)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE) from None
+    rows = list(capabilities(config, device, environment_number(os.environ, "WORLD_SIZE", 1, [])))
     width = max(len(row.name) for row in rows)
     lines = []
     for row in rows:

@@ -8,6 +8,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
@@ -19,6 +20,7 @@ from megatron_packed.models.generate import generate
 from megatron_packed.training.build import build_job
 from megatron_packed.training.curves import OF_A_STEP
 from megatron_packed.training.documents import build_tokenizer
+from megatron_packed.training.explain import explain
 from megatron_packed.training.state import RunState
 
 MODEL = ["--hybrid-layer-pattern", "M*-", "--hidden-size", "16", "--num-attention-heads", "2", "--mamba-head-dim", "8",
@@ -215,6 +217,33 @@ def test_generate_takes_the_flags_of_a_run_of_several_processes(run_flags, capsy
         assert exit_code(["generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+
+
+def test_generate_needs_the_model_and_its_checkpoint_alone(run_flags, capsys):
+    save_checkpoint(run_flags, 3)
+    least = [*MODEL, *run_flags[run_flags.index("--load") :][:2], "--seq-length", 64, "--prompt", "the"]
+    said = []
+    for flags in (least, [*least, "--data-path", "elsewhere.jsonl"], [*run_flags, "--prompt", "the"]):
+        assert exit_code(["generate", *flags, "--max-new-tokens", 5]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+    assert exit_code(["generate", *least[len(MODEL) :]]) == 2
+    assert "--hybrid-layer-pattern" in capsys.readouterr().err
+    assert exit_code(["generate", *least, "--tokenizer-type", "TrainedBPETokenizer"]) == 2
+    assert "--data-path is required" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("command", ["generate", "tune", "explain"])
+def test_a_gpu_that_is_not_here_is_told(command, run_flags, tmp_path, capsys):
+    flags = ["cuda" if word == "cpu" else word for word in run_flags]
+    if command == "explain":
+        with pytest.raises(SystemExit, match="2"):
+            explain(parse(flags))
+    else:
+        more = {"generate": ["--prompt", "a"], "tune": ["--measure", tmp_path / "costs.json"]}[command]
+        assert exit_code([command, *flags, *more]) == 2
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
 
 
 def test_generate_without_a_checkpoint(run_flags, capsys):
