@@ -57,6 +57,8 @@ def test_4096_ranks_in_ten_seconds():
     rows = found["ranks"]["balanced experts"]["bytes"]
     # bf16 beside fp32 gradients; masters and moments of the eighth or 512th that a rank owns.
     assert rows["parameters"] * 1.8 < rows["gradients"] < 2 * rows["parameters"] < 20 * rows["optimizer state"]
+    worst = found["ranks"]["all tokens here"]["bytes"]
+    assert worst["expert buffers"] > 10 * rows["expert buffers"] and worst["parameters"] == rows["parameters"]
     assert all(rows[name] > 0 for name in ("SSM states", "expert buffers", "communication buffers", "activations"))
     assert 0 < rows["of it the CUDA graphs' pool"] < rows["peak in torch's allocator"] < rows["total"]
 

@@ -87,6 +87,62 @@ def test_experts_that_follow_the_routing():
     assert of(**bounded, even=False).peak.bytes == of(**bounded).peak.bytes
 
 
+def moments_of(symbol, layout, **options):
+    """Moments of a layer of one kind, and those around the layers, by name, of packs of 4096 slots; in bf16."""
+    model = HybridModel(
+        tiny_config(symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}),
+        vocab_size=VOCAB, max_positions=256, groups=ParallelGroups.unjoined(Layout(**layout)), device="meta",
+        dtype=BF16, **options,
+    )  # fmt: skip
+    work = Work(tokens=4096, documents=4, element=2)
+    parts = (*footprints(model, work), ends(model, work))
+    return {moment.name: moment.extra for part in parts for moment in part.moments}
+
+
+def bytes_at(moments, kind, *names):
+    return [moments[name].get(kind, 0) for name in names]
+
+
+@pytest.mark.parametrize(("comm", "exchanged", "ranks"), [("a2a", 1, 0), ("p2p", 0, 2), ("all_gather", 0, 4)])
+def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
+    """Heads of its 1024 rows, or keys and values of all ranks, or of this one and the next."""
+    query, key = 1024 * 4 * 8 * 2, 1024 * 2 * 8 * 2
+    moments = moments_of("*", {"world_size": 4, "cp_size": 4}, cp_comm_type=comm)
+    names = ("forward", "backward of attention", "backward of queries, keys and values")
+    heads, travelling = exchanged * (query + 2 * key), ranks * 2 * key
+    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [heads + travelling, travelling, heads]
+
+
+def test_what_a_scan_moves_and_its_states():
+    """Two ranks: all rows of two of four heads of 8, with B and C of 16 for one of two groups, and dt."""
+    exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
+    moments = moments_of("M", {"world_size": 2, "cp_size": 2})
+    names = ("forward of the scan", "forward", "backward of the convolution")
+    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [exchanged, 4096 * 2 * 8 * 2, 2 * exchanged]
+    states = chunks * 2 * 8 * 16  # in fp32 and in bf16; and their gradients
+    assert bytes_at(moments, Kind.STATES, names[0], "backward of the scan") == [states * 6, states * 12]
+
+
+def test_what_experts_move():
+    """All tokens of five ranks and their results; or each token's routes: before they leave, as they come, back."""
+    five, names = {"world_size": 5, "ep_size": 5}, ("forward of the experts", "backward of the dispatch")
+    row, topk = 32 * 2, tiny_config("E").moe_router_topk
+    gathered = moments_of("E", five, moe_token_dispatcher_type="allgather")
+    sent = moments_of("E", five, moe_token_dispatcher_type="alltoall")
+    assert bytes_at(gathered, Kind.COMMUNICATION, *names) == [2 * 5 * 4096 * row, 5 * 4096 * row]
+    assert bytes_at(sent, Kind.COMMUNICATION, *names) == [0, 2 * 4096 * topk * row]
+    experts = (moments[names[0]].get(Kind.EXPERTS, 0) for moments in (gathered, sent))
+    assert list(experts) == [0, 3 * 4096 * topk * row]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_what_tensor_parallel_ranks_move(divided):
+    """A hidden state of all rows in every layer; in front of the loss only where each rank has rows of its own."""
+    moments = moments_of("-", {"world_size": 2, "tp_size": 2}, sequence_parallel=divided)
+    hidden = 4096 * 32 * 2
+    assert bytes_at(moments, Kind.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
+
+
 class Inputs:
     """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in place of the rest."""
 
