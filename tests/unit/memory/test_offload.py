@@ -71,6 +71,9 @@ def test_small_tensors_and_others_of_the_same_bundle():
     taken = kept.take()
     assert taken[0] is small and taken[2] is small and torch.equal(taken[1], large)
     assert offload.pool.num_bytes == 512
+    elsewhere = torch.empty(100, device="meta")  # on another device, as a host's tensor beside those of a GPU
+    kept = offload.keep([large, elsewhere])
+    assert kept.take()[1] is elsewhere and isinstance(offload.keep([elsewhere]), SavedByAutograd)
 
 
 def test_what_comes_back_is_as_well_aligned_as_it_was():

@@ -13,6 +13,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.activations import Kind, Work, ends, footprints
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.memory_estimate import communicators_of, estimate, optimizer_bytes, parameter_bytes
+from megatron_packed.models.recomputed import Recomputed
 from megatron_packed.optim.optimizer import Optimizer
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -202,6 +203,21 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
     found = estimate(model, layout, work).peak.bytes
     assert found == (4 // size - 1) * hidden + size * layer.saved_bytes + most
     assert found < estimate(plain, layout, work).peak.bytes
+
+
+def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
+    """Two ranks of 2048 rows: four heads of 8, keys and values of two, in bf16, in place of what was exchanged."""
+    memory = MemoryConfig(recompute_granularity="selective")
+    model = HybridModel(
+        tiny_config("*"), vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory,
+        groups=ParallelGroups.unjoined(Layout(world_size=2, cp_size=2)),
+    )  # fmt: skip
+    work = Work(tokens=4096, documents=4, element=2)
+    layers = footprints(model, work)
+    keeping = Recomputed(model, work)
+    kept = {term for term in layers[0].saved if keeping.keeps(0, "*", term)}
+    assert kept == {"norm.input", "norm.statistics", "qkv.input", "proj.input"}
+    assert keeping.instead(layers) == 2048 * (4 + 2 * 2) * 8 * 2
 
 
 def memory_of(pattern, *, tokens=4096, **options):
