@@ -250,6 +250,18 @@ def test_strict_makes_a_module_that_runs_eagerly_an_error():
         job.runner.modules[1](torch.randn(T, 32, requires_grad=True), "something else")
 
 
+def test_what_tables_cannot_ask_is_checked_before_a_replay(jobs, monkeypatch):
+    def refuse(packed):
+        raise ValueError(f"no room for a document of {packed.document_lengths.max()} tokens")
+
+    runner = jobs[1].runner
+    monkeypatch.setattr(runner, "_check", refuse)
+    before = runner.counters.replays
+    with pytest.raises(ValueError, match="document of 9 tokens"):
+        runner.place(pack([5, 9]))
+    assert runner.counters.replays == before
+
+
 def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
     eager, graphed = Job(tiny_model("M*")), Job(tiny_model("M*"), graphs=True)
 

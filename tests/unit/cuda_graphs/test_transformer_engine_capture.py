@@ -172,6 +172,26 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
     assert {key.split(":")[0] for key in chain.runner.counters.module_fallbacks} == {"module 1"}
 
 
+def test_what_a_failed_capture_leaves_behind_is_tidied_up():
+    """No other capture comes behind that would do it."""
+
+    def fails(callables, samples, **options):
+        options["post_warmup_hook"]()
+        options["capture_time_hooks"][0]["forward_pre_hooks"][0](callables[0])
+        gc.disable()
+        for parameter in callables[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        raise RuntimeError("operation failed")
+
+    try:
+        chain = by_engine(Foreign(), made=transformer_engine.Maker(fails, lambda: None))
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+    assert "operation failed" in chain.said[0]
+    assert all(parameter.grad is None for parameter in chain.modules.parameters())
+
+
 @pytest.mark.parametrize("passes_wait", [False, True])
 def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wait_in_it(passes_wait):
     """They could not be told: each is in the middle of the pass. A capture that finds none can be left out."""
