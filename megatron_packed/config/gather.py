@@ -67,6 +67,8 @@ def gather(argv: Sequence[str]) -> Given:
         for occurrence in occurrences:
             if (level == FLAG) == (occurrence.source == COMMAND_LINE) and occurrence.flag != "--config":
                 _apply_flag(occurrence, level, given)
+    if any(problem.option.startswith(("@", "--config")) for problem in given.problems):
+        given.expect(described.key for described in every_field())  # what the file would have said is not missing
     return given
 
 

@@ -366,6 +366,13 @@ def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: b
     assert problem.option == "--cuda-graph-impl" and rule in problem.rule and cure in problem.cure, str(problem)
 
 
+@pytest.mark.parametrize("words", [["@absent.args"], ["--config", "absent.yaml"]])
+def test_what_a_file_that_cannot_be_read_would_have_said_is_not_missing(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*words, "--lr", "x"])
+    assert [problem.option for problem in caught.value.problems] == [words[0], "--lr"], str(caught.value)
+
+
 def test_the_right_command_line_is_right(right) -> None:
     argv, _ = command_line(right, "")
     assert parse(argv).model.num_layers == 3
