@@ -13,7 +13,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage import Garbage
 from megatron_packed.training.pretrain import _restore
-from megatron_packed.training.trainer import Trainer
+from megatron_packed.training.trainer import Trainer, bad_places
 
 
 def config_of(flags: str) -> RunConfig:
@@ -97,3 +97,10 @@ def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | Non
     else:
         _restore(config_of(flags), state, console)  # type: ignore[arg-type]
         assert lines == [said]
+
+
+def test_ranks_that_share_a_pack_are_one_place_of_a_non_finite_value():
+    """Named by the first micro-batch that one of them has seen it in."""
+    assert bad_places({2: 1, 3: 0}, 2) == ["micro-batch 0 of ranks 2 to 3"]
+    assert bad_places({1: 3, 6: 2}, 4) == ["micro-batch 3 of ranks 0 to 3", "micro-batch 2 of ranks 4 to 7"]
+    assert bad_places({1: 1, 2: 0}, 1) == ["micro-batch 1 of rank 1", "micro-batch 0 of rank 2"]
