@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError, check_ending
@@ -199,6 +201,7 @@ def _costs(
         return _read_costs(arguments.costs, config, has_model)
     if arguments.measure is None:
         return None
+    _check_place(arguments.measure)
     import torch
 
     from megatron_packed.cuda_graphs.counters import GraphFallbackError
@@ -227,6 +230,21 @@ def _costs(
     except OSError as error:
         raise UsageError(f"--measure {arguments.measure}: {error.strerror}; correct the path.") from None
     return costs
+
+
+def _check_place(file: str) -> None:
+    """Before minutes of measuring: whether a table can be written, and what would be lost."""
+    from megatron_packed.data.step_cost import StepCosts
+
+    try:
+        if Path(file).exists():
+            StepCosts.load(file)
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=Path(file).parent).close()
+    except OSError as error:
+        raise UsageError(f"--measure {file}: {error.strerror}; correct the path.") from None
+    except ValueError:
+        raise UsageError(f"--measure {file} is no table of step costs, and would be lost; give a new name.") from None
 
 
 def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:

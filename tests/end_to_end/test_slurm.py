@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -157,6 +158,20 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
     script = [sys.executable, str(TEMPLATE.with_name("capacities.py")), str(tmp_path / "run")]
     lines = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["capacity", "16,64", "64"]
+
+
+@pytest.mark.parametrize("name", ["pretrain.sbatch", "sweep_capacities.sbatch"])
+def test_what_slurm_is_asked_for(name: str) -> None:
+    """What no fake of SLURM would miss: to warn by the signal that a run saves at, and to begin a job again."""
+    lines = TEMPLATE.with_name(name).read_text().splitlines()
+    words = [line.removeprefix("#SBATCH --").partition("=") for line in lines if line.startswith("#SBATCH --")]
+    asked = {option: value for option, _, value in words}
+    assert {"requeue", "exclusive"} <= asked.keys()
+    assert (asked["open-mode"], asked["ntasks-per-node"]) == ("append", "1")
+    number, _, seconds = asked["signal"].partition("@")
+    [waits] = re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", TEMPLATE.read_text())
+    assert number == "USR1" and number in TEMPLATE.read_text().partition("--signals-to-handle ")[2].partition(" ")[0]
+    assert int(seconds) > int(waits) > 30  # torchrun's own default
 
 
 def test_shellcheck() -> None:

@@ -201,6 +201,18 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     assert code == 2 and "packs of 64 tokens, and these have 32" in problem
 
 
+def test_a_place_that_cannot_be_measured_to_is_told_before(lengths, capsys, monkeypatch):
+    monkeypatch.setattr(tune_command, "apply_environment", lambda training: None)
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("minutes are lost"))
+    before = lengths.read_bytes()
+    flags = ["--seq-length", 64, "--lengths", lengths, "--vocab-size", 64, *ATTENTION, "--measure"]
+    for place, words in ((lengths, "is no table of step costs, and would be lost"), (lengths / "x", "correct the path"),
+                         (lengths.parent, "correct the path")):  # fmt: skip
+        code, problem = refusal(capsys, *flags, place)
+        assert code == 2 and words in problem
+    assert lengths.read_bytes() == before
+
+
 @pytest.mark.parametrize("text, words", [("12\n0\n", "line 2"), ("12 3 4\n", "line 1"), ("", "one there must be"),
                                          ("5 0\n", "one there must be"), ("5\n-1", "line 2"),
                                          ("5\nx\n", "line 2")])  # fmt: skip
