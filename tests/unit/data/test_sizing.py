@@ -67,6 +67,12 @@ def test_tables_that_cannot_be(changes):
         table(**changes)
 
 
+def test_more_work_never_costs_less():
+    """Times that noise has turned round: their mean, whatever the work."""
+    costs = table(packs=(timed(2, 1, 9.0), timed(2, 3, 7.0)))
+    assert costs.milliseconds(np.array([2, 2]), np.array([0, 100])).tolist() == [8.0, 8.0]
+
+
 def test_one_amount_of_work_has_no_slope():
     costs = table(packs=(timed(2, 5, 7.0), timed(2, 5, 9.0)))
     assert costs.milliseconds(np.array([2, 2]), np.array([1, 100])).tolist() == [8.0, 8.0]

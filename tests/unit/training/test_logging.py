@@ -210,6 +210,19 @@ def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
         assert part in page, part
 
 
+def test_report_says_rates_and_how_long_steps_waited(tmp_path):
+    """Medians without the first five steps, which compile; the share of those that say how long they waited."""
+    lines = [{**record(i).as_dict(), "tokens_per_second": 100.0 * i, "step_time_ms": 10.0 * i} for i in range(1, 11)]
+    for line in lines[:6]:
+        line.pop("data_wait_ms", None)
+    for line in lines[6:]:
+        line["data_wait_ms"] = 0.25 * line["step_time_ms"]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
+    assert "<td>800 real tokens/s</td>" in page and "<td>80.0 ms</td>" in page
+    assert "<td>25.0 % of the time of steps</td>" in page
+
+
 def test_report_of_a_run_that_ended_in_nan(tmp_path):
     writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1)
     for made in (record(1), record(2, loss=math.nan, skipped=True)):
