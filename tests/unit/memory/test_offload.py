@@ -210,6 +210,22 @@ def test_a_block_is_unpinned_only_when_its_last_copy_is_done():
     assert other is not None and streams.host_bytes == offload.pool.num_bytes == 512 + 4096
 
 
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_blocks_are_given_up_only_when_all_copies_are_done(how, monkeypatch):
+    offload, seen = offloader(streams := LateStreams()), []
+    kept = [offload.keep([streams.tensor(pack(5, number))]) for number in range(3)]
+    kept.pop().take(), kept.pop().take()
+    give_up = offload.pool.reset
+
+    def all_done():
+        return all(streams.position[name] == len(queue) for name, queue in streams.queues.items())
+
+    monkeypatch.setattr(offload.pool, "reset", lambda: (seen.append(all_done()), give_up()))
+    assert not all_done()
+    getattr(offload, how)()
+    assert seen and all(seen)
+
+
 def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else():
     offload = offloader()
     for rows in (300, 200, 100):
