@@ -100,7 +100,7 @@ def assert_same_run(found: Path, expected: Path) -> list[dict[str, Any]]:
         [{name: value for name, value in line.items() if not name.startswith(SKIPPED)} for line in of_run]
         for of_run in (lines, steps(expected / "log.jsonl"))
     ]
-    assert logs[0] == logs[1] and len(logs[0]) == STEPS + 2
+    assert logs[0] == logs[1] and len(logs[0]) == STEPS + 3  # validations behind steps 3, 6 and 8
     assert_same_state(found / "checkpoints", expected / "checkpoints", STEPS)
     return [line for line in lines if "lm_loss" in line]
 
