@@ -1,10 +1,12 @@
 """Is the step time that `megatron-packed tune --measure` predicts the step time of a run?
 
-    python benchmarks/tune_prediction.py [hybrid1b] [shard8b] [--capacities N ...]
+    python benchmarks/tune_prediction.py [hybrid1b] [shard8b] [--lengths FILE ...] [--capacities N ...]
 
-Makes documents of long-tailed lengths, lets `tune` measure the model on them, and trains with graphs for each capacity:
-the recommended one and those given, that hold every pack. The run's mean step time is taken from its log, without the
-first steps; no micro-batch may have run eagerly. Fails where a prediction is more than a tenth off.
+Makes documents, lets `tune` measure the model on them, and trains with graphs for each capacity: the recommended one,
+twice and four times as many documents, or those given that hold every pack. Lengths are long-tailed, or those of real
+data (`--lengths`: tokens, one number to a line; documents longer than a pack are cut). The run's mean step time is
+taken from its log, without the first steps; no micro-batch may have run eagerly. Fails where a prediction is more than
+a tenth off.
 """
 
 from __future__ import annotations
@@ -24,8 +26,6 @@ import harness
 from model_step import CONFIGS
 from workloads import device_from
 
-CAPACITIES = (64, 256)
-"""Beside the recommended one."""
 ALLOWED = 0.1
 STEPS, SKIPPED = 40, 15
 REPOSITORY = Path(__file__).parent.parent
@@ -48,20 +48,27 @@ def flags_of(config: str, tiny: bool) -> list[str]:
     return [*flags, "--squared-relu", "--disable-bias-linear", *(["--device", "cpu"] if tiny else ["--bf16"])]
 
 
-def write_documents(path: Path, tokens: int, packs: int) -> None:
-    """Texts that fill about so many packs."""
-    draw = np.random.default_rng(0)
-    lengths = np.clip(np.exp(np.log(tokens / 30) + 1.2 * draw.standard_normal(packs * 30)), 1, tokens).astype(int)
+def document_lengths(path: Path | None, tokens: int, packs: int) -> list[int]:
+    """Of documents that fill about so many packs, the token at their end among them."""
+    if path is None:
+        draw = np.random.default_rng(0)
+        lengths = np.exp(np.log(tokens / 30) + 1.2 * draw.standard_normal(packs * 30))
+    else:
+        lengths = np.loadtxt(path, ndmin=1)
+    lengths = np.clip(lengths, 2, tokens).astype(int)
     ends = np.searchsorted(np.cumsum(lengths), tokens * packs)
-    letters = draw.integers(97, 123, tokens, dtype=np.uint8).tobytes().decode()
-    path.write_text("".join(json.dumps({"text": letters[:length]}) + "\n" for length in lengths[: ends + 1]))
+    return list(map(int, lengths[: ends + 1]))
 
 
-def tuned(flags: list[str], data: Path, capacities: list[int]) -> dict[str, Any]:
+def write_documents(path: Path, lengths: list[int]) -> None:
+    letters = np.random.default_rng(0).integers(97, 123, max(lengths), dtype=np.uint8).tobytes().decode()
+    path.write_text("".join(json.dumps({"text": letters[: length - 1]}) + "\n" for length in lengths))
+
+
+def tuned(flags: list[str], data: Path, *more: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "megatron_packed.cli.main", "tune", *flags, "--data", str(data), "--json",
-               "--packing-method", "balanced", "--measure", str(data.with_name("costs.json"))]  # fmt: skip
-    more = ["--capacities", *map(str, capacities)] if capacities else []
-    ran = subprocess.run([*command, *more], stdout=subprocess.PIPE, text=True, check=True, cwd=REPOSITORY)
+               "--packing-method", "balanced", *map(str, more)]  # fmt: skip
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=REPOSITORY)
     return dict(json.loads(ran.stdout))
 
 
@@ -77,23 +84,25 @@ def trained(flags: list[str], data: Path, capacity: int, steps: int) -> list[dic
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def compare(config: str, asked: list[int], tiny: bool, quick: bool) -> list[dict[str, Any]]:
+def compare(config: str, path: Path | None, asked: list[int], tiny: bool, quick: bool) -> list[dict[str, Any]]:
     flags = flags_of(config, tiny)
     tokens = 256 if tiny else CONFIGS[config]["T"]
     steps, skipped = (6, 2) if quick else (STEPS, SKIPPED)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "documents.jsonl"
-        write_documents(data, tokens, 4 * steps)
-        prediction = tuned(flags, data, [capacity for capacity in asked if capacity <= tokens])
-        most = prediction["packers"][0]["max"]
-        for capacity in sorted({most, *(capacity for capacity in asked if most <= capacity <= tokens)}):
+        write_documents(data, document_lengths(path, tokens, 4 * steps))
+        most = tuned(flags, data)["packers"][0]["max"]
+        capacities = sorted({most, *(n for n in asked or (2 * most, 4 * most) if most <= n <= tokens)})
+        prediction = tuned(flags, data, "--measure", data.with_name("costs.json"), "--capacities", *capacities)
+        for capacity in capacities:
             expected = prediction["by_capacity"][str(capacity)]
             lines = trained(flags, data, capacity, steps)
             times = [line["step_time_ms"] for line in lines[skipped:]]
             measured = statistics.mean(times)
             found.append({
-                "config": config, "capacity": capacity, "documents": most, "predicted_ms": expected["step_ms"],
+                "config": config, "data": "made up" if path is None else path.stem, "capacity": capacity,
+                "documents": most, "predicted_ms": expected["step_ms"],
                 "measured_ms": measured, "median_ms": statistics.median(times),
                 "predicted_over_measured": expected["step_ms"] / measured,
                 "fallbacks": sum(line.get("graph_fallbacks", 0) for line in lines), "steps": len(times),
@@ -106,11 +115,12 @@ def compare(config: str, asked: list[int], tiny: bool, quick: bool) -> list[dict
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     return [
         {
-            "config": config, "capacity": one["capacity"], "documents at most": one["documents"],
+            "config": config, "data": one.get("data", "made up"), "capacity": one["capacity"],
+            "documents at most": one["documents"],
             "predicted ms": f"{one['predicted_ms']:.1f}", "measured ms: mean, median of steps":
             f"{one['measured_ms']:.1f}, {one['median_ms']:.1f} of {one['steps']}",
             "predicted / measured": f"{one['predicted_over_measured']:.3f}", "fallbacks": one["fallbacks"],
-            **({"plan": one["plan_hash"]} if "plan_hash" in one else {}),
+            **({"plan": one["plan_hash"][:12]} if "plan_hash" in one else {}),
         }
         for config, found in results.items()
         for one in found
@@ -120,14 +130,17 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
-    parser.add_argument("--capacities", nargs="*", type=int, default=CAPACITIES, help="beside the recommended one")
+    parser.add_argument("--lengths", nargs="+", type=Path, default=[None], help="tokens of real documents, by data set")
+    parser.add_argument("--capacities", nargs="+", type=int, default=[], help="beside the recommended one")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     tiny = device_from(arguments.device).type == "cpu"
     results: dict[str, Any] = {}
     for config in arguments.configs or CONFIGS:
-        results[config] = compare(config, list(arguments.capacities), tiny, arguments.quick)
-        harness.save("tune_prediction", results, folder=arguments.results)
+        results[config] = []
+        for path in arguments.lengths:
+            results[config] += compare(config, path, arguments.capacities, tiny, arguments.quick)
+            harness.save("tune_prediction", results, folder=arguments.results)
     print(harness.table(rows_of(results)))
     rows = [row for found in results.values() for row in found]
     off = [row for row in rows if row["fallbacks"] or abs(row["predicted_over_measured"] - 1) > ALLOWED]
