@@ -126,7 +126,7 @@ def options_of(name: str, impl: str) -> dict[str, Any]:
 @pytest.mark.shows(
     lambda impl: f"graphs: {impl}", of=lambda name, processes, impl: (processes, MODEL, options_of(name, impl))
 )
-@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+@pytest.mark.parametrize("impl", ["local", "full_iteration", "transformer_engine"])
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
 def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
     name: str, processes: int, impl: str, pools: WorkerPools

@@ -1,0 +1,58 @@
+"""`benchmarks/repeatability.py` on the CPU, with the stand-in for capture, and what it says of outcomes that differ."""
+
+import pytest
+import torch
+from test_graph_step import TINY, stand_in
+
+import harness
+import repeatability
+from repeatability import EXACT, PADDED, REPLAY, Outcome, checksums, judged, rows_of
+
+CPU = torch.device("cpu")
+USUAL = Outcome((4.0, 2.0), (1.0, 8.0), (10, 20, 30), 7)
+OTHER = Outcome((4.0, 2.5), (1.0, 8.0), (10, 20, 31), 8)
+NAMES = ["embedding", "layers.0", "layers.1"]
+
+
+def test_every_path_runs_the_same_steps():
+    found = repeatability.run(TINY, "fastest", 2, 2, CPU, stand_in.RecordingEngine)
+    assert list(found["paths"]) == [EXACT, PADDED, REPLAY] and found["steps"] == 4
+    assert {"varlen_attention", "causal_conv1d", "ssd"} <= set(found["backends"])
+    assert set(found["backends"].values()) == {"reference"}
+    for one in found["paths"].values():
+        assert (one["outcomes"], one["first_gradients"], one["as_eager_ever"]) == ([2], [2], 2)
+        assert one["norm_apart"] == one["loss_apart"] == [0.0] * 4 and one["different_gradients"] == []
+    rows = rows_of(harness.plain({"tiny": {"fastest": found}}))
+    assert [row["path"] for row in rows] == [EXACT, PADDED, REPLAY]
+
+
+def test_outcomes_that_differ_are_told_apart():
+    found = judged({PADDED: [USUAL, USUAL, OTHER], REPLAY: [OTHER, replace_weights(USUAL)], EXACT: [USUAL]}, NAMES)
+    assert (found[PADDED]["outcomes"], found[PADDED]["as_eager_usually"]) == ([2, 1], 2)
+    assert found[PADDED]["loss_apart"] == [0.0, 0.25] and found[PADDED]["norm_apart"] == [0.0, 0.0]
+    assert found[PADDED]["different_gradients"] == ["layers.1"]
+    replay = found[REPLAY]
+    assert (replay["outcomes"], replay["as_eager_usually"], replay["as_eager_ever"]) == ([1, 1], 0, 1)
+    assert found[EXACT]["as_eager_usually"] == 1 and found[EXACT]["different_gradients"] == []
+
+
+def replace_weights(outcome):
+    return outcome._replace(weights=outcome.weights + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_one_bit_and_where_it_is(dtype):
+    one = torch.arange(6, dtype=dtype).reshape(2, 3)
+    moved, bit = one.clone(), one.clone()
+    moved[0, 1], moved[0, 2] = one[0, 2], one[0, 1]
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    bit.view(kind)[1, 2] ^= 1
+    sums = checksums([one, moved, bit, one.clone()]).tolist()
+    assert len(set(sums)) == 3 and sums[0] == sums[3]
+
+
+def test_a_process_of_each_choice_of_kernels_has_its_environment():
+    fastest, attention, scan, everything = repeatability.KERNELS.values()
+    assert fastest.environment == attention.environment and not fastest.attention and attention.attention
+    assert scan.environment["MAMBA_DETERMINISTIC"] == scan.environment["CAUSAL_CONV1D_DETERMINISTIC"] == "1"
+    assert everything.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and everything.attention
