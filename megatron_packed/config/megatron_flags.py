@@ -263,7 +263,8 @@ REFUSED: tuple[Refused, ...] = (
         ("--full-validation",),
     ),
     Refused(
-        "the batch size is constant", "use --global-batch-size",
+        "the batch size is constant while a run lasts",
+        "use --global-batch-size, with another value when the run is resumed",
         ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
     ),
     Refused(

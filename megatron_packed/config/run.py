@@ -97,6 +97,26 @@ class RunConfig:
         return samples / self.packing.global_batch_size if samples else iters
 
     @property
+    def schedule_units(self) -> set[str]:
+        """Of ``iters`` and ``samples``, those that lengths of the learning rate's schedule are given in."""
+        names = (name for both in SAMPLE_UNITS.items() for name in both)
+        units = {name.rpartition("_")[2] for name in names if getattr(self.optim, name)}
+        if not self.optim.lr_decay_iters and not self.optim.lr_decay_samples:
+            units.add("iters" if self.training.train_samples is None else "samples")
+        return units
+
+    def last_iteration(self, origin: int = 0) -> int:
+        """At which the run ends: of ``train_samples``, where no further whole batch is left of them.
+
+        Args:
+            origin: packs trained on beyond ``packs_per_step`` in every iteration (`PackPlan.origin`).
+        """
+        samples = self.training.train_samples
+        if samples is None:
+            return self.training.train_iters
+        return (samples // self.packing.micro_batch_size - origin) // self.packs_per_step()
+
+    @property
     def validates(self) -> bool:
         """Whether there are validations."""
         return bool(self.training.validation_interval) and self.data.has_validation

@@ -3,8 +3,8 @@ micro-batch.
 
 A pure function of (document lengths, packing rules, seed, epoch) that every rank computes for itself. Packs form one
 endless stream, epoch after epoch; step s takes packs ``s * P`` to ``(s + 1) * P`` of it (P packs per step, over all
-ranks), so a step's packs, targets and loss do not depend on the number of data-parallel ranks, and resuming at step
-s needs s alone.
+ranks), so a step's packs, targets and loss do not depend on the number of data-parallel ranks. P decides nothing else:
+a run that goes on with another P takes the stream up where it was (`PackPlan.resume`).
 """
 
 from __future__ import annotations
@@ -182,11 +182,27 @@ class PackPlan:
         """First pack of each epoch that is known, in the stream; the last entry starts an epoch not yet packed."""
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
         self._lock = threading.Lock()
+        self._origin = 0
         self.hash = self._table.hash(packs_per_step)
 
     @property
     def segments(self) -> Segments:
         return self._table.segments
+
+    @property
+    def origin(self) -> int:
+        """Place in the stream where step 0 would begin: not 0 in a run whose earlier steps had another number of packs,
+        and negative where they had fewer."""
+        return self._origin
+
+    def resume(self, step: int, pack: int) -> None:
+        """From now on ``step`` begins with the given pack of the stream (0 the first), and later steps follow it."""
+        with self._lock:
+            self._origin = pack - step * self.packs_per_step
+
+    def hash_with(self, packs_per_step: int) -> str:
+        """`hash` of the same stream divided into steps of another number of packs."""
+        return self._table.hash(packs_per_step)
 
     @property
     def blend(self) -> Blend | None:
@@ -210,10 +226,11 @@ class PackPlan:
 
     def step(self, step: int) -> StepPlan:
         """The plan of one step, 0 the first. Safe to call from several threads."""
-        if step < 0:
-            raise ValueError(f"step is {step}; the first step of a plan is 0.")
         with self._lock:
-            first = step * self.packs_per_step
+            first = self._origin + step * self.packs_per_step
+            if step < 0 or first < 0:
+                at = max(-(self._origin // self.packs_per_step), 0)
+                raise ValueError(f"step is {step}; the first step of this plan is {at}.")
             epoch = self._epoch_of(first)
             packs: list[Pieces] = []
             at, number = first - self._starts[epoch], epoch

@@ -42,6 +42,8 @@ class Schedule:
     """Steps of the final decay of WSD."""
     wsd_decay_style: str = "exponential"
     """One of ``WSD_DECAY_STYLES``."""
+    ahead: float = 0.0
+    """Steps that count as done beyond the finished ones, where these had another batch size and samples count."""
 
     def __post_init__(self) -> None:
         if self.decay_style not in DECAY_STYLES:
@@ -68,8 +70,12 @@ class Schedule:
                 )
 
     @classmethod
-    def from_config(cls, run: RunConfig) -> Schedule:
-        """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's steps."""
+    def from_config(cls, run: RunConfig, origin: int = 0) -> Schedule:
+        """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's steps.
+
+        Args:
+            origin: packs trained on beyond ``packs_per_step`` in every step; it counts where lengths are in samples.
+        """
         config = run.optim
         return cls(
             lr=config.lr,
@@ -80,10 +86,14 @@ class Schedule:
             warmup_init=config.lr_warmup_init,
             wsd_decay_steps=run.wsd_decay_iters,
             wsd_decay_style=config.lr_wsd_decay_style,
+            ahead=origin / run.packs_per_step() if run.schedule_units == {"samples"} else 0.0,
         )
 
     def at(self, step: int) -> float:
         """Learning rate after ``step`` finished steps."""
+        return self._rate(step + self.ahead)
+
+    def _rate(self, step: float) -> float:
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.warmup_init + (self.lr - self.warmup_init) * step / self.warmup_steps
         if self.decay_style == "constant":
@@ -92,7 +102,7 @@ class Schedule:
             return self.min_lr
         return self.min_lr + self._coefficient(step) * (self.lr - self.min_lr)
 
-    def _coefficient(self, step: int) -> float:
+    def _coefficient(self, step: float) -> float:
         if self.decay_style == "WSD":
             assert self.wsd_decay_steps is not None
             into_decay = step - (self.decay_steps - self.wsd_decay_steps)

@@ -22,7 +22,7 @@ class Console:
 
     def __init__(self, rank: int, total_steps: int, log_interval: int = 1) -> None:
         self._silent = rank != 0
-        self._total, self._interval = total_steps, log_interval
+        self.total_steps, self._interval = total_steps, log_interval
         self._rich = RichConsole(highlight=False, soft_wrap=True) if sys.stdout.isatty() else None
         self._recent_seconds: list[float] = []
 
@@ -41,16 +41,16 @@ class Console:
 
     def step(self, record: StepRecord) -> None:
         self._recent_seconds = [*self._recent_seconds[-19:], record.step_time_ms / 1e3]
-        if record.iteration % self._interval and record.iteration != self._total:
+        if record.iteration % self._interval and record.iteration != self.total_steps:
             return
         self.say(self._step_line(record), style="red" if record.skipped else "")
 
     def _step_line(self, record: StepRecord) -> str:
         # The median forgives the first step, which compiles and warms up.
         seconds = sorted(self._recent_seconds)[len(self._recent_seconds) // 2]
-        eta = timedelta(seconds=round(seconds * (self._total - record.iteration)))
+        eta = timedelta(seconds=round(seconds * (self.total_steps - record.iteration)))
         parts = [
-            f"step {record.iteration:>{len(str(self._total))}}/{self._total}",
+            f"step {record.iteration:>{len(str(self.total_steps))}}/{self.total_steps}",
             f"ETA {eta}",
             f"loss {record.lm_loss:.4f}",
             f"lr {record.learning_rate:.2e}",

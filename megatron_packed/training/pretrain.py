@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.errors import NoCheckpointError
@@ -55,7 +55,7 @@ from megatron_packed.training.profiling import StepProfiler, memory_history, pro
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.report import write_report
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.state import RunState, model_refusal
+from megatron_packed.training.state import RunState, model_refusal, packs_per_step_of
 from megatron_packed.training.trackers import TrackerWriter, services
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
@@ -142,12 +142,14 @@ def _train(
         job.model,
         job.optimizer,
         groups,
-        plan_hash=data.train.plan.hash,
+        plan=data.train.plan,
         data_hash=data.train.dataset.content_hash,
         config=to_dict(config),
         model_hash=model_hash(config.model),
+        schedule_units=config.schedule_units,
     )
     _restore(config, state, console)
+    last = console.total_steps = config.last_iteration(data.train.plan.origin)
     _describe(config, groups, job, data, console)
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
@@ -165,7 +167,8 @@ def _train(
         groups=groups,
         step=job.step,
         state=state,
-        schedule=Schedule.from_config(config),
+        schedule=Schedule.from_config(config, data.train.plan.origin),
+        last_iteration=last,
         train=data.train,
         valid=data.valid,
         test=data.test,
@@ -241,14 +244,33 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         console.warn(f"the checkpoint lacks what keeps its start values: {_some(unexpected)}")
     if loaded.unused and strictness == "log_all":
         console.warn(f"nobody wants these of the checkpoint: {_some(loaded.unused)}")
-    changed = changed_options(loaded.metadata["config"], state.config, ("optim", "training"))
-    if changed and not options.finetune:
-        console.say(f"changed since the checkpoint: {'; '.join(changed)}")
-    if state.progress.iteration >= config.training.train_iters:
-        console.say(f"--train-iters {config.training.train_iters} is reached: there is nothing left to train.")
+    if not options.finetune:
+        _say_changes(config, state, loaded.metadata, console)
     refusal = model_refusal(loaded.metadata, config.model)
     if refusal is not None:  # only fine-tuning comes this far
         console.warn(f"{loaded.path} {refusal}; fine-tuning takes its weights as they are.")
+
+
+def _say_changes(config: RunConfig, state: RunState, metadata: Mapping[str, Any], console: Console) -> None:
+    """What a resumed run does otherwise than the one before, and where another batch size finds it."""
+    assert state.plan is not None
+    done, last = state.progress, config.last_iteration(state.plan.origin)
+    changed = changed_options(metadata["config"], state.config, ("optim", "training"))
+    if config.training.train_samples is not None:  # iterations are what the batch size makes of them
+        changed = [option for option in changed if not option.startswith("--train-iters ")]
+    if changed:
+        console.say(f"changed since the checkpoint: {'; '.join(changed)}")
+    then, now = packs_per_step_of(metadata), config.packs_per_step()
+    if then != now:
+        sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
+        rate = "samples" if config.schedule_units == {"samples"} else "steps"
+        console.say(
+            f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps, and step "
+            f"{done.iteration + 1:,} goes on with the next, {now:,} a step where there were {then:,}; the learning "
+            f"rate counts {rate}, and the last step is {last:,}."
+        )
+    if done.iteration >= last:
+        console.say(f"--train-iters {last} is reached: there is nothing left to train.")
 
 
 def _some(names: Sequence[str]) -> str:

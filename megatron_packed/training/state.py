@@ -8,7 +8,7 @@ JSON: the position in the data, the plan it is a position in, random states that
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, 
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.serialise import changed_options, model_differences
+from megatron_packed.data.plan import PackPlan
 from megatron_packed.data.progress import Progress as ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
@@ -42,6 +43,8 @@ class Progress:
 
     iteration: int = 0
     """Optimizer steps done (skipped ones included: their data was used)."""
+    consumed_packs: int = 0
+    """Packs of all ranks so far: the position in the data."""
     consumed_tokens: int = 0
     """Real tokens of all ranks so far."""
     flops: float = 0.0
@@ -139,16 +142,31 @@ def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | No
     )
 
 
+def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
+    """Packs of a step of the run that saved this metadata; 0 if it holds weights of no run."""
+    packing = metadata["config"].get("packing")
+    return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
+
+
+def progress_of(metadata: Mapping[str, Any]) -> Progress:
+    """How far the run that saved this metadata was."""
+    saved = metadata["progress"]
+    # Checkpoints that do not count packs are of runs whose steps all had equally many.
+    return Progress(**{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved})
+
+
 class RunState:
     """Saves and restores one run.
 
     Args:
         model, optimizer: written in place by a load.
         groups: all ranks write, all ranks read.
-        plan_hash: fingerprint of the data order that ``iteration`` is a position in; it knows lengths, not tokens.
+        plan: the data order that ``consumed_packs`` is a position in, which a load makes it go on from; its hash knows
+            lengths, not tokens.
         data_hash: fingerprint of the tokens.
         config: the resolved configuration as a JSON object, kept in the checkpoint for people and tools.
         model_hash: fingerprint of the part of the configuration that decides shapes.
+        schedule_units: of the learning rate's schedule, as `RunConfig` says.
     """
 
     def __init__(
@@ -157,14 +175,16 @@ class RunState:
         optimizer: Optimizer,
         groups: ParallelGroups,
         *,
-        plan_hash: str,
+        plan: PackPlan | None = None,
         config: dict[str, Any],
         model_hash: str,
         data_hash: str = "",
+        schedule_units: Collection[str] = (),
     ) -> None:
         self.model, self.optimizer, self.groups = model, optimizer, groups
-        self.plan_hash, self.data_hash = plan_hash, data_hash
-        self.config, self.model_hash = config, model_hash
+        self.plan, self.data_hash = plan, data_hash
+        self.plan_hash = "" if plan is None else plan.hash
+        self.config, self.model_hash, self._schedule_units = config, model_hash, schedule_units
         self.progress = Progress()
         self._device = groups.device
         self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
@@ -290,7 +310,9 @@ class RunState:
         if options.finetune:
             return loaded
         self._reset_masters(loaded.missing)
-        self.progress = Progress(**loaded.metadata["progress"])
+        self.progress = progress_of(loaded.metadata)
+        if self.plan is not None:
+            self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
         self.run_id = loaded.run_id
         alike = with_rng and loaded.metadata.get("layout") == self._layout
         if alike and not any(n.startswith("rng/") for n in loaded.missing):
@@ -327,20 +349,40 @@ class RunState:
             precision_refusal(metadata, self.model.dtype)
             or model_refusal(metadata, self.model.config)
             or self._data_refusal(metadata)
+            or self._schedule_refusal(metadata)
         )
 
     def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
-        if (plan_hash, data_hash) == (self.plan_hash, self.data_hash):
+        if data_hash == self.data_hash and (plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)):
             return None
         changed = changed_options(metadata["config"], self.config, _DECIDES_THE_DATA)
+        changed = [option for option in changed if not option.startswith("--global-batch-size ")]  # it may
         return (
             f"is a position in other data, or in another order of it (plan {plan_hash[:12]} over tokens "
             f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}"
             f"{''.join(f'; {option}' for option in changed)}): the data, the "
             "tokenizer, a packing option (--pad-packed-seq-alignment too, which follows --cp-comm-type and "
             "--context-parallel-size where it is not given), the room that CUDA graphs leave "
-            "(--cuda-graph-max-packed-seqs), a batch size or the seed changed; restore them to resume, "
+            "(--cuda-graph-max-packed-seqs), --micro-batch-size or the seed changed; restore them to resume, "
             "pass --finetune to start a new run from these weights, or name another folder by --save and --load to "
             "begin anew"
+        )
+
+    def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
+        """Of this run's data, divided into steps as the checkpoint's run did: the batch size moves no document."""
+        then = packs_per_step_of(metadata)
+        return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
+
+    def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Why the learning rate does not know how far it is, once steps have had different batch sizes."""
+        done = progress_of(metadata)
+        if self.plan is None or len(self._schedule_units) < 2:
+            return None
+        if done.consumed_packs == done.iteration * self.plan.packs_per_step:
+            return None
+        return (
+            "was trained with another --global-batch-size, and the learning rate's lengths are given in iterations and "
+            "in samples, which no longer agree; give all of them in samples (--train-samples, --lr-decay-samples, "
+            "--lr-warmup-samples, --lr-wsd-decay-samples), or all in iterations"
         )

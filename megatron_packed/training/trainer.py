@@ -58,6 +58,8 @@ class Trainer:
     step: TrainStep
     state: RunState
     schedule: Schedule
+    last_iteration: int
+    """At which the run ends."""
     train: Stream
     valid: Stream | None
     test: Stream | None
@@ -103,7 +105,7 @@ class Trainer:
         if self._profiler_turns():
             self._turn_profiler()
         self._late.restart()
-        while progress.iteration < training.train_iters and exit_code is None:
+        while progress.iteration < self.last_iteration and exit_code is None:
             exit_code = self._settle(self._one_step())
             self._garbage.after_step(progress.iteration)
             self._say_saved(self.state.saved())
@@ -140,7 +142,7 @@ class Trainer:
             kept = self.config.checkpoint.save is not None
             hint = "Run the same command again to go on." if kept else "Nothing is kept: there is no --save."
             self.console.say(f"Stopped on request. {hint}")
-        if exit_code in (None, ExitCode.DONE) and progress.iteration >= training.train_iters:
+        if exit_code in (None, ExitCode.DONE) and progress.iteration >= self.last_iteration:
             self.evaluate_test()
         return ExitCode.DONE if exit_code is None else exit_code
 
@@ -257,6 +259,7 @@ class Trainer:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
             self._say_new_fallbacks(counters)
         progress.iteration += 1
+        progress.consumed_packs += self.config.packs_per_step()
         progress.consumed_tokens = facts.consumed_tokens
         progress.flops += facts.flops
         return self._late.push(facts, self.step.numbers)
@@ -398,8 +401,8 @@ class Trainer:
 
     def _validation_due(self) -> bool:
         """At the last step, too: before its checkpoint, which knows of it then and is written once."""
-        interval, last = self.config.training.validation_interval, self.config.training.train_iters
-        return self._due(interval) or (bool(interval) and self.state.progress.iteration == last)
+        interval = self.config.training.validation_interval
+        return self._due(interval) or (bool(interval) and self.state.progress.iteration == self.last_iteration)
 
     def _pause(self, action: Callable[[], object]) -> ExitCode | None:
         """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""

@@ -33,7 +33,7 @@ def begin(groups: ParallelGroups, way: Way, model: dict[str, Any], root: str) ->
     """What ``--pretrained-checkpoint`` gives each rank, and the loss of the first step."""
     config = config_of(way, **model)
     job = build_job(config, groups, FIELDS["vocab_size"])
-    state = RunState(job.model, job.optimizer, groups, plan_hash="", config={}, model_hash="")
+    state = RunState(job.model, job.optimizer, groups, config={}, model_hash="")
     state.load(CheckpointConfig(load=root, finetune=True))
     held = everything(job)
     targets = sum(len(tokens) - 1 for tokens in DOCUMENTS)

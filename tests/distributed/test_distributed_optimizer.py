@@ -277,7 +277,7 @@ def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> Non
 
 def run_state(job: Job, groups: ParallelGroups, distributed: bool, bf16: bool) -> RunState:
     config = to_dict(config_of(distributed, bf16=bf16, clip=0.5, seed=1))
-    return RunState(job.model, job.optimizer, groups, plan_hash="", config=config, model_hash="")
+    return RunState(job.model, job.optimizer, groups, config=config, model_hash="")
 
 
 def save(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool) -> Found:

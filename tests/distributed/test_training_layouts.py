@@ -272,7 +272,7 @@ ZIGZAGS = [
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:
     config = to_dict(config_of(way, bf16=True))
-    return RunState(job.model, job.optimizer, groups, plan_hash="", config=config, model_hash="")
+    return RunState(job.model, job.optimizer, groups, config=config, model_hash="")
 
 
 def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:

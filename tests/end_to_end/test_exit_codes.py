@@ -1,6 +1,7 @@
 """Every end of a run has its exit code, one clear sentence from one process, and no traceback."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -176,7 +177,7 @@ CHANGES: dict[str, Callable[[Path], None] | dict[str, Any]] = {
     "the tokenizer, with equal lengths": {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 260},
     "the seed": {"seed": 5},
     "the pack": {"seq_length": 120},
-    "the batch": {"global_batch_size": 8},
+    "the pack, by the batch": {"micro_batch_size": 2, "global_batch_size": 8},
     "the packer": {"packing_method": "sequential"},
 }
 
@@ -206,9 +207,22 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     assert "is a position in other data, or in another order of it (plan " in finished.console
     cures = "pass --finetune to start a new run from these weights, or name another folder by --save and --load"
     assert cures in finished.console
-    for name in changed if isinstance(changed, dict) else ():  # told by its flag, beside the path of the copied data
+    assert "--global-batch-size" not in finished.console  # which may change
+    names = set(changed) - {"global_batch_size"} if isinstance(changed, dict) else ()
+    for name in names:  # told by its flag, beside the path of the copied data
         assert re.search(rf"this run has [^)]*; --{name.replace('_', '-')} \S+, was \S+[;)]", finished.console)
     assert (copy / "log.jsonl").read_bytes() == lines
+
+
+def test_another_batch_size_and_a_schedule_in_two_units(copy: Path, data: Data) -> None:
+    options = elsewhere(copy, data) | {"global_batch_size": 2, "lr_decay_samples": 24}
+    finished = run(options, copy)
+    assert_ends(finished, CHECKPOINT, "lengths are given in iterations and in samples, which no longer agree", copy)
+    finished = run(options | {"lr_warmup_iters": None, "lr_warmup_samples": 8}, copy)
+    assert finished.exit_code == DONE and "--global-batch-size 2, was 4: 16 packs were" in finished.console
+    assert [line["learning_rate"] for line in steps(copy / "log.jsonl")][4:] == pytest.approx(
+        [3e-3 * (1 + math.cos(math.pi * (consumed - 8) / 16)) / 2 for consumed in (16, 18)]
+    )
 
 
 def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:

@@ -1,5 +1,6 @@
 """Killed at any moment and started again, a run ends where it would have ended, bit for bit."""
 
+import math
 import random
 import shutil
 import time
@@ -10,7 +11,23 @@ from typing import Any
 
 import pytest
 from faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
-from runs import LAST, Run, assert_same_state, final_state, in_folder, run, start, steps
+from runs import (
+    LAST,
+    Run,
+    assert_same_state,
+    command_line,
+    few_documents,
+    final_state,
+    in_folder,
+    run,
+    start,
+    steps,
+    trained,
+)
+
+from megatron_packed.config.flags import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.data import build_data
 
 KILLED = -9
 SEED = 20
@@ -65,6 +82,56 @@ def test_killed_again_and_again(
     assert "resuming from" in finished.console
     assert_same_state(tmp_path / "checkpoints", uninterrupted(processes) / "checkpoints", LAST)
     assert steps(log) == steps(uninterrupted(processes) / "log.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("begun", "units", "last", "learning_rate"),
+    [
+        (4, {"train_iters": 11}, 11, lambda step, consumed: falling(step, 2, 11)),
+        (8, {"train_samples": 70, "lr_warmup_iters": None, "lr_warmup_samples": 8}, 14,
+         lambda step, consumed: falling(consumed, 8, 70)),
+    ],
+    ids=["within an epoch, in iterations", "at its end, in samples"],
+)  # fmt: skip
+def test_another_batch_size(
+    begun: int, units: dict[str, Any], last: int, learning_rate: Callable[[int, int], float], tmp_path: Path
+) -> None:
+    """4 packs a step, then 6 on twice as many ranks: every pack once, in its order, and from then on bit for bit."""
+    options = few_documents(tmp_path, eval_interval=4, hidden_dropout=0.1, **units)
+    trained(tmp_path / "a", 1, options, exit_interval=begun)
+    for other in ("b", "c"):
+        shutil.copytree(tmp_path / "a", tmp_path / other)
+    options["global_batch_size"] = 6
+    said = (
+        f"--global-batch-size 6, was 4: {4 * begun} packs were trained on in {begun} steps, and step {begun + 1} goes "
+        f"on with the next, 6 a step where there were 4; the learning rate counts "
+        f"{'samples' if 'train_samples' in units else 'steps'}, and the last step is {last}."
+    )
+    assert said in trained(tmp_path / "b", 2, options)
+    assert said in trained(tmp_path / "c", 2, options, exit_interval=10)
+    assert "global-batch-size" not in trained(tmp_path / "c", 2, options, exit_interval=10)
+    assert_same_state(tmp_path / "c" / "checkpoints", tmp_path / "b" / "checkpoints", last)
+    log = steps(tmp_path / "c" / "log.jsonl")
+    assert log == steps(tmp_path / "b" / "log.jsonl")
+
+    one_by_one = parse(command_line({**options, "global_batch_size": 1}), 1)
+    plan = build_data(one_by_one, ParallelGroups.single(), lambda line: None).train.plan
+    assert len(plan.epoch(0)) == 32  # which a step reaches beyond, or is the end of the smaller steps
+    consumed = 0
+    for done, line in enumerate(line for line in log if "lm_loss" in line):
+        packs = [plan.step(pack) for pack in range(consumed, consumed + (4 if done < begun else 6))]
+        assert line["iteration"] == done + 1 and line["epoch"] == packs[0].epoch
+        assert line["learning_rate"] == pytest.approx(learning_rate(done, consumed))
+        assert line["num_seqs"] == sum(pack.packs[0][0].size for pack in packs)
+        assert line["real_tokens"] == sum(pack.global_tokens for pack in packs)
+        assert line["target_tokens"] == sum(pack.global_targets for pack in packs)
+        consumed += len(packs)
+    assert final_state(tmp_path / "c" / "checkpoints", last)[1]["progress"]["consumed_packs"] == consumed
+
+
+def falling(at: float, warmup: float, end: float) -> float:
+    """The rate of the runs' cosine."""
+    return 3e-3 * (at / warmup if at <= warmup else (1 + math.cos(math.pi * (at - warmup) / (end - warmup))) / 2)
 
 
 def test_a_finished_run_started_again_changes_nothing(

@@ -53,7 +53,7 @@ def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
     config = parse([*map(str, run_flags), "--seed", str(seed)])
     groups = ParallelGroups.single()
     job = build_job(config, groups, vocab_size)
-    state = RunState(job.model, job.optimizer, groups, plan_hash="", config=to_dict(config), model_hash="")
+    state = RunState(job.model, job.optimizer, groups, config=to_dict(config), model_hash="")
     state.save(config.checkpoint)
     return job.model
 

@@ -77,6 +77,35 @@ def test_any_step_first():
         assert backwards.step(step).epoch == steps[step].epoch
 
 
+@pytest.mark.parametrize("sizes", [[8] * 10 + [24] * 5 + [6] * 40, [9] * 17 + [24] * 5 + [2] * 99])
+def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
+    """Changed within an epoch or at its end, up and down: nothing twice, nothing left out, wherever a run resumes."""
+    epochs = [PACKER.pack(SEGMENTS.length, 7, epoch) for epoch in range(4)]
+    stream, ends = [pack.tolist() for packs in epochs for pack in packs], np.cumsum([len(packs) for packs in epochs])
+    seen, at, ours = [], 0, plan()
+    for step, size in enumerate(sizes):
+        if size != ours.packs_per_step or step % 20 == 0:  # a change, or the same again
+            ours = plan(packs_per_step=size, dp_size=1)
+            ours.resume(step, at)
+        found = ours.step(step)
+        assert as_sets(found) == sorted(sorted(pack) for pack in stream[at : at + size])
+        assert (found.step, found.epoch) == (step, np.searchsorted(ends, at, side="right"))
+        seen += [piece for pieces in all_packs(found) for piece in pieces.tolist()]
+        at += size
+    assert ends[0] == 9 * 17 and at > ends[1]
+    assert np.ptp(np.bincount(seen, minlength=len(SEGMENTS))) == 1
+
+
+def test_a_plan_knows_the_hash_of_other_steps_and_no_step_before_its_first():
+    ours = plan()
+    assert ours.hash_with(16) == plan(packs_per_step=16).hash != ours.hash == ours.hash_with(8)
+    assert ours.origin == 0
+    ours.resume(10, 35)
+    assert ours.origin == -45
+    with pytest.raises(ValueError, match="step is 5; the first step of this plan is 6"):
+        ours.step(5)
+
+
 def test_several_threads_may_ask():
     expected = [as_sets(plan().step(step)) for step in range(30)]
     shared = plan()

@@ -96,6 +96,36 @@ def test_lengths_in_samples_are_megatrons() -> None:
         assert rate.at(step) == pytest.approx(expected, rel=1e-12), step
 
 
+def test_after_another_batch_size_samples_go_on_counting() -> None:
+    """50 steps of 4 samples, then of 8: step 50 stands where 200 samples do; iterations stay what they are."""
+    batch, origin = ("--global-batch-size", "8", "--micro-batch-size", "2"), (200 - 50 * 8) // 2
+    samples = run_of(*batch, "--train-samples", "1001", "--lr-decay-style", "cosine", "--lr-warmup-samples", "300")
+    rate = Schedule.from_config(samples, origin)
+    assert rate.at(50) == close(LR * 200 / 300)
+    assert rate.at(75) == close(MIN + (LR - MIN) * (1 + math.cos(math.pi * 100 / 701)) / 2)
+    assert samples.last_iteration(origin) == 150 and 200 + 100 * 8 <= 1001 < 200 + 101 * 8
+    assert samples.last_iteration() == samples.training.train_iters == 125
+    iterations = run_of(*batch, "--train-iters", "100", "--lr-warmup-iters", "10")
+    assert Schedule.from_config(iterations, origin) == Schedule.from_config(iterations)
+    assert iterations.last_iteration(origin) == 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "units"),
+    [
+        ("--train-iters 9", {"iters"}),
+        ("--train-samples 9", {"samples"}),
+        ("--train-samples 9 --lr-warmup-fraction 0.1", {"samples"}),
+        ("--train-samples 9 --lr-decay-iters 5 --lr-warmup-iters 2", {"iters"}),
+        ("--train-iters 9 --lr-decay-samples 5", {"samples"}),
+        ("--train-samples 9 --lr-warmup-iters 2", {"iters", "samples"}),
+        ("--train-iters 9 --lr-decay-style WSD --lr-wsd-decay-samples 2", {"iters", "samples"}),
+    ],
+)
+def test_units_of_a_schedule(flags: str, units: set[str]) -> None:
+    assert run_of(*flags.split()).schedule_units == units
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -33,7 +33,7 @@ def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
         training=TrainingConfig(train_iters=5, device="cpu", bf16=True, seed=seed),
     )
     job = build_job(config, GROUPS, 61)
-    state = RunState(job.model, job.optimizer, GROUPS, plan_hash="", config=to_dict(config), model_hash="")
+    state = RunState(job.model, job.optimizer, GROUPS, config=to_dict(config), model_hash="")
     state._refusal = lambda metadata: None  # type: ignore[method-assign]  # of models that differ
     return job, state
 

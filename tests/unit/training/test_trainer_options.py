@@ -67,6 +67,7 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
     trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
     trainer.valid, trainer.test, trainer._late = SimpleNamespace(), None, none  # type: ignore[assignment]
     trainer._garbage, trainer._weights_moved, trainer._saved_at = Garbage(trainer.config.training), False, None
+    trainer.last_iteration = 9
 
     def one_step() -> None:
         progress.iteration += 1
