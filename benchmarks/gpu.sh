@@ -35,6 +35,7 @@ for name in "${@:?which steps?}"; do
     model) step model 400 python3 benchmarks/model_step.py ;;
     graph_step) step graph_step 400 python3 benchmarks/graph_step.py ;;
     full_step) step full_step 400 python3 benchmarks/full_step.py ;;
+    repeatability) step repeatability 400 python3 benchmarks/repeatability.py ;;
     full_iteration) step full_iteration 400 python3 -m pytest tests/gpu/test_full_iteration_gpu.py -v -s -p no:cacheprovider --durations=5 ;;
     graph_runs) step graph_runs 300 python3 benchmarks/graph_runs.py runs/real.zip ;;
     layouts) step layouts 400 torchrun --nproc_per_node "$(nvidia-smi -L | wc -l)" benchmarks/layouts.py ;;

@@ -27,6 +27,7 @@ import offload
 import op_backends
 import packed_vs_padded
 import plan_peaks
+import repeatability
 import rope_bench
 import train_real
 import tune_prediction
@@ -152,6 +153,7 @@ TABLES = {
     "offload_copies": Table("offload.py", "offload", offload.copy_rows_of),
     "offload_graphs": Table("offload.py", "offload", offload.graph_rows_of),
     "plan_peaks": Table("plan_peaks.py", "plan_peaks", plan_peaks.rows_of),
+    "repeatability": Table("repeatability.py", "repeatability", repeatability.rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
     "metadata_sync": Table("metadata_sync.py", "metadata_sync", metadata_sync.rows_of),
     "metadata_sync_equal": Table("metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of),
