@@ -6,8 +6,9 @@ and their timeout never ends. The host may not even notice: it queues replays un
 sits in the driver, where every other thread that asks CUDA anything has to wait, too. So a thread that knows nothing of
 CUDA looks for signs of life. A host that works (it compiles kernels, packs an epoch) is at another place of its program
 whenever one looks. One that waits for a step says so, and asks for the events behind its micro-batches: while they
-come, the device is alive. One that stands where it stood, or waits for events that do not come, for some minutes,
-belongs to a device that hangs.
+come, the device is alive. One that waits for other hosts is left to the timeout of that: it may find itself at the
+same place again and again, each time for a moment of its own. One that stands where it stood, or waits for events that
+do not come, for some minutes, belongs to a device that hangs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from typing import Protocol
 
 import torch
 
+from megatron_packed.distributed.collectives import all_gather_json, barrier
+
 LOOKS = 20
 """How often the thread looks while its patience lasts."""
 _POLL_SECONDS = 1e-3
+_WAIT_FOR_HOSTS = {function.__code__ for function in (all_gather_json, barrier)}
 
 
 class Event(Protocol):
@@ -108,7 +112,8 @@ class Heartbeat:
         while not self._stopped.wait(self._patience / LOOKS):
             before, self._place = self._place, self._place_of_host()
             asked, self._asks = self._asks, False
-            if self._place != before and not asked:
+            waits_for_hosts = any(code in _WAIT_FOR_HOSTS for code, _ in self._place)
+            if waits_for_hosts or (self._place != before and not asked):
                 self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
                 self._on_hang(DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s"))

@@ -115,6 +115,18 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
     return modules
 
 
+def tune_graphs(graphs: Graphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups) -> None:
+    """Before the first `capture_graphs`: kernels are compiled and tuned, by one rank for all. It takes the time that it
+    takes and replays nothing. Gradients hold garbage afterwards."""
+    make_dummy = _dummies(graphs, step, packs_per_step)
+    for_others = groups.device.type == "cuda" and groups.world_size > 1
+    if isinstance(graphs, FullIteration):
+        tune = partial(graphs.tune, make_dummy)
+        in_turns(groups, tune) if for_others else tune()
+    elif for_others:
+        in_turns(groups, partial(graphs.tune, step.forward_backward, make_dummy))
+
+
 def capture_graphs(
     graphs: Graphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups, *, first: bool = False
 ) -> None:
@@ -123,28 +135,28 @@ def capture_graphs(
     What one rank cannot capture, none does. Gradients are zero afterwards, nothing else of the job has changed.
 
     Args:
-        first: nothing was captured before. Then kernels are compiled and tuned by one rank for all.
+        first: nothing was captured before, and `tune_graphs` comes first.
     Raises:
         GraphFallbackError: ``--cuda-graph-strict``, and something cannot be captured.
     """
-    make_dummy = partial(
+    if first:
+        tune_graphs(graphs, step, packs_per_step, groups)
+    make_dummy = _dummies(graphs, step, packs_per_step)
+    if isinstance(graphs, FullIteration):
+        graphs.capture(make_dummy)
+        return
+    graphs.capture(step.forward_backward, make_dummy)
+    step.buffers.zero_grad()
+
+
+def _dummies(graphs: Graphs, step: TrainStep, packs_per_step: int) -> Callable[[Cell], MicroBatch]:
+    return partial(
         dummy_pack,
         total_tokens=graphs.slot.total_tokens,
         vocab_size=step.model.vocab_size,
         packs_per_step=packs_per_step,
         alignment=step.model.cp.partition.alignment,
     )
-    for_others = groups.device.type == "cuda" and groups.world_size > 1
-    if isinstance(graphs, FullIteration):
-        if first:
-            tune = partial(graphs.tune, make_dummy)
-            in_turns(groups, tune) if for_others else tune()
-        graphs.capture(make_dummy)
-        return
-    if first and for_others:
-        in_turns(groups, partial(graphs.tune, step.forward_backward, make_dummy))
-    graphs.capture(step.forward_backward, make_dummy)
-    step.buffers.zero_grad()
 
 
 def audit_graphs(

@@ -48,6 +48,7 @@ from megatron_packed.training.graphs import (
     capture_graphs,
     released,
     sentences_of_all_ranks,
+    tune_graphs,
     what_is_captured,
 )
 from megatron_packed.training.implementation import check_implementation
@@ -185,8 +186,10 @@ def _train(
     try:
         with released(graphs):
             if graphs is not None:
-                _capture(graphs, config, groups, job, console)
+                _tune(graphs, config, groups, job, console)
             with nullcontext() if heartbeat is None else heartbeat:
+                if graphs is not None:
+                    _capture(graphs, config, groups, job, console)
                 exit_code = trainer.run()
             if graphs is not None:
                 notes.append(("CUDA graphs", "\n".join(sentences_of_all_ranks(graphs, groups))))
@@ -335,10 +338,14 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
     console.say(f"isolation self-test: {len(results)} checks passed")
 
 
-def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
+def _tune(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.ladder.capacities)
     console.say(f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents")
-    capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
+    tune_graphs(graphs, job.step, config.packs_per_step(), groups)
+
+
+def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
+    capture_graphs(graphs, job.step, config.packs_per_step(), groups)
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
 
 

@@ -293,8 +293,7 @@ class Trainer:
     def _capture_again(self) -> None:
         assert self.step.graphs is not None
         self.console.say("weights have moved to other memory: CUDA graphs are captured again")
-        with self._resting():
-            capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
+        capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
         self._weights_moved = False
 
     def _say_new_fallbacks(self, counters: GraphCounters) -> None:

@@ -76,6 +76,12 @@ def move_a_buffer(step: int) -> None:
     on_call(TrainStep, "__call__", step, move)
 
 
+def while_moving(step: int, fault: Callable[[], None]) -> None:
+    """`move_a_buffer`, and something else is wrong."""
+    move_a_buffer(step)
+    fault()
+
+
 def forget_to_accumulate() -> None:
     """Graphs lose a gradient: what the comparison of runs must see."""
     from megatron_packed.cuda_graphs.capture import CapturedModule

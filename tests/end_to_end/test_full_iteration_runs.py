@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from captures import capture_on_cpu
-from faults import poison_forward, stands_still
+from faults import poison_forward, stands_still, watched
 from runs import assert_same_state, command_line, few_documents, final_state, in_folder, run, steps
 
 from megatron_packed.config.flags import parse
+from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.data import build_data
 
@@ -123,3 +124,15 @@ def test_a_device_that_stands_still_in_a_replay_ends_the_run(graphs: dict[str, A
     reason = "another process was lost on rank 1 in step 4: the GPU has made no progress for 1 s. Rank 0 was in "
     assert reason in finished.console, finished.console
     assert "rank 1 was in training/late_metrics.py: _wait, in step 4." in finished.console, finished.console
+
+
+@pytest.mark.parametrize(("site", "code"), [("tune", DONE), ("capture", UNFORESEEN)])
+def test_from_the_first_capture_on_a_device_that_stands_still_ends_the_run(
+    site: str, code: int, graphs: dict[str, Any], tmp_path: Path
+) -> None:
+    """Before it kernels are compiled and tuned, which takes the time that it takes."""
+    options = {**graphs, "eval_interval": None, "valid_data_path": None, "train_iters": 4}
+    fault = partial(watched, 1.0, (FullIteration, site), 1, 2.0)
+    finished = run({**options, **in_folder(tmp_path)}, tmp_path, prepare=partial(capture_on_cpu, fault))
+    assert finished.exit_code == code, finished.console
+    assert ("another process was lost: the GPU has made no progress for 1 s" in finished.console) == (code != DONE)

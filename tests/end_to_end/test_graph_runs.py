@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captures import capture_on_cpu, forget_to_accumulate, move_a_buffer
-from faults import defect, signal_at
+from captures import capture_on_cpu, forget_to_accumulate, move_a_buffer, while_moving
+from faults import defect, signal_at, watched
 from runs import Data, assert_same_state, command_line, in_folder, run, steps, tiny_options, write_conversations
 
 from megatron_packed.cli.main import main
 from megatron_packed.config.flags import parse
+from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.data import RunData, build_data
 from megatron_packed.training.train_step import TrainStep
 
-DONE, FALLBACK, AUDIT, PREEMPTED = 0, 23, 24, 75
+DONE, UNFORESEEN, FALLBACK, AUDIT, PREEMPTED = 0, 1, 23, 24, 75
 STEPS = 24
 CAPACITIES = (3, 5)
 
@@ -235,6 +236,18 @@ def test_storage_that_moved_is_captured_again(graphs: dict[str, Any], eager: Pat
     lines = [line for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line]
     assert [line["graph_replays"] for line in lines[4:6]] == [0, 0]  # until all ranks have learnt of it
     assert [line["graph_captures"] for line in lines[3:8]] == [18, 18, 18, 36, 36]
+
+
+@pytest.mark.parametrize(("call", "where"), [(1, ""), (len(CAPACITIES) + 1, " in step 6")], ids=["first", "again"])
+def test_a_device_that_stands_still_in_a_capture_ends_the_run(
+    call: int, where: str, graphs: dict[str, Any], tmp_path: Path
+) -> None:
+    """At its end, where TransformerEngine's graphs are replayed for the first time; when weights have moved, too."""
+    fault = partial(while_moving, 5, partial(watched, 1.0, (SlotGraphs, "_adopt"), call, 2.0))
+    finished = run({**graphs, "train_iters": 8}, tmp_path, prepare=partial(capture_on_cpu, fault))
+    assert finished.exit_code == UNFORESEEN, finished.console
+    assert f"another process was lost{where}: the GPU has made no progress for 1 s" in finished.console
+    assert finished.console.count("CUDA graphs are captured again") == (call > 1), finished.console
 
 
 def test_without_a_gpu_the_run_is_eager_and_says_why(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_packed.distributed.collectives import all_gather_json, barrier
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.heartbeat import DeviceHangError, Heartbeat
 from megatron_packed.training.failures import is_lost_connection
 from megatron_packed.training.pretrain import heartbeat_of
@@ -107,6 +111,31 @@ def test_a_host_that_takes_its_time() -> None:
             time.sleep(2 * PATIENCE)
         assert not hangs.errors
         assert hangs.heard.wait(20 * PATIENCE)
+
+
+@pytest.mark.parametrize("waits", [barrier, lambda groups: all_gather_json("1", groups)], ids=["barrier", "gather"])
+def test_a_host_that_waits_for_hosts_again_and_again(
+    waits: Callable[[ParallelGroups], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between the captures of a slower rank: always at the same place, and each wait has its own timeout."""
+
+    def sum_late(_: torch.Tensor) -> None:
+        time.sleep(PATIENCE / 2)
+
+    def gather_late(received: list[torch.Tensor], mine: torch.Tensor) -> None:
+        if mine.dtype == torch.int64:  # the lengths come first; with them all ranks are there
+            time.sleep(PATIENCE / 2)
+        for one in received:
+            one.copy_(mine)
+
+    monkeypatch.setattr(dist, "all_reduce", sum_late)
+    monkeypatch.setattr(dist, "all_gather", gather_late)
+    groups, hangs = SimpleNamespace(world_size=2, control_device=torch.device("cpu")), Hangs()
+    with Heartbeat(PATIENCE, hangs, Step):
+        for _ in range(6):
+            waits(groups)  # type: ignore[arg-type]
+        assert not hangs.errors
+        assert hangs.heard.wait(20 * PATIENCE)  # elsewhere a place is a place
 
 
 def test_rests_within_rests() -> None:
