@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -32,6 +33,17 @@ ROUTER = "moe_router"
 """The one module that is a part of a layer."""
 
 
+def refuse_eager(options: CudaGraphConfig, device: torch.device) -> None:
+    """Before anything is done for graphs that there cannot be.
+
+    Raises:
+        GraphFallbackError: ``--cuda-graph-strict`` where nothing can be captured.
+    """
+    reason = options.eager_reason(device.type)
+    if reason and options.cuda_graph_strict:
+        raise GraphFallbackError(f"{reason} --cuda-graph-strict forbids that; leave it out on a CPU.")
+
+
 def build_graphs(
     config: RunConfig,
     job: Job,
@@ -41,7 +53,8 @@ def build_graphs(
     engine: Engine | None = None,
     made_by: Maker | None = None,
 ) -> Graphs | None:
-    """What will replay the job's micro-batches, with nothing captured yet; None where everything runs eagerly.
+    """What will replay the job's micro-batches, with nothing captured yet; None where everything runs eagerly (see
+    `refuse_eager`).
 
     Args:
         ladder: the sizes of the job's micro-batches; None without graphs.
@@ -49,17 +62,13 @@ def build_graphs(
         engine: captures; by default torch's CUDA graphs, which need a GPU.
         made_by: captures layers for ``--cuda-graph-impl transformer_engine``; by default TransformerEngine.
     Raises:
-        GraphFallbackError: ``--cuda-graph-strict`` where nothing can be captured.
         ValueError: TransformerEngine is to capture and cannot.
     """
     options = config.cuda_graph
     if not options.enabled:
         return None
     if engine is None and groups.device.type != "cuda":
-        reason = options.eager_reason(groups.device.type)
-        if options.cuda_graph_strict:
-            raise GraphFallbackError(f"{reason} --cuda-graph-strict forbids that; leave it out on a CPU.")
-        say(reason)
+        say(options.eager_reason(groups.device.type))
         return None
     assert ladder is not None, "data for graphs comes in the sizes of a ladder"
     common = {

@@ -26,7 +26,7 @@ from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build import build_job, device_of, dtype_of
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.graphs import build_graphs, capture_graphs, refuse_eager, released
 from megatron_packed.training.train_step import TrainStep
 
 MICRO_BATCHES = 4
@@ -53,6 +53,7 @@ def measure(
         engine: captures; by default torch's CUDA graphs, which need a GPU.
     Raises:
         ValueError: the layout needs several processes, or graphs could not be captured.
+        GraphFallbackError: ``--cuda-graph-strict`` without a GPU.
     """
     if config.parallel.ranks_per_replica > 1:
         raise ValueError("one process is measured: give the sizes of a rank's share as those of the model.")
@@ -65,6 +66,8 @@ def measure(
     impl = config.cuda_graph.cuda_graph_impl if config.cuda_graph.enabled else LOCAL
     chosen = replace(config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=ladder.capacities)
     config = replace(config, cuda_graph=chosen)
+    if engine is None:
+        refuse_eager(chosen, device)
     if config.training.deterministic_mode:
         configure_determinism()
     seed_all(config.training.seed)

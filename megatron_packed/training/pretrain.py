@@ -46,6 +46,7 @@ from megatron_packed.training.graphs import (
     Graphs,
     build_graphs,
     capture_graphs,
+    refuse_eager,
     released,
     sentences_of_all_ranks,
     tune_graphs,
@@ -131,6 +132,7 @@ def _train(
     watch: FailureWatch,
     heartbeat: Heartbeat | None,
 ) -> ExitCode:
+    refuse_eager(config.cuda_graph, groups.device)
     history = memory_history(config.profiling, groups, console.warn)
     data = build_data(config, groups, console.say)
     # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.

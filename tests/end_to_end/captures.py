@@ -39,6 +39,7 @@ def capture_on_cpu(
     """
     engine = RecordingEngine(fail_at if int(os.environ["RANK"]) == rank else ())
     pretrain.build_graphs = partial(pretrain.build_graphs, engine=engine)
+    pretrain.refuse_eager = lambda options, device: None
     _before_each_call(GraphRunner, "place", engine.scramble)
     _before_each_call(FullIteration, "run", engine.scramble)
     if diary is not None:

@@ -285,11 +285,12 @@ def test_what_tune_recommends_never_runs_eagerly(
     assert len(lines) == 12 and sum(line["graph_fallbacks"] for line in lines) == 0
 
 
-def test_strict_on_a_cpu_is_refused(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_strict_on_a_cpu_is_refused_before_data_is_read(graphs: dict[str, Any], tmp_path: Path) -> None:
     options = {**graphs, "cuda_graph_strict": True, "cuda_graph_max_packed_seqs": 128, **saving(tmp_path)}
-    finished = run(options, tmp_path)
+    finished = run({**options, "data_cache_path": tmp_path / "cache"}, tmp_path)
     assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
     assert finished.console.count("--cuda-graph-strict forbids that; leave it out on a CPU") == 1
+    assert "documents, " not in finished.console and not (tmp_path / "cache").exists()
 
 
 def test_strict_ends_a_run_whose_capture_fails(graphs: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.step_cost import StepCosts
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training import measure as measuring
@@ -65,6 +66,13 @@ def test_shapes_fill_a_pack():
 def test_one_process_is_measured(config):
     with pytest.raises(ValueError, match="one process is measured"):
         measure(replace(config, parallel=ParallelConfig(tensor_model_parallel_size=2)), VOCAB, [2])
+
+
+def test_strict_without_a_gpu_is_refused_before_a_model_is_built(config, monkeypatch):
+    monkeypatch.setattr(measuring, "build_job", lambda *_: pytest.fail("work is lost"))
+    graphs = CudaGraphConfig(cuda_graph_impl="local", cuda_graph_strict=True)
+    with pytest.raises(GraphFallbackError, match=r"need a GPU.*leave it out on a CPU"):
+        measure(replace(config, cuda_graph=graphs), VOCAB, [2])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "another"}'])
