@@ -7,8 +7,8 @@ import os
 import shlex
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -204,7 +204,7 @@ def to_huggingface(
         Names of tensors whose values were rounded to the original's dtype.
     Raises:
         CheckpointError: nothing was written: the checkpoint is damaged or belongs to another model, or ``directory`` is
-            not empty.
+            not empty or cannot be written.
     """
     if os.path.lexists(directory):
         if directory.is_symlink() or not directory.is_dir():  # nothing can be renamed to these
@@ -228,20 +228,39 @@ def to_huggingface(
     tensors = [(p.name, dtypes[p.name], p.shape) for weight in weights.values() for p in weight.parts]
     exported = _Exported(found, manifest, weights, dtypes, told)
     temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
-    temporary.mkdir(parents=True)
-    try:
-        write_files(temporary, tensors, exported.value, max_file_bytes)
-        shutil.copyfile(config, temporary / CONFIG)
-        for name in BESIDE:
-            if (config.parent / name).is_file():
-                shutil.copyfile(config.parent / name, temporary / name)
-        sync_directory(temporary)
-        os.rename(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with _writing(temporary, directory):
+        temporary.mkdir(parents=True)
+        try:
+            write_files(temporary, tensors, exported.value, max_file_bytes)
+            shutil.copyfile(config, temporary / CONFIG)
+            for name in BESIDE:
+                if (config.parent / name).is_file():
+                    shutil.copyfile(config.parent / name, temporary / name)
+            sync_directory(temporary)
+            os.rename(temporary, directory)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     sync_directory(directory.parent)
     return tuple(exported.rounded)
+
+
+@contextmanager
+def _writing(temporary: Path, directory: Path) -> Iterator[None]:
+    """What the disk refuses is told of the place that the user named, not of the temporary one beside it.
+
+    Raises:
+        CheckpointError: the disk's answer, to all but what is read elsewhere.
+    """
+    try:
+        yield
+    except OSError as error:
+        refused = temporary if error.filename is None else Path(error.filename)  # a full disk names no file
+        if refused not in (temporary, *temporary.parents) and temporary not in refused.parents:
+            raise
+        raise CheckpointError(
+            f"cannot be written: {error.strerror}", path=directory, cure="name another directory by --to-hf"
+        ) from error
 
 
 def _newest(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """``megatron-packed convert``: nothing is lost either way, little memory is used, and what is wrong is named."""
 
+import errno
 import json
 import math
 import os
@@ -248,6 +249,7 @@ def test_files_that_do_not_hold_the_model_are_refused(damage, tmp_path, capsys):
     assert sentence in capsys.readouterr().err and not list(ours.glob("step*"))
 
 
+CANNOT, ELSEWHERE = "cannot be written", "name another directory by --to-hf"
 PATHS = {
     "--from-hf absent --save new": "absent: does not exist; name the directory of a downloaded model",
     "--from-hf hf/config.json --save new": "config.json: is no directory; name the directory of a downloaded model",
@@ -315,6 +317,42 @@ def test_what_an_export_refuses(tmp_path, capsys):
     (tmp_path / "elsewhere" / "notes").unlink()
     (tmp_path / "back").symlink_to("elsewhere")  # to an empty directory, which a rename does not replace
     assert "is no directory" in export()[1]
+
+
+def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, capsys, monkeypatch):
+    """Not by the name under which the files are written first."""
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    write_model(hf)
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    (tmp_path / "file").touch()
+
+    def export(to):
+        config = hf / "config.json"
+        code = main(["convert", "--to-hf", str(to), "--load", str(ours), "--hf-config", str(config)])
+        return code, capsys.readouterr().err
+
+    def refusing(error, *file):
+        def refuses(*_, **__):
+            raise OSError(error, os.strerror(error), *map(str, file))
+
+        return refuses
+
+    def rename(source, target):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(source), 0, str(target))
+
+    before, new = sorted(tmp_path.iterdir()), tmp_path / "new"
+    for place in (tmp_path / "file" / "new", tmp_path / "file" / "far" / "new"):
+        assert export(place) == (4, f"convert: {place}: {CANNOT}: Not a directory; {ELSEWHERE}\n")
+    for (owner, name), refuses, said in (
+        ((Path, "mkdir"), refusing(errno.EACCES, tmp_path), f"{new}: {CANNOT}: Permission denied; {ELSEWHERE}"),
+        ((os, "fsync"), refusing(errno.ENOSPC), f"{new}: {CANNOT}: No space left on device; {ELSEWHERE}"),
+        ((os, "rename"), rename, f"{new}: {CANNOT}: Directory not empty; {ELSEWHERE}"),
+        ((shutil, "copyfile"), refusing(errno.EACCES, hf / "config.json"), f"{hf / 'config.json'}: Permission denied"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, refuses)
+            assert export(new) == (4, f"convert: {said}\n")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(tmp_path, capsys, monkeypatch):
