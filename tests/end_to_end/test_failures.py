@@ -149,7 +149,7 @@ def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("impl", [None, "local", "full_iteration"])
+@pytest.mark.parametrize("impl", [None, "local", "full_iteration", "transformer_engine"])
 def test_a_gpu_that_waits_for_a_stopped_process(impl: str | None, options: dict[str, Any], tmp_path: Path) -> None:
     """NCCL's watchdog would kill the process without a word about the step, and sees nothing of a replay; its host is
     faster."""
