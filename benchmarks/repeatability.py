@@ -190,7 +190,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
         {
             "config": config, "kernels": kernels, "path": path, "repeats": one["repeats"],
             "different outcomes": len(one["outcomes"]), "most frequent": one["outcomes"][0],
-            "that of eager steps": one["as_eager_usually"],
+            "in eager steps, too": one["as_eager_ever"],
             "norms apart: first step, last": f"{one['norm_apart'][0]:.0e}, {one['norm_apart'][-1]:.0e}",
             "losses apart: first step, last": f"{one['loss_apart'][0]:.0e}, {one['loss_apart'][-1]:.0e}",
             "first gradients that vary": ", ".join(kinds_of(one["different_gradients"])),
