@@ -53,7 +53,8 @@ def profiling_rules(
     options: ProfilingConfig, training: TrainingConfig, sound: Callable[..., bool]
 ) -> Iterator[Problem]:
     """Problems between these options and those of training."""
-    known = sound("profiling.profile_step_start", "training.train_iters")
+    known = sound("profiling.profile_step_start", "training.train_iters", "training.train_samples")
+    known = known and training.train_samples is None  # else a resumed run's last step depends on the steps before it
     if known and options.profile and options.profile_step_start >= training.train_iters:
         yield Problem("--profile-step-start", str(options.profile_step_start),
                       f"is not reached: the run ends behind step {training.train_iters} (--train-iters)",

@@ -162,6 +162,9 @@ def _train(
     if config.profiling.profile:
         folder = profile_folder(config)
         profiler = StepProfiler(config.profiling, groups, folder, say=console.say, warn=console.warn)
+        begins, end = config.profiling.profile_step_start, max(last, state.progress.iteration)
+        if begins >= end:
+            console.warn(f"--profile-step-start {begins} is not reached: the run ends behind step {end}.")
     progress_log = None
     if config.logging.log_progress and config.checkpoint.save is not None and groups.rank == 0:
         progress_log = ProgressLog(config.checkpoint.save, groups.world_size, state.progress, console.warn)
@@ -265,17 +268,23 @@ def _say_changes(config: RunConfig, state: RunState, metadata: Mapping[str, Any]
         changed = [option for option in changed if not option.startswith("--train-iters ")]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
-    then, now = packs_per_step_of(metadata), config.packs_per_step()
+    then, now, samples = packs_per_step_of(metadata), config.packs_per_step(), config.training.train_samples
     if then != now:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
+        onward = (
+            f", and step {done.iteration + 1:,} goes on with the next, {now:,} a step where there were {then:,}; the "
+            f"learning rate counts {rate}, and the last step is {last:,}"
+        )
         console.say(
-            f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps, and step "
-            f"{done.iteration + 1:,} goes on with the next, {now:,} a step where there were {then:,}; the learning "
-            f"rate counts {rate}, and the last step is {last:,}."
+            f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps"
+            f"{onward if done.iteration < last else ''}."
         )
     if done.iteration >= last:
-        console.say(f"--train-iters {last} is reached: there is nothing left to train.")
+        reached = f"--train-iters {last} is reached"
+        if samples is not None:
+            reached = f"no whole batch is left of --train-samples {samples}"
+        console.say(f"{reached}: there is nothing left to train.")
 
 
 def _some(names: Sequence[str]) -> str:

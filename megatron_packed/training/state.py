@@ -381,8 +381,10 @@ class RunState:
             return None
         if done.consumed_packs == done.iteration * self.plan.packs_per_step:
             return None
+        changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))
         return (
-            "was trained with another --global-batch-size, and the learning rate's lengths are given in iterations and "
-            "in samples, which no longer agree; give all of them in samples (--train-samples, --lr-decay-samples, "
-            "--lr-warmup-samples, --lr-wsd-decay-samples), or all in iterations"
+            f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}, and the learning "
+            "rate's lengths are given in iterations and in samples, which no longer agree; give all of them in samples "
+            "(--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in iterations"
+            f"{', or restore the batch size' if changed else ''}"
         )

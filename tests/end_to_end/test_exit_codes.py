@@ -217,12 +217,29 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
 def test_another_batch_size_and_a_schedule_in_two_units(copy: Path, data: Data) -> None:
     options = elsewhere(copy, data) | {"global_batch_size": 2, "lr_decay_samples": 24}
     finished = run(options, copy)
-    assert_ends(finished, CHECKPOINT, "lengths are given in iterations and in samples, which no longer agree", copy)
+    assert_ends(finished, CHECKPOINT, "with another --global-batch-size (--global-batch-size 2, was 4)", copy)
+    assert "lengths are given in iterations and in samples, which no longer agree" in finished.console
     finished = run(options | {"lr_warmup_iters": None, "lr_warmup_samples": 8}, copy)
     assert finished.exit_code == DONE and "--global-batch-size 2, was 4: 16 packs were" in finished.console
     assert [line["learning_rate"] for line in steps(copy / "log.jsonl")][4:] == pytest.approx(
         [3e-3 * (1 + math.cos(math.pi * (consumed - 8) / 16)) / 2 for consumed in (16, 18)]
     )
+
+
+def test_another_batch_size_when_nothing_is_left(copy: Path, data: Data) -> None:
+    """16 samples are behind it: in steps of one, 8 would end at step -4, and of 20 no batch of 6 is left."""
+    samples = {"train_iters": None, "lr_warmup_iters": None, "train_samples": 8, "global_batch_size": 1}
+    finished = run(elsewhere(copy, data) | samples | {"profile": True, "use_pytorch_profiler": True}, copy)
+    assert finished.exit_code == DONE, finished.console
+    assert (
+        "--global-batch-size 1, was 4: 16 packs were trained on in 4 steps.\n"
+        "no whole batch is left of --train-samples 8: there is nothing left to train.\n"
+    ) in finished.console
+    assert "WARNING: --profile-step-start 10 is not reached: the run ends behind step 4." in finished.console
+    finished = run(elsewhere(copy, data) | samples | {"train_samples": 20, "global_batch_size": 6}, copy)
+    assert finished.exit_code == DONE, finished.console
+    assert "no whole batch is left of --train-samples 20: there is nothing left to train." in finished.console
+    assert [line["iteration"] for line in steps(copy / "log.jsonl")] == [1, 2, 3, 4]
 
 
 def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:

@@ -22,3 +22,10 @@ def test_options_that_would_profile_nothing(right, words: str, rule: str) -> Non
     argv = [part for pair in {**right, "--train-iters": "100", "--global-batch-size": "2"}.items() for part in pair]
     with pytest.raises(ConfigError, match=rule):
         parse([*argv, *words.split()], world_size=2)
+
+
+def test_how_many_steps_samples_make_is_known_when_a_checkpoint_is_read(right) -> None:
+    """Of a run whose earlier steps were smaller there are more than 2."""
+    flags = {**right, "--train-samples": "8", "--global-batch-size": "4"}
+    argv = [part for flag, value in flags.items() if flag != "--train-iters" for part in (flag, value)]
+    assert parse([*argv, *PROFILE.split()]).training.train_iters == 2

@@ -108,6 +108,8 @@ def test_after_another_batch_size_samples_go_on_counting() -> None:
     iterations = run_of(*batch, "--train-iters", "100", "--lr-warmup-iters", "10")
     assert Schedule.from_config(iterations, origin) == Schedule.from_config(iterations)
     assert iterations.last_iteration(origin) == 100
+    both = run_of(*batch, "--train-samples", "1001", "--lr-decay-iters", "100", "--lr-warmup-iters", "10")
+    assert Schedule.from_config(both, origin) == Schedule.from_config(both) and both.last_iteration(origin) == 150
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """How far the run of a checkpoint was."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_packed.training.state import Progress, progress_of
+from megatron_packed.training.state import Progress, RunState, progress_of
 
 PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 
@@ -23,3 +24,20 @@ PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 )
 def test_packs_that_a_run_has_trained_on(metadata: dict[str, Any], expected: Progress) -> None:
     assert progress_of(metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "consumed", "refused"),
+    [(12, 42, False), (12, 30, True), (16, 42, True), (16, 56, False)],
+    ids=["never another", "another before the last", "another now", "another, and as many by now"],
+)
+def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(batch: int, consumed: int, refused: bool) -> None:
+    """Also those before the last change: the checkpoint's steps had 6 packs, not all of the run's."""
+    metadata = {"progress": {"iteration": 7, "consumed_packs": consumed}, "config": {"packing": PACKING}}
+    run = SimpleNamespace(
+        plan=SimpleNamespace(packs_per_step=batch // 2), _schedule_units={"iters", "samples"},
+        config={"packing": {**PACKING, "global_batch_size": batch}},
+    )  # fmt: skip
+    assert bool(RunState._schedule_refusal(run, metadata)) == refused  # type: ignore[arg-type]
+    run._schedule_units = {"samples"}
+    assert RunState._schedule_refusal(run, metadata) is None  # type: ignore[arg-type]
