@@ -214,6 +214,13 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     assert (copy / "log.jsonl").read_bytes() == lines
 
 
+def test_another_batch_size_and_other_tokens(copy: Path, data: Data) -> None:
+    """Of equal lengths, so that they are packed alike."""
+    options = elsewhere(copy, data) | {"global_batch_size": 2}
+    another_word(options["train_data_path"])
+    assert_ends(run(options, copy), CHECKPOINT, "is a position in other data, or in another order of it (plan ", copy)
+
+
 def test_another_batch_size_and_a_schedule_in_two_units(copy: Path, data: Data) -> None:
     options = elsewhere(copy, data) | {"global_batch_size": 2, "lr_decay_samples": 24}
     finished = run(options, copy)
@@ -272,8 +279,10 @@ def test_a_pretrained_checkpoint_is_where_a_run_begins_once(trained: Path, data:
     assert f"weights of {trained / 'checkpoints' / 'step_00000004'} (iteration 4)" in first.console
     assert f"resuming from {tmp_path / 'checkpoints' / 'step_00000001'} (iteration 1)" in second.console
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 2]
-    fresh, pretrained = (steps(folder / "log.jsonl")[0]["lm_loss"] for folder in (trained, tmp_path))
-    assert pretrained < fresh
+    fresh, pretrained = (steps(folder / "log.jsonl")[0] for folder in (trained, tmp_path))
+    assert pretrained["lm_loss"] < fresh["lm_loss"]
+    counts = ("num_seqs", "real_tokens", "target_tokens", "consumed_tokens")  # of the first packs, not of the next
+    assert [pretrained[name] for name in counts] == [fresh[name] for name in counts]
 
 
 def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path: Path) -> None:

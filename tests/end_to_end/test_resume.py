@@ -23,6 +23,7 @@ from runs import (
     start,
     steps,
     trained,
+    write_conversations,
 )
 
 from megatron_packed.config.flags import parse
@@ -98,6 +99,7 @@ def test_another_batch_size(
 ) -> None:
     """4 packs a step, then 6 on twice as many ranks: every pack once, in its order, and from then on bit for bit."""
     options = few_documents(tmp_path, eval_interval=4, hidden_dropout=0.1, **units)
+    options["test_data_path"] = write_conversations(tmp_path / "test.jsonl", 12, seed=3)
     trained(tmp_path / "a", 1, options, exit_interval=begun)
     for other in ("b", "c"):
         shutil.copytree(tmp_path / "a", tmp_path / other)
@@ -107,12 +109,15 @@ def test_another_batch_size(
         f"on with the next, 6 a step where there were 4; the learning rate counts "
         f"{'samples' if 'train_samples' in units else 'steps'}, and the last step is {last}."
     )
-    assert said in trained(tmp_path / "b", 2, options)
-    assert said in trained(tmp_path / "c", 2, options, exit_interval=10)
-    assert "global-batch-size" not in trained(tmp_path / "c", 2, options, exit_interval=10)
+    console = trained(tmp_path / "b", 2, options)
+    assert said in console and f"step {last}/{last} | " in console and "--train-iters" not in console
+    assert said in trained(tmp_path / "c", 2, options, exit_interval=last - 1)
+    assert "packs were trained on" not in trained(tmp_path / "c", 2, options, exit_interval=last - 1)
     assert_same_state(tmp_path / "c" / "checkpoints", tmp_path / "b" / "checkpoints", last)
     log = steps(tmp_path / "c" / "log.jsonl")
     assert log == steps(tmp_path / "b" / "log.jsonl")
+    assert [line["iteration"] for line in log if "valid_loss" in line] == [*range(4, last, 4), last]
+    assert [line["iteration"] for line in log if "test_loss" in line] == [last]
 
     one_by_one = parse(command_line({**options, "global_batch_size": 1}), 1)
     plan = build_data(one_by_one, ParallelGroups.single(), lambda line: None).train.plan
