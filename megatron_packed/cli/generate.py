@@ -8,6 +8,7 @@ is a user's message, written as the chat template writes it; without, it is the 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
@@ -89,4 +90,9 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
             "positions of the rotary tables; shorten one of them."
         )
     model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
-    return tokenizer.decode(generate(model, tokens, max_new_tokens, eod=end), skip_special=True).strip()
+    new = generate(model, tokens, max_new_tokens, eod=end)
+    text = tokenizer.decode(new, skip_special=True).strip()
+    if not text:
+        why = "it ends here" if new[-1:] == [end] else "white space and special tokens alone"
+        print(f"no text: the model adds {len(new)} token(s), and {why}.", file=sys.stderr)
+    return text

@@ -156,16 +156,18 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)])
 def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, capsys):
-    """Of a format that has a token for it; with the others only an end of document could come."""
+    """Of a format that has a token for it; with the others only an end of document could come. An empty answer is told."""
     stops = []
     monkeypatch.setattr("megatron_packed.training.inference.load_model", lambda *_: None)
-    monkeypatch.setattr("megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [])
+    monkeypatch.setattr("megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [eod])
     (tmp_path / "d.jsonl").write_text("{}")
     model = tokenizer_file("TikTokenizer", tmp_path / "model")
     flags = ["--data-path", tmp_path / "d.jsonl", "--load", tmp_path, "--sft", "--sft-tokenizer-prompt-format", form,
              "--tokenizer-type", "TikTokenizer", "--tokenizer-model", model]  # fmt: skip
     assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
     assert stops == [end]
+    printed = capsys.readouterr()
+    assert printed.out == "\n" and printed.err == "no text: the model adds 1 token(s), and it ends here.\n"
 
 
 def tokenizer_file(kind, path):
