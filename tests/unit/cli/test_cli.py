@@ -156,7 +156,7 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)])
 def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, capsys):
-    """Of a format that has a token for it; with the others only an end of document could come. An empty answer is told."""
+    """Of a format that has a token for it; with the others only an end of document could come. It is told."""
     stops = []
     monkeypatch.setattr("megatron_packed.training.inference.load_model", lambda *_: None)
     monkeypatch.setattr("megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [eod])
