@@ -62,7 +62,7 @@ KERNELS = {
     ),
     "deterministic": Kernels(DETERMINISTIC, True),
 }
-"""Each adds to ``fastest`` what names where its sums vary; the last is ``--deterministic-mode``."""
+"""The fastest, each of the two that vary made deterministic alone, and those of ``--deterministic-mode``."""
 
 
 class Outcome(NamedTuple):
@@ -178,8 +178,8 @@ def run(
     }  # fmt: skip
 
 
-def kinds_of(parameters: Sequence[str]) -> list[str]:
-    """The last three in the order of the model, which the backward pass reaches first, and how many there are."""
+def last_of(parameters: Sequence[str]) -> list[str]:
+    """The last three in the order of the model, which the backward pass reaches first, and how many more there are."""
     more = len(parameters) - 3
     return [f"{more} others"] * (more > 0) + list(parameters[-3:])
 
@@ -193,7 +193,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             "in eager steps, too": one["as_eager_ever"],
             "norms apart: first step, last": f"{one['norm_apart'][0]:.0e}, {one['norm_apart'][-1]:.0e}",
             "losses apart: first step, last": f"{one['loss_apart'][0]:.0e}, {one['loss_apart'][-1]:.0e}",
-            "first gradients that vary": ", ".join(kinds_of(one["different_gradients"])),
+            "first gradients that vary": ", ".join(last_of(one["different_gradients"])),
         }
         for config, choices in results.items()
         for kernels, found in choices.items()

@@ -93,6 +93,5 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     new = generate(model, tokens, max_new_tokens, eod=end)
     text = tokenizer.decode(new, skip_special=True).strip()
     if not text:
-        why = "it ends here" if new[-1:] == [end] else "white space and special tokens alone"
-        print(f"no text: the model adds {len(new)} token(s), and {why}.", file=sys.stderr)
+        print(f"no text: the model adds white space and special tokens alone ({len(new)} in all).", file=sys.stderr)
     return text

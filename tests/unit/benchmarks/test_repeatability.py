@@ -1,5 +1,7 @@
 """`benchmarks/repeatability.py` on the CPU, with the stand-in for capture, and what it says of outcomes that differ."""
 
+import json
+
 import pytest
 import torch
 from test_graph_step import TINY, stand_in
@@ -11,6 +13,7 @@ from repeatability import EXACT, PADDED, REPLAY, Outcome, checksums, judged, row
 CPU = torch.device("cpu")
 USUAL = Outcome((4.0, 2.0), (1.0, 8.0), (10, 20, 30), 7)
 OTHER = Outcome((4.0, 2.5), (1.0, 8.0), (10, 20, 31), 8)
+RESULTS = ("full_step", "repeatability")
 NAMES = ["embedding", "layers.0", "layers.1"]
 
 
@@ -56,3 +59,26 @@ def test_a_process_of_each_choice_of_kernels_has_its_environment():
     assert fastest.environment == attention.environment and not fastest.attention and attention.attention
     assert scan.environment["MAMBA_DETERMINISTIC"] == scan.environment["CAUSAL_CONV1D_DETERMINISTIC"] == "1"
     assert everything.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and everything.attention
+
+
+def test_what_the_documentation_says_of_an_h200_was_measured():
+    """Of the committed result: nothing is run."""
+    measured = json.loads((harness.RESULTS / "repeatability.json").read_text())
+    assert "H200" in measured["device"]
+    for choices in measured["results"].values():
+        _, _, scan, everything = (choices[name]["paths"] for name in repeatability.KERNELS)
+        assert all(one["outcomes"] == [one["repeats"]] and one["repeats"] >= 20 for one in everything.values())
+        assert {one["as_eager_usually"] for one in everything.values()} == {everything[PADDED]["repeats"]}
+        assert scan[REPLAY]["as_eager_ever"] == scan[REPLAY]["repeats"] and len(scan[PADDED]["outcomes"]) > 1
+
+
+def test_whole_steps_differed_from_eager_ones_by_no_more_than_these_from_each_other():
+    """Of the committed results of `full_step.py`."""
+    whole, again = (json.loads((harness.RESULTS / f"{of}.json").read_text())["results"] for of in RESULTS)
+    compared = [one for found in whole["shard8b"]["micro_batches"].values() for one in found["comparisons"]]
+    assert len(compared) == 14
+    paths = again["shard8b"]["fastest"]["paths"]
+    for value, apart in (("loss", "loss_apart"), ("grad_norm", "norm_apart")):
+        pairs = [(one[f"{value}_replay"], one[f"{value}_eager"]) for one in compared]
+        eager = max(*paths[EXACT][apart], *paths[PADDED][apart])
+        assert 0 < max(abs(found - wanted) / wanted for found, wanted in pairs) <= eager

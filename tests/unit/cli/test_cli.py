@@ -167,7 +167,9 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
     assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
     assert stops == [end]
     printed = capsys.readouterr()
-    assert printed.out == "\n" and printed.err == "no text: the model adds 1 token(s), and it ends here.\n"
+    assert printed.out == "\n" and printed.err == (
+        "no text: the model adds white space and special tokens alone (1 in all).\n"
+    )
 
 
 def tokenizer_file(kind, path):

@@ -11,6 +11,7 @@ from megatron_packed.config.environment import DETERMINISTIC, FASTEST
 def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """Flags and values of a small valid run, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
+    # The last ones are set where tests of GPUs are collected, before any test runs.
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", *DETERMINISTIC, *FASTEST):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
