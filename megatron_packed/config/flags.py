@@ -170,6 +170,7 @@ def _resolve(
         value = getattr(sections[described.section], described.name)
         if sources[described.key] == "default" and described.option.derived and value is not None:
             sources[described.key] = f"derived: {described.option.derived}"
+    object.__setattr__(run, "origins", sources)
     always = {flag: ALWAYS[flag].reason for flag in given.always}
     return Parsed(run, sources, always, tuple(given.warnings))
 

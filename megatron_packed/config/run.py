@@ -59,11 +59,19 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    origins: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
+    """Where each value of a command line comes from, by key (`flags.Parsed.sources`); None if a program made them. It
+    is no part of what is stored."""
 
     def __post_init__(self) -> None:
         found = list(cross_rules(self, lambda *keys: True))
         if found:
             raise ConfigError(found)
+
+    def is_given(self, key: str) -> bool:
+        """Return whether the user chose the value of e.g. ``packing.seq_length``; a program chooses all of them."""
+        origin = "flag" if self.origins is None else self.origins[key]
+        return origin != "default" and not origin.startswith("derived: ")
 
     @property
     def max_positions(self) -> int:

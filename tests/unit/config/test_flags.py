@@ -74,6 +74,10 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     assert sources["clip_grad"] == sources["bf16"] == "@run.args"
     assert sources["adam_beta1"] == "flag"
     assert sources["ffn_hidden_size"] == "derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
+    keys = ("optim.adam_beta1", "training.seed", "training.bf16", "optim.adam_beta2", "model.ffn_hidden_size")
+    assert [parsed.config.is_given(key) for key in keys] == [True, True, True, False, False]
+    of_a_program = dataclasses.replace(parsed.config, origins=None)
+    assert of_a_program == parsed.config and of_a_program.is_given("optim.adam_beta2")
 
 
 def test_a_switch_can_be_taken_back_and_a_negated_one_given(right, tmp_path) -> None:
