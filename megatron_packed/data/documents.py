@@ -21,6 +21,16 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
 
     @property
+    def source_lengths(self) -> NDArray[np.int64]:
+        """``(D,)`` tokens of each document before it was shortened; `lengths` where nothing shortens documents."""
+        ...
+
+    @property
+    def source_targets(self) -> NDArray[np.int64]:
+        """``(D,)`` targets of each document before it was shortened."""
+        ...
+
+    @property
     def content_hash(self) -> str:
         """Hash of the tokens and target marks, wherever they lie."""
         ...
@@ -74,6 +84,14 @@ class JoinedDocuments:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def source_lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([p.documents.source_lengths[p.first : p.stop] for p in self._ranges])
+
+    @property
+    def source_targets(self) -> NDArray[np.int64]:
+        return np.concatenate([p.documents.source_targets[p.first : p.stop] for p in self._ranges])
 
     @property
     def content_hash(self) -> str:

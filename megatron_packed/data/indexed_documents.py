@@ -51,6 +51,14 @@ class IndexedDocuments:
         return len(self.lengths)
 
     @property
+    def source_lengths(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    @property
+    def source_targets(self) -> NDArray[np.int64]:
+        return self.lengths - 1
+
+    @property
     def content_hash(self) -> str:
         return hashlib.sha256(self._file.fingerprint()).hexdigest()
 

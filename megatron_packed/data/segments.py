@@ -7,8 +7,7 @@ i.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +18,38 @@ OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Where the tokens of a data set went: ``tokens_in == kept + truncated + dropped``, to the token."""
+    """Where the tokens of a data set went: ``tokens_in == kept + truncated + dropped + without_targets``, to the token."""
 
     documents_in: int
     documents_truncated: int
     documents_split: int
     documents_dropped: int
+    documents_without_targets: int = 0
+    """Documents of the pieces that were left out because they hold no target."""
+    pieces_without_targets: int = 0
+    """Pieces that were left out because they hold no target."""
     tokens_in: int
+    """Before anything was cut off, at tokenisation or here."""
     tokens_kept: int
     tokens_truncated: int
     tokens_dropped: int
+    tokens_without_targets: int = 0
+    """Tokens of the pieces that were left out because they hold no target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetCounts:
+    """Where the targets of a data set went: ``targets_in == kept + truncated + split + dropped``, to the target."""
+
+    targets_in: int
+    """Before anything was cut off, at tokenisation or here."""
+    targets_kept: int
+    targets_truncated: int
+    targets_split: int
+    """First tokens of later pieces of a document, which nothing precedes in their pack."""
+    targets_dropped: int
+    documents_without_targets: int
+    """Documents of which no target is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,12 +64,20 @@ class Segments:
     """``(S,)``, its tokens, at least 1."""
     max_tokens: int
     counts: TokenCounts
+    targets: TargetCounts | None = None
+    """None where lengths alone are known."""
 
     def __len__(self) -> int:
         return len(self.length)
 
     @classmethod
-    def cut(cls, document_lengths: NDArray[np.integer], max_tokens: int, policy: str = "truncate") -> Segments:
+    def cut(
+        cls,
+        document_lengths: NDArray[np.integer],
+        max_tokens: int,
+        policy: str = "truncate",
+        source_lengths: NDArray[np.integer] | None = None,
+    ) -> Segments:
         """Apply ``policy`` to documents of more than ``max_tokens`` tokens.
 
         Args:
@@ -56,10 +85,12 @@ class Segments:
             max_tokens: the longest piece allowed.
             policy: one of `OVERLONG_POLICIES`. 'split' cuts pieces of ``max_tokens`` and one remainder; the first
                 token of every later piece is no longer predicted, since its context is elsewhere.
+            source_lengths: ``(D,)`` tokens of each document before it was shortened; None if none was.
         Raises:
             ValueError: unknown policy, a document without tokens, or an over-long document under 'error'.
         """
         lengths = np.asarray(document_lengths, dtype=np.int64)
+        sources = lengths if source_lengths is None else np.asarray(source_lengths, dtype=np.int64)
         _check(lengths, max_tokens, policy)
         overlong = lengths > max_tokens
         document = np.arange(lengths.size, dtype=np.int64)
@@ -80,28 +111,27 @@ class Segments:
             start=start,
             length=length,
             max_tokens=max_tokens,
-            counts=_count(lengths, overlong, length, max_tokens, policy),
+            counts=_count(sources, lengths, overlong, length, policy),
         )
 
-    def targets(
-        self,
-        document_lengths: NDArray[np.integer],
-        document_targets: NDArray[np.integer],
-        target_mask: Callable[[int], NDArray[np.integer]],
-    ) -> NDArray[np.int64]:
-        """Target tokens of each piece, ``(S,)``: tokens marked as targets, but for the first, which nothing precedes.
+    def with_targets(self, targets: NDArray[np.integer]) -> Segments:
+        """Leave out the pieces without a target, and count them.
 
         Args:
-            document_lengths: ``(D,)``, as given to `cut`.
-            document_targets: ``(D,)`` targets of each whole document, counted in the same way.
-            target_mask: the mask of a document by number; asked for documents that were cut, and no other.
+            targets: ``(S,)`` targets of each piece.
         """
-        targets = np.asarray(document_targets, dtype=np.int64)[self.document]
-        for piece in np.flatnonzero(self.length != np.asarray(document_lengths)[self.document]):
-            mask = target_mask(int(self.document[piece]))
-            first = int(self.start[piece])
-            targets[piece] = np.count_nonzero(mask[first + 1 : first + int(self.length[piece])])
-        return targets
+        kept = np.asarray(targets) > 0
+        if kept.all():
+            return self
+        counts = replace(
+            self.counts,
+            tokens_kept=int(self.length[kept].sum()),
+            tokens_without_targets=int(self.length[~kept].sum()),
+            pieces_without_targets=int(np.count_nonzero(~kept)),
+            documents_without_targets=np.unique(self.document[~kept]).size,
+        )
+        start, length = self.start[kept], self.length[kept]
+        return replace(self, document=self.document[kept], start=start, length=length, counts=counts)
 
 
 def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
@@ -121,17 +151,23 @@ def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
 
 
 def _count(
-    lengths: NDArray[np.int64], overlong: NDArray[np.bool_], kept: NDArray[np.int64], max_tokens: int, policy: str
+    sources: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    overlong: NDArray[np.bool_],
+    kept: NDArray[np.int64],
+    policy: str,
 ) -> TokenCounts:
-    num_overlong = int(np.count_nonzero(overlong))
-    in_overlong = int(lengths[overlong].sum())
+    dropped = overlong & (policy == "drop")
+    tokens_in, tokens_kept = int(sources.sum()), int(kept.sum())
+    tokens_dropped = int(lengths[dropped].sum())
+    truncated = (sources > lengths) | (overlong & (policy == "truncate"))
     return TokenCounts(
         documents_in=lengths.size,
-        documents_truncated=num_overlong if policy == "truncate" else 0,
-        documents_split=num_overlong if policy == "split" else 0,
-        documents_dropped=num_overlong if policy == "drop" else 0,
-        tokens_in=int(lengths.sum()),
-        tokens_kept=int(kept.sum()),
-        tokens_truncated=in_overlong - num_overlong * max_tokens if policy == "truncate" else 0,
-        tokens_dropped=in_overlong if policy == "drop" else 0,
+        documents_truncated=int(np.count_nonzero(truncated)),
+        documents_split=int(np.count_nonzero(overlong)) if policy == "split" else 0,
+        documents_dropped=int(np.count_nonzero(dropped)),
+        tokens_in=tokens_in,
+        tokens_kept=tokens_kept,
+        tokens_truncated=tokens_in - tokens_kept - tokens_dropped,
+        tokens_dropped=tokens_dropped,
     )

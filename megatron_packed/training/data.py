@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
+from megatron_packed.data.accounting import cut_documents
 from megatron_packed.data.blend import Blend
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
@@ -244,7 +245,9 @@ def _packer(config: RunConfig) -> Packer:
 def _pieces(config: RunConfig, dataset: Documents) -> tuple[Segments, NDArray[np.int64]]:
     policy = config.packing.overlong_policy
     try:
-        segments = Segments.cut(dataset.lengths, config.packing.tokens_per_pack, policy)
+        segments, targets = cut_documents(
+            dataset, config.packing.tokens_per_pack, policy, only_with_targets=False
+        )
     except ValueError as error:  # over-long documents under the policy that refuses them
         raise DataError(str(error)) from None
     if not len(segments):
@@ -252,7 +255,7 @@ def _pieces(config: RunConfig, dataset: Documents) -> tuple[Segments, NDArray[np
             f"every one of the {len(dataset)} documents is longer than a pack of {segments.max_tokens} tokens and was "
             f"dropped (--overlong-policy {policy}); raise --seq-length, or truncate or split."
         )
-    return segments, dataset.count_targets(segments.document, segments.start, segments.length)
+    return segments, targets
 
 
 def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend | None:

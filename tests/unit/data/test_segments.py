@@ -70,23 +70,6 @@ def test_the_books_balance_on_random_data():
                 ]
 
 
-def test_targets_are_counted_as_the_micro_batch_counts_them():
-    rng = np.random.default_rng(1)
-    masks = [rng.integers(0, 2, length) for length in LENGTHS]
-    whole = np.array([mask[1:].sum() for mask in masks])
-    for policy in ("truncate", "split", "drop"):
-        segments = Segments.cut(LENGTHS, 8, policy)
-        asked: list[int] = []
-
-        def mask_of(document: int, asked: list[int] = asked) -> np.ndarray:
-            asked.append(document)
-            return masks[document]
-
-        counted = segments.targets(LENGTHS, whole, mask_of)
-        assert counted.tolist() == [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces(segments)]
-        assert set(asked) == {"truncate": {1, 4, 5}, "split": {1, 4, 5}, "drop": set()}[policy]
-
-
 @pytest.mark.parametrize(
     ("lengths", "longest", "policy", "message"),
     [

@@ -28,7 +28,15 @@ SLOTS, SEED = 2048, 5
 def documents(count: int, seed: int) -> SimpleNamespace:
     """Half below 200 tokens, a tenth longer than a pack; every token but a document's first is a target."""
     lengths = np.exp(np.random.default_rng(seed).normal(5.3, 1.7, count)).astype(int) + 30
-    return SimpleNamespace(lengths=lengths, count_targets=lambda document, start, length: length - 1)
+    return of_lengths(lengths)
+
+
+def of_lengths(lengths: np.ndarray) -> SimpleNamespace:
+    """Text: every token but a document's first is a target."""
+    count_targets = lambda document, start, length: np.asarray(length) - 1  # noqa: E731
+    return SimpleNamespace(
+        lengths=lengths, source_lengths=lengths, source_targets=lengths - 1, count_targets=count_targets
+    )
 
 
 def run_config(graphs: dict | None = None, data: dict | None = None, seq_length: int = SLOTS, **packing) -> RunConfig:
