@@ -18,7 +18,7 @@ OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Where the tokens of a data set went: ``tokens_in == kept + truncated + dropped + without_targets``, to the token."""
+    """Where the tokens of a data set went: ``tokens_in == kept + truncated + dropped + without_targets``."""
 
     documents_in: int
     documents_truncated: int

@@ -245,9 +245,7 @@ def _packer(config: RunConfig) -> Packer:
 def _pieces(config: RunConfig, dataset: Documents) -> tuple[Segments, NDArray[np.int64]]:
     policy = config.packing.overlong_policy
     try:
-        segments, targets = cut_documents(
-            dataset, config.packing.tokens_per_pack, policy, only_with_targets=False
-        )
+        segments, targets = cut_documents(dataset, config.packing.tokens_per_pack, policy, only_with_targets=False)
     except ValueError as error:  # over-long documents under the policy that refuses them
         raise DataError(str(error)) from None
     if not len(segments):
