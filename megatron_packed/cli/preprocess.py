@@ -44,8 +44,13 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if arguments.output_prefix.endswith("/") or prefix.name in ("", ".."):
         example = os.path.join(arguments.output_prefix, "corpus")
         raise UsageError(f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names: {example}.")
-    words = ["--data-path", *arguments.input, "--seq-length", "2", *run_flags]
-    if "data.data_cache_path" not in gather(run_flags).values:  # of a tokenizer that is trained
+    given = gather(run_flags).values
+    if "data.data_path" in given:
+        raise UsageError("--data-path: name the files by --input alone.")
+    words = ["--data-path", *arguments.input, *run_flags]
+    if "packing.seq_length" not in given:
+        words += ["--seq-length", "2"]
+    if "data.data_cache_path" not in given:  # of a tokenizer that is trained
         words += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)

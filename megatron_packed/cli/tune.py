@@ -128,6 +128,8 @@ def _packed(
     packs once more by a method with a cap on documents."""
     flags = [*run_flags, *([] if arguments.data is None else ["--data-path", *arguments.data])]
     given = gather(flags).values
+    if arguments.data is not None and "data.data_path" in gather(run_flags).values:
+        raise UsageError("--data-path: name the files by it or by --data, not by both.")
     if arguments.measure is not None and "model.hybrid_layer_pattern" not in given:
         raise UsageError("--measure needs the flags of the model, --hybrid-layer-pattern and its sizes.")
     here = arguments.lengths is None

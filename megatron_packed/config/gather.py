@@ -16,7 +16,8 @@ from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.suggest import did_you_mean, nearest
 from megatron_packed.config.values import WrongValueError, from_text, from_yaml
 
-FILE, ARGS_FILE, FLAG = 1, 2, 3  # a higher level overrides a lower one; a level may name an option once
+FILE, ARGS_FILE, FLAG = 1, 2, 3  # a higher level overrides a lower one; of one level the last occurrence counts
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Given:
     _levels: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def claim(self, key: str, level: int, shown: str) -> bool:
-        """Whether this occurrence decides about ``key``; a second one on the same level is a problem."""
+        """Decide whether this occurrence sets ``key``. In a configuration file a second one is a problem."""
         earlier = self._levels.get(key, (0, ""))
         if earlier[0] == level:
             cure = "keep one of them" if shown == earlier[1] else f"keep one of {earlier[1]} and {shown}"
@@ -59,24 +60,47 @@ class Given:
 def gather(argv: Sequence[str]) -> Given:
     """Read the command line and the files that it names. Nothing is raised; problems are collected."""
     given = Given()
-    occurrences = read_command_line(argv, given.problems)
-    for occurrence in occurrences:
-        if occurrence.flag == "--config":
-            _read_config(occurrence, given)
+    words = read_command_line(argv, given.problems)
+    levels = {word: FLAG if word.source == COMMAND_LINE else ARGS_FILE for word in words}
+    configs = sorted((word for word in words if word.flag == "--config"), key=levels.__getitem__)
+    for occurrence in _last_of_each(configs, given.warnings):
+        _read_config(occurrence, given)
     for level in (ARGS_FILE, FLAG):
-        for occurrence in occurrences:
-            if (level == FLAG) == (occurrence.source == COMMAND_LINE) and occurrence.flag != "--config":
-                _apply_flag(occurrence, level, given)
+        of_level = (word for word in words if levels[word] == level and word.flag != "--config")
+        for occurrence in _last_of_each(of_level, given.warnings):
+            _apply_flag(occurrence, level, given)
     if any(problem.option.startswith(("@", "--config")) for problem in given.problems):
         given.expect(described.key for described in every_field())  # what the file would have said is not missing
     return given
+
+
+def _last_of_each(occurrences: Iterable[Occurrence], warnings: list[str]) -> list[Occurrence]:
+    """The last occurrence of each option or flag, which counts, as in argparse; a sentence names the others.
+
+    Scripts of Megatron put the flags of a run after those of its model.
+    """
+    found: dict[str, list[Occurrence]] = {}
+    for occurrence in occurrences:
+        spelling = spellings().get(occurrence.flag)
+        found.setdefault(occurrence.flag if spelling is None else spelling.field.key, []).append(occurrence)
+    for several in found.values():
+        if len(several) > 1:
+            shown = [_cut(" ".join((one.flag, *_texts(one)))) for one in (*several[:2], *several[2:][-2:])]
+            shown[2:2] = ["..."] if len(several) > len(shown) else []
+            times = f"{several[-1].flag} was given {len(several)} times"
+            warnings.append(f"{times}: {', '.join(shown)}. The last one counts.")
+    return [several[-1] for several in found.values()]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _read_config(occurrence: Occurrence, given: Given) -> None:
     paths = _texts(occurrence)
     if len(paths) != 1:
         given.problems.append(Problem("--config", " ".join(paths), "takes one file", "give --config run.yaml"))
-    elif given.claim("--config", FLAG, "--config"):
+    else:
         for entry in read_config_file(paths[0], given.problems):
             _apply_entry(entry, paths[0], given)
 

@@ -373,6 +373,13 @@ def test_problems_are_told_of_what_was_typed(tmp_path, monkeypatch, capsys):
         assert option in problems and "--data-path" not in problems and "--data-cache-path" not in problems
 
 
+@pytest.mark.parametrize("command", ["preprocess --input a.jsonl --output-prefix b", "tune --data a.jsonl"])
+def test_files_are_named_once_by_one_flag(command, capsys):
+    """Of a flag given twice the last counts, and here one of the two would be passed over."""
+    assert exit_code([*command.split(), "--seq-length", "8", "--data-path", "c.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("--data-path: name the files by ")
+
+
 def test_problems_are_told_before_torch_is_imported():
     code = (
         "import sys\nfrom megatron_packed.cli.main import main\n"

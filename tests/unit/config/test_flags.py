@@ -80,6 +80,42 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     assert of_a_program == parsed.config and of_a_program.is_given("optim.adam_beta2")
 
 
+@pytest.mark.parametrize(
+    ("repeated", "key", "value", "said"),
+    [
+        ("--seed 1 --bf16 --seed 2 --seed 3", "training.seed", 3,
+         "--seed was given 3 times: --seed 1, --seed 2, --seed 3. The last one counts."),
+        ("--seed one --seed=2", "training.seed", 2,
+         "--seed was given 2 times: --seed one, --seed 2. The last one counts."),
+        ("--data-path train.jsonl valid.jsonl --data-path valid.jsonl", "data.data_path", ("valid.jsonl",),
+         "--data-path was given 2 times: --data-path train.jsonl valid.jsonl, --data-path valid.jsonl. "
+         "The last one counts."),
+        ("--hybrid-override-pattern M* --hybrid-layer-pattern *M", "model.hybrid_layer_pattern", "*M",
+         "--hybrid-layer-pattern was given 2 times: --hybrid-override-pattern M*, --hybrid-layer-pattern *M. "
+         "The last one counts."),
+        ("--enable-cuda-graph --cuda-graph-impl none", "cuda_graph.cuda_graph_impl", "none",
+         "--cuda-graph-impl was given 2 times: --enable-cuda-graph, --cuda-graph-impl none. The last one counts."),
+        ("--bf16 --no-bf16", "training.bf16", False,
+         "--no-bf16 was given 2 times: --bf16, --no-bf16. The last one counts."),
+        ("@a.args @b.args", "training.seed", 5,
+         "--seed was given 2 times: --seed 4, --seed 5. The last one counts."),
+        ("--config a.yaml --config b.yaml", "training.seed", 7,
+         "--config was given 2 times: --config a.yaml, --config b.yaml. The last one counts."),
+        ("--optimizer muon --optimizer adam --moe-router-dtype fp64 --moe-router-dtype fp32", "training.seed", 1234,
+         "--optimizer was given 2 times: --optimizer muon, --optimizer adam. The last one counts."),
+    ],
+)  # fmt: skip
+def test_of_a_flag_given_twice_the_last_counts_and_a_line_says_so(right, tmp_path, repeated, key, value, said) -> None:
+    for name, text in {"a.args": "--seed 4", "b.args": "--seed 5", "a.yaml": "seed: 6", "b.yaml": "seed: 7"}.items():
+        (tmp_path / name).write_text(text)
+    argv = [*words({flag: value for flag, value in right.items() if flag not in said}), *repeated.split()]
+    parsed = parse_with_sources(argv)
+    section, name = key.split(".")
+    assert getattr(getattr(parsed.config, section), name) == value
+    assert next(warning for warning in parsed.warnings if "times" in warning) == said
+    assert all(warning.endswith("counts.") for warning in parsed.warnings)
+
+
 def test_a_switch_can_be_taken_back_and_a_negated_one_given(right, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("bf16: true\nmodel: {add_bias_linear: false}\n")
     kept = parse([*words(right), "--config", "run.yaml"])

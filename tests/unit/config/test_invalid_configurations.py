@@ -215,7 +215,6 @@ INVALID = [
      {"--overlap-param-gather": "in the graph that ends this one"}),
     ("--cuda-graph-modules full_iteration", {"--cuda-graph-modules": "--cuda-graph-impl full_iteration"}),
     ("--enable-cuda-graph yes", {"--enable-cuda-graph": "write --enable-cuda-graph alone"}),
-    ("--enable-cuda-graph --cuda-graph-impl none", {"--cuda-graph-impl": "keep one"}),
     ("--cuda-graph-impl local --hidden-dropout 0.1", {"--cuda-graph-impl": "dropout inside captured modules"}),
     ("--cuda-graph-impl local --attention-dropout 0.1", {"--attention-dropout": "not built"}),
     ("--cuda-graph-impl local --cuda-graph-modules attn mambo", {"--cuda-graph-modules": "did you mean mamba?"}),
@@ -277,8 +276,6 @@ INVALID = [
     ("--optimizer-cpu-offload", {"--optimizer-cpu-offload": "stays on the device"}),
     ("--fp8-format hybrid --fp16", {"--fp8-format": "--bf16", "--fp16": "--bf16"}),
     ("--spec my.module my_spec", {"--spec": "hybrid_stack_spec"}),
-    ("--seed 1 --seed 2", {"--seed": "twice"}),
-    ("--hybrid-override-pattern M*-", {"--hybrid-override-pattern": "keep one"}),
     ("--use-mcore-models yes", {"--use-mcore-models": "takes no value"}),
     ("--learning-rate 1", {"--learning-rate": "--help-all"}),
     ("--hiden-size 64", {"--hiden-size": "--hidden-size"}),
@@ -297,8 +294,6 @@ def command_line(right: dict[str, str | None], change: str) -> tuple[list[str], 
     for word in words:
         kept.pop(word.lstrip("~"), None)
         world_size = int(word[1:]) if word.startswith("^") else world_size
-    if "--hybrid-override-pattern" in words:
-        kept["--hybrid-layer-pattern"] = "M*-"
     argv = [part for pair in kept.items() for part in pair]
     return [*argv, *(word for word in words if word[0] not in "~^")], world_size
 
