@@ -77,6 +77,6 @@ class Console:
         if record.graphs is not None:
             parts.append(f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}")
         if record.skipped:
-            parts.append("SKIPPED: non-finite")
+            parts.append(f"SKIPPED: {record.skip_reason}")
         return " | ".join(parts)
 

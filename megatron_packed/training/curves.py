@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Record = dict[str, object]
+NON_FINITE, NO_TARGETS = "non-finite", "no targets"
+"""Reasons why the update of a step was not applied: values of ``skip_reason`` in a log."""
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ class StepRecord:
     memory_reserved_gib: float | None
     host_memory_gib: float
     skipped: bool
+    """The update was not applied."""
     plan_hash: str
     experts: ExpertFigures | None
     graphs: GraphFigures | None
@@ -199,6 +200,8 @@ class StepRecord:
     """Of the parameters after the step; None where it is not asked for."""
     num_zeros: int | None = None
     """Gradients that are exactly zero; None where they are not counted."""
+    skip_reason: str | None = None
+    """Why the update was not applied; None where it was."""
 
     def as_dict(self) -> dict[str, object]:
         """One flat object; nothing about what there is not."""
@@ -206,7 +209,7 @@ class StepRecord:
         groups = {"expert": values.pop("experts"), "graph": values.pop("graphs"), "offload": values.pop("offload")}
         for prefix, group in groups.items():
             values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
-        for name in ("expert_load", "params_norm", "num_zeros"):
+        for name in ("expert_load", "params_norm", "num_zeros", "skip_reason"):
             if values.get(name, ()) is None:
                 del values[name]
         return values
@@ -218,7 +221,6 @@ def step_record(
     loss: float,
     aux_loss: float,
     grad_norm: float,
-    skipped: bool,
     seconds: float,
     world_size: int,
     peak: float | None,
@@ -226,6 +228,7 @@ def step_record(
     experts: ExpertFigures | None = None,
     params_norm: float | None = None,
     num_zeros: int | None = None,
+    skip_reason: str | None = None,
 ) -> StepRecord:
     """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of this one."""
     flops_per_second = facts.flops / seconds / world_size
@@ -252,11 +255,12 @@ def step_record(
         memory_gib=memory.used,
         memory_reserved_gib=memory.reserved,
         host_memory_gib=memory.host,
-        skipped=skipped,
+        skipped=skip_reason is not None,
         plan_hash=facts.plan_hash,
         experts=experts,
         graphs=facts.graphs,
         offload=facts.offload,
         params_norm=params_norm,
         num_zeros=num_zeros,
+        skip_reason=skip_reason,
     )

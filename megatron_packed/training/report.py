@@ -11,10 +11,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_packed.training.curves import Panel, Record, Run, panels_of, points, read_run
+from megatron_packed.training.curves import NO_TARGETS, NON_FINITE, Panel, Record, Run, panels_of, points, read_run
 from megatron_packed.training.page import write_html
 from megatron_packed.training.svg import COLOURS, DASHES, Line, heat_map, line_chart
 
+_LISTED = 5
+"""Steps of one kind that are named one by one."""
 _STYLE = """
 .runs td, .runs th { min-width: 6.5em; overflow-wrap: anywhere }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1em 1.5em }
@@ -79,6 +81,23 @@ def _number(record: Record, name: str) -> float:
     return float(record[name])  # type: ignore[arg-type]
 
 
+def _steps_skipped(steps: Sequence[Record], reason: str) -> str:
+    """Return how many steps were skipped for this reason, and the first of them; empty for none.
+
+    Logs of older versions give no reason: a skipped step was a non-finite one.
+    """
+    found = [step for step in steps if step["skipped"] and step.get("skip_reason", NON_FINITE) == reason]
+    return _listed(found)
+
+
+def _listed(steps: Sequence[Record]) -> str:
+    """Return the number of some steps and the first of them: ``12 (7, 9, 30, ...)``; empty for none."""
+    if not steps:
+        return ""
+    numbers = [f"{step['iteration']:,}" for step in steps[:_LISTED]]
+    return f"{len(steps):,} ({', '.join(numbers)}{', ...' if len(steps) > _LISTED else ''})"
+
+
 def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     steps = [r for r in records if "lm_loss" in r]
     validations = [r for r in records if "valid_loss" in r]
@@ -97,9 +116,12 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
         ("mean pack fill", f"{100 * statistics.fmean(_number(r, 'pack_fill') for r in steps):.2f} %"),
         ("peak memory", f"{max(_number(r, 'memory_gib') for r in steps):.2f} GiB"),
-        ("steps skipped as non-finite", str(sum(bool(r["skipped"]) for r in steps))),
+        ("steps skipped as non-finite", _steps_skipped(steps, NON_FINITE) or "0"),
         ("plan hash", str(last["plan_hash"])),
     ]
+    without_targets = _steps_skipped(steps, NO_TARGETS)
+    if without_targets:
+        rows.append(("steps without target tokens, not taken", without_targets))
     if last.get("mfu") is not None:
         rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
     imbalances = sorted(_number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)

@@ -50,6 +50,9 @@ class Progress:
     flops: float = 0.0
     """Floating-point operations of the model so far, of all ranks."""
     skipped_steps: int = 0
+    """Steps with a non-finite loss or gradient; their updates were not applied."""
+    steps_without_targets: int = 0
+    """Steps without a target token; they were not taken."""
     validated_at: int = 0
     """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
 

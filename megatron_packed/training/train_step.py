@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -56,24 +57,57 @@ class StepValues(NamedTuple):
     """Of the parameters after the step; 0 where it is not asked for."""
     grad_zeros: int = 0
     """Gradients that are exactly zero; 0 where they are not counted."""
+    no_targets: bool = False
+    """No micro-batch of any rank had a target token: the step changed nothing."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
-        loss, aux_loss, grad_norm, nonfinite, stop, moved, *numbers, held, params_norm, units, rest = values
-        bad = {rank: int(number) - 1 for rank, number in enumerate(numbers) if number > 0}
-        zeros = int(units) * ZEROS_UNIT + int(rest)
-        signs = (nonfinite != 0, stop != 0, bad, held != 0, moved != 0)
-        return cls(loss, aux_loss, grad_norm, *signs, params_norm, zeros)
+        """Return the values of a metrics vector, whose layout is that of `_SLOTS`."""
+        rest = iter(values)
+        of = {name: list(islice(rest, size)) for name, size in _SLOTS.items()}
+        units, remainder = of["grad_zeros"]
+        stop, moved = of["signs"]
+        return cls(
+            loss=of["loss"][0],
+            aux_loss=of["aux_loss"][0],
+            grad_norm=of["grad_norm"][0],
+            nonfinite=of["nonfinite"][0] != 0,
+            stop_requested=stop != 0,
+            bad_micro_batches={rank: int(number) - 1 for rank, number in enumerate(rest) if number > 0},
+            held=of["held"][0] != 0,
+            weights_moved=moved != 0,
+            params_norm=of["params_norm"][0],
+            grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
+            no_targets=of["targets"][0] == 0,
+        )
 
 
 _SIGNS = 2
 """Those that ranks raise together: to stop, and that weights have moved. Behind them comes one of each rank."""
+_SLOTS = {
+    "loss": 1,
+    "aux_loss": 1,
+    "grad_norm": 1,
+    "nonfinite": 1,
+    "targets": 1,
+    "held": 1,
+    "params_norm": 1,
+    "grad_zeros": 2,
+    "signs": _SIGNS,
+}
+"""The metrics vector: name -> number of elements, in its order. After them comes the sign of each rank."""
+
+
+def metrics_size(groups: ParallelGroups) -> int:
+    """Return the number of elements of the metrics vector."""
+    return sum(_SLOTS.values()) + groups.world_size
 
 
 def extra_slots(groups: ParallelGroups) -> dict[str, int]:
     """Float32 slots that are summed with the gradients: name -> number of elements."""
     return {
         "loss": 1,
+        "targets": 1,
         "aux_loss": 1,
         "signs": _SIGNS + groups.world_size,
         "overflow": 1,
@@ -95,6 +129,11 @@ class TrainStep:
     gradients of parameters that they hold together is summed before. Signs (slot 0: this rank was asked to stop; slot
     1: what its graphs use has moved; slot 2 + rank: 1 + number of its first bad micro-batch) differ between all ranks:
     their sum goes over both groups.
+
+    [Note: steps without targets]
+    The host knows the target tokens of its micro-batches. ``_begin`` writes their number into a slot that is summed
+    with the gradients, so every rank sees the sum on the device, in a replayed ``finish`` too. Where it is zero the
+    step is skipped like a non-finite one: momentum and weight decay alone would move the weights.
 
     [Note: steps that are done again]
     A step in which a buffer for experts overflowed anywhere is not applied, and nor is any step behind it, until the
@@ -129,7 +168,7 @@ class TrainStep:
         self.overlapped: OverlappedReduce | None = None
         if overlap:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
-        size, counts = 8 + _SIGNS + groups.world_size, sum(counter_slots(model).values())
+        size, counts = metrics_size(groups), sum(counter_slots(model).values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
         """What one copy takes to the host: ``metrics``, and behind them how many tokens each expert got, by layer."""
         self.metrics = self.numbers[:size]
@@ -149,11 +188,11 @@ class TrainStep:
             lr: learning rate of this step.
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
         Returns:
-            The metrics vector ``(10 + world_size,)`` float32 on the device; the same memory every step.
+            The metrics vector ``(metrics_size(groups),)`` float32 on the device; the same memory every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
-        self._begin(lr, stop_requested)
+        self._begin(lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches))
         for number, micro_batch in enumerate(micro_batches, start=1):
             sums = self.overlapped is not None and number == len(micro_batches)
             self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
@@ -255,24 +294,21 @@ class TrainStep:
         extras = self.buffers.extras
         self._held.add_(extras["overflow"])
         with record_function("optim::step"):
-            stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0])
+            no_targets = (extras["targets"][0] == 0).to(torch.float32)  # See [Note: steps without targets].
+            stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0] + no_targets)
         if self.model.num_moe_layers:
             counts = self.buffers.counters["expert_counts"].value()
             self.numbers[self.metrics.numel() :].copy_(counts)
             self.model.update_expert_bias(counts, skip=stats.skipped.bool())
-        torch.cat(
-            [
-                extras["loss"],
-                extras["aux_loss"],
-                stats.grad_norm.reshape(1),
-                stats.nonfinite.to(torch.float32).reshape(1),
-                extras["signs"],
-                self._held,
-                stats.params_norm.reshape(1),
-                stats.grad_zeros,
-            ],
-            out=self.metrics,
-        )
+        numbers = {
+            **extras,
+            "grad_norm": stats.grad_norm,
+            "nonfinite": stats.nonfinite,
+            "held": self._held,
+            "params_norm": stats.params_norm,
+            "grad_zeros": stats.grad_zeros,
+        }
+        torch.cat([numbers[name].reshape(-1) for name in _SLOTS], out=self.metrics)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -297,9 +333,10 @@ class TrainStep:
             (buffers, "storage"),
         ]
 
-    def _begin(self, lr: float, stop_requested: bool) -> None:
+    def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
         self.buffers.zero_grad()
         self.optimizer.set_lr(lr)
+        self.buffers.extras["targets"].fill_(targets)  # a kernel argument: no host memory to wait for
         # The last step's copy may be under way: a sign stays until all have seen it, so an early one does no harm.
         self._signs[0], self._signs[1] = stop_requested, self.graphs is not None and self.graphs.moved
         self.buffers.extras["signs"][:_SIGNS].copy_(self._signs, non_blocking=True)

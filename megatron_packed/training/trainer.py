@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,7 @@ from megatron_packed.training.data import Stream
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage import Garbage
 from megatron_packed.training.graphs import audit_graphs, capture_graphs
+from megatron_packed.training.incidents import count_incidents, sentences, skip_reason
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import (
     ExpertFigures,
@@ -363,7 +364,7 @@ class Trainer:
             loss=values.loss,
             aux_loss=values.aux_loss,
             grad_norm=values.grad_norm,
-            skipped=values.nonfinite,
+            skip_reason=skip_reason(values),
             seconds=max(arrived.seconds, 1e-9),
             world_size=self.groups.world_size,
             peak=self._peak,
@@ -374,21 +375,14 @@ class Trainer:
         )
         self.console.step(record)
         self._write(record.as_dict())
-        if values.nonfinite:
-            self._report_nonfinite(record.iteration, values)
-            if self.config.training.on_nonfinite == "stop":
-                self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
-                return ExitCode.NONFINITE
+        progress = self.state.progress
+        count_incidents(progress, values)
+        for sentence in sentences(record.iteration, values, progress, self.groups.tp_cp_size):
+            self.console.warn(sentence)
+        if values.nonfinite and self.config.training.on_nonfinite == "stop":
+            self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
+            return ExitCode.NONFINITE
         return ExitCode.PREEMPTED if values.stop_requested else None
-
-    def _report_nonfinite(self, iteration: int, values: StepValues) -> None:
-        self.state.progress.skipped_steps += 1
-        places = bad_places(values.bad_micro_batches, self.groups.tp_cp_size)
-        what = f"loss or gradient in {', '.join(places)}" if places else "gradient norm"
-        self.console.warn(
-            f"step {iteration} had a non-finite {what}; its update was not applied, weights and moments are those of "
-            "the step before."
-        )
 
     def _stop_requested(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
@@ -421,18 +415,3 @@ class Trainer:
                 if writer not in self._complained:
                     self.console.warn(f"the numbers of this run cannot be written: {error}; it goes on without them.")
                     self._complained.append(writer)
-
-
-def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:
-    """Where non-finite values were seen first, in words: the ranks that share a pack are one place.
-
-    Example:
-        ``{2: 1, 3: 0}`` with 2 ranks per pack: ``["micro-batch 0 of ranks 2 to 3"]``.
-    """
-    first: dict[int, int] = {}
-    for rank, number in bad_micro_batches.items():
-        place = rank // ranks_per_pack * ranks_per_pack
-        first[place] = min(number, first.get(place, number))
-    last = ranks_per_pack - 1
-    ranks = {place: f"ranks {place} to {place + last}" if last else f"rank {place}" for place in first}
-    return [f"micro-batch {number} of {ranks[place]}" for place, number in first.items()]

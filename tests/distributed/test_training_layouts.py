@@ -34,10 +34,10 @@ from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.explain import op_inputs
+from megatron_packed.training.incidents import bad_places
 from megatron_packed.training.replicas import ReplicaMismatchError, check_replicas
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues
-from megatron_packed.training.trainer import bad_places
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(

@@ -17,7 +17,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.full_iteration import FullIteration, StaticMicroBatch
 from megatron_packed.cuda_graphs.slots import HostFactError
-from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.train_step import StepValues
 
@@ -138,6 +138,31 @@ def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(ex
     assert values.nonfinite and values.bad_micro_batches == {0: 1}
     assert math.isfinite(values.loss) == (extra == 0) and math.isfinite(values.grad_norm) == (factor == 1)
     assert state_hash_of_weights(eager) == before
+
+
+def without_targets(lengths, seed=3):
+    """As `micro_batch`, of documents that have nothing to learn."""
+    found = micro_batch(lengths, seed)
+    found.loss_mask.zero_()
+    found.labels.fill_(NO_LABEL)
+    return replace(found, num_target_tokens=0)
+
+
+def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gradients():
+    """Captured or not: no decay, no momentum, and neither the step count nor the experts' biases move."""
+    graphed, eager = captured(), Job()
+    assert_same_steps(graphed, eager, [[[20, 9, 3]], [[9, 9], [5] * 5]])
+    before, steps = state_hash_of_weights(graphed), graphed.job.optimizer.steps.item()
+    found = [job.step([without_targets([20, 9, 3]), without_targets([41])], 1e-2).clone() for job in (graphed, eager)]
+    values = StepValues.from_list(found[0].tolist())
+    assert torch.equal(*found) and values.no_targets and not values.nonfinite
+    assert values.aux_loss > 0 and values.grad_norm > 0  # there is something that would have been applied
+    assert graphed.job.optimizer.steps.item() == steps == 2
+    assert state_hash_of_weights(graphed) == before == state_hash_of_weights(eager)
+    # One target in one micro-batch of a step is enough.
+    found = [job.step([without_targets([20, 9]), micro_batch([2])], 1e-2).clone() for job in (graphed, eager)]
+    assert torch.equal(*found) and not StepValues.from_list(found[0].tolist()).no_targets
+    assert state_hash_of_weights(graphed) != before and graphed.job.optimizer.steps.item() == 3
 
 
 def state_hash_of_weights(job):

@@ -19,13 +19,13 @@ from megatron_packed.training.report import write_report
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter
 
 
-def record(iteration: int, loss: float = 2.0, *, skipped: bool = False, graphs=None, experts=None, offload=None):
+def record(iteration: int, loss: float = 2.0, *, skip_reason=None, graphs=None, experts=None, offload=None):
     facts = StepFacts(
         iteration=iteration, learning_rate=1e-3, real_tokens=900, target_tokens=500, padded_tokens=100,
         consumed_tokens=900 * iteration, num_seqs=12, num_packs=4, epoch=0, flops=4e12, plan_hash="abc",
         graphs=graphs, offload=offload,
     )  # fmt: skip
-    values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skipped": skipped}
+    values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skip_reason": skip_reason}
     return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, experts=experts,
                        memory=MemoryFigures(used=1.5, reserved=2.0, host=0.5))  # fmt: skip
 
@@ -113,10 +113,10 @@ def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
 def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
     Console(rank=1, total_steps=10).step(record(3))
     assert capsys.readouterr().out == ""
-    Console(rank=0, total_steps=10).step(record(3, skipped=True))
+    Console(rank=0, total_steps=10).step(record(3, skip_reason="no targets"))
     line = capsys.readouterr().out
     for part in ("step  3/10", "ETA 0:00:04", "loss 2.0000", "lr 1.00e-03", "grad norm 1.000", "500 ms", "1,800 tok/s",
-                 "MFU 25.0 %", "fill 90.0 %", "3.0 docs/pack", "1.5 GiB", "SKIPPED"):  # fmt: skip
+                 "MFU 25.0 %", "fill 90.0 %", "3.0 docs/pack", "1.5 GiB", "SKIPPED: no targets"):  # fmt: skip
         assert part in line, part
 
 
@@ -225,7 +225,7 @@ def test_report_says_rates_and_how_long_steps_waited(tmp_path):
 
 def test_report_of_a_run_that_ended_in_nan(tmp_path):
     writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1)
-    for made in (record(1), record(2, loss=math.nan, skipped=True)):
+    for made in (record(1), record(2, loss=math.nan, skip_reason="non-finite")):
         writer.write(made.as_dict())
     writer.close()
     with open(tmp_path / "log.jsonl", "a") as file:
@@ -237,3 +237,15 @@ def test_report_of_an_empty_log_is_refused(tmp_path):
     (tmp_path / "log.jsonl").write_text("")
     with pytest.raises(ValueError, match="no training step"):
         write_report(tmp_path / "log.jsonl", tmp_path / "r.html")
+
+
+def test_steps_that_were_not_taken_are_counted_by_their_reason_and_named(tmp_path):
+    reasons = {2: "non-finite", 3: "no targets", 5: "no targets"}
+    lines = [record(number, skip_reason=reasons.get(number)).as_dict() for number in range(1, 7)]
+    assert lines[2]["skipped"] and lines[2]["skip_reason"] == "no targets"
+    assert not lines[0]["skipped"] and "skip_reason" not in lines[0]
+    del lines[1]["skip_reason"]  # as a log of before has it
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
+    assert "<th>steps skipped as non-finite</th><td>1 (2)</td>" in page
+    assert "<th>steps without target tokens, not taken</th><td>2 (3, 5)</td>" in page

@@ -68,5 +68,5 @@ def test_on_a_rank_that_has_nothing_else(expected) -> None:
 
 def test_nothing_but_empty_packs() -> None:
     values, state = one_step(ParallelGroups.single(), [[[], []]])
-    assert values == StepValues(0.0, 0.0, 0.0, False, False, {})
+    assert values == StepValues(0.0, 0.0, 0.0, False, False, {}, no_targets=True)
     assert all(value.isfinite().all() for value in state.values())

@@ -12,8 +12,9 @@ from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage import Garbage
+from megatron_packed.training.incidents import bad_places
 from megatron_packed.training.pretrain import _restore
-from megatron_packed.training.trainer import Trainer, bad_places
+from megatron_packed.training.trainer import Trainer
 
 
 def config_of(flags: str) -> RunConfig:
