@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock, remove_leftovers
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.ranks import Ranks, on_rank_0
 
@@ -27,7 +28,7 @@ def claim_directory(
 ) -> RootLock | None:
     """Make ``root`` if it is missing and keep other runs out of it until this process ends; a collective of all ranks.
 
-    Where the file system has no locks, nobody is kept out.
+    What dead saves left there is removed. A file system without locks keeps no run out, and keeps leftovers.
 
     Args:
         patience: seconds that a run waits for the one before it: a killed process lets go only when it is gone.
@@ -50,8 +51,13 @@ def _lock(root: Path, patience: float) -> RootLock:
     deadline = time.monotonic() + patience
     while True:
         try:
-            return RootLock(root, RUN_LOCK)
+            lock = RootLock(root, RUN_LOCK)
+            break
         except CheckpointError:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(0.1)
+    with suppress(CheckpointError), closing(RootLock(root)) as saving:  # a tool that saves here cleans up itself
+        if saving.warning is None:
+            remove_leftovers(root)
+    return lock

@@ -31,7 +31,7 @@ RUN_LOCK = ".run.lock"
 
 _ID = r"[0-9a-f]{12}"
 _CHECKPOINT = re.compile(rf"step_(\d{{8,18}})(?:\.replaced-{_ID})?")
-_LEFTOVER = re.compile(rf"(?:step_\d{{8,18}}|{LATEST})\.(?:tmp|deleting)-{_ID}")
+_LEFTOVER = re.compile(rf"(?:step_\d{{8,18}}|{LATEST}|STATUS\.json)\.(?:tmp|deleting)-{_ID}")
 
 
 def step_name(step: int) -> str:
@@ -202,7 +202,7 @@ class RootLock:
         Raises:
             CheckpointError: another process holds it.
         """
-        path = root / name
+        self.path = path = root / name
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.warning: str | None = None
         """Set where the file system cannot lock."""
@@ -219,6 +219,27 @@ class RootLock:
                     cure="give each job its own --save directory",
                 ) from None
             self.warning = f"{path} cannot be locked ({error.strerror}); leftovers of dead saves are not removed"
+
+    def check(self) -> None:
+        """Compare the file that is locked with the one that has its name now.
+
+        Raises:
+            CheckpointError: it is another file, or there is none: the lock keeps nobody out any more.
+        """
+        held = os.fstat(self.descriptor)
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+            found = "another file"
+        except OSError as error:
+            there, found = None, error.strerror or str(error)
+        if there is None or not os.path.samestat(held, there):
+            raise CheckpointError(
+                "is no longer the directory that this run locked: it was moved or replaced while the run lasted",
+                path=self.path.parent,
+                expected=f"the file {self.path.name} of this run",
+                found=found,
+                cure="start the run again with --save and --load naming the directory where it is now",
+            )
 
     def close(self) -> None:
         os.close(self.descriptor)

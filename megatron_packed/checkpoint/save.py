@@ -1,7 +1,8 @@
 """Saving: all ranks write their files, rank 0 publishes them as one checkpoint.
 
 [Note: commit protocol]
- 1. rank 0 takes the lock, removes leftovers of dead saves and makes ``step_N.tmp-<id>/``
+ 1. rank 0 compares the run's lock with the file in the root, takes the lock of saves, removes leftovers of dead saves
+    and makes ``step_N.tmp-<id>/``
  2. every rank writes its file there, with checksums of what was in memory, and syncs file and directory
  3. rank 0 gathers what the files are, compares their sizes as it sees them, writes ``manifest.json`` (temporary, sync,
     rename) and syncs the directory: from here on the directory is complete
@@ -119,6 +120,7 @@ def save_checkpoint(
     keep_every: int | None = None,
     on_site: Callable[[str], None] = _no_fault,
     values: Callable[[TensorShard], Tensor] | None = None,
+    run_lock: RootLock | None = None,
 ) -> SavedCheckpoint:
     """Write a checkpoint of ``step``; a collective of all ranks, on return durable and published.
 
@@ -132,6 +134,7 @@ def save_checkpoint(
         keep_every: beside them, those whose step is a multiple of it.
         on_site: called with the name of each of `SAVE_SITES` passed.
         values: gives the tensor of each shard when it is written; the shards' own may then lie on the meta device.
+        run_lock: on rank 0, what `claim_directory` returned; nothing is saved unless its file still lies in ``root``.
     Raises:
         CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it says so), the
             previous checkpoint is untouched.
@@ -149,6 +152,7 @@ def save_checkpoint(
         ranks=ranks,
         on_site=on_site,
         values=values,
+        run_lock=run_lock,
     )
     with ExitStack() as stack:
         try:
@@ -198,6 +202,7 @@ class _Save:
     ranks: Ranks
     on_site: Callable[[str], None]
     values: Callable[[TensorShard], Tensor] | None = None
+    run_lock: RootLock | None = None
     temporary: Path | None = None
     """Set on rank 0 while there is an unpublished directory of ours."""
 
@@ -207,6 +212,8 @@ class _Save:
         self._check_arguments(shards)
         if self.ranks.rank != 0:
             return None
+        if self.run_lock is not None:
+            self.run_lock.check()  # first of all: a root that was moved must not be made anew
         self.root.mkdir(parents=True, exist_ok=True)
         lock = RootLock(self.root)
         stack.callback(lock.close)
@@ -267,6 +274,8 @@ class _Save:
         check_sizes(temporary, manifest)
         write_durably(temporary / MANIFEST, encode_manifest(manifest), manifest.save_id, self.on_site, "manifest")
         final = self.root / step_name(self.step)
+        if self.run_lock is not None:
+            self.run_lock.check()
         if os.path.lexists(final):
             os.rename(final, final.with_name(f"{final.name}.replaced-{manifest.save_id}"))
             self.on_site("save.old_moved")

@@ -117,7 +117,7 @@ class FailureWatch:
             answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
-                rank=silent[0] if len(silent) == 1 else failure.rank,
+                rank=silent[0] if len(silent) == 1 else None,  # this one is only the first that noticed
                 reason=f"{failure.reason} {_in_words(silent, answers)}",
             )
         speak(failure)
@@ -151,8 +151,9 @@ class FailureWatch:
             self._wait_for(_ANSWERS, len(others), ANSWER_SECONDS)
             found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
             answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
-        except RuntimeError:  # the store is gone: nobody can be asked
-            return answers, []
+        except RuntimeError:  # the store is gone: no rank can be asked, and rank 0 is gone if it was the store's host
+            hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            return answers, [] if hosted_by_launcher or self._rank == 0 else [0]
         return answers, [rank for rank in others if rank not in found]
 
     def _answer(self, place: str) -> str:

@@ -6,12 +6,15 @@ import json
 import os
 import sys
 import traceback
+import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_packed.checkpoint.directory import temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
@@ -85,7 +88,7 @@ def is_lost_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO_IS_CUT_OFF)
 
 
-def speak(error: Exception, status_folder: str | None, failure: Failure) -> None:
+def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure) -> None:
     """Says on standard error, and in ``STATUS.json``, why the run ends here."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
@@ -93,20 +96,49 @@ def speak(error: Exception, status_folder: str | None, failure: Failure) -> None
     write_status(status_folder, asdict(failure))
 
 
-def write_status(folder: str | None, status: dict[str, object]) -> None:
+class StatusFolder:
+    """A directory of checkpoints, held open for its ``STATUS.json``: the file stays with it if the directory is moved.
+
+    What stands in its place by then is another run's.
+    """
+
+    def __init__(self, path: str) -> None:
+        """
+        Raises:
+            OSError: there is no such directory, and it cannot be made.
+        """
+        os.makedirs(path, exist_ok=True)  # on other machines a file system may show late what rank 0 has made
+        self.path = Path(path) / STATUS
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def clear(self) -> None:
+        """Remove what the run before wrote: a run that is killed must not seem to have ended as that one did."""
+        with suppress(FileNotFoundError):
+            os.unlink(STATUS, dir_fd=self.descriptor)
+
+    def write(self, text: str) -> None:
+        """Replace ``STATUS.json`` in one step, writing through no link.
+
+        Raises:
+            OSError: the directory is gone, full or not writable.
+        """
+        part = temporary_name(STATUS, uuid.uuid4().hex[:12])
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(part, flags, 0o644, dir_fd=self.descriptor), "w") as file:
+                file.write(text)
+            os.replace(part, STATUS, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(part, dir_fd=self.descriptor)
+            raise
+
+
+def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None:
     """``STATUS.json`` beside the checkpoints (``folder`` None: nowhere); what is in its way is said, not raised."""
     if folder is None:
         return
-    path = Path(folder) / STATUS
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(status) + "\n")
-        os.replace(part, path)
+        folder.write(json.dumps(status) + "\n")
     except OSError as error:
-        print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)
-
-
-def clear_status(folder: str) -> None:
-    """Removes what the run before wrote: a run that is killed must not seem to have ended as that one did."""
-    Path(folder, STATUS).unlink(missing_ok=True)
+        print(f"{folder.path} cannot be written: {error}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_packed.checkpoint.claim import claim_directory
+from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
@@ -36,7 +37,7 @@ from megatron_packed.training.data import RunData, build_data
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import (
     IsolationLeak,
-    clear_status,
+    StatusFolder,
     failure_of,
     is_lost_connection,
     speak,
@@ -85,13 +86,12 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         return ExitCode.USAGE
     watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
-    status_folder = None  # until the folder is ours: another run's status is not to be touched
+    status_folder = lock = None  # until the folder is ours: another run's status is not to be touched
     try:
         if config.checkpoint.save is not None:
-            _claim(config.checkpoint.save, groups)
-            status_folder = config.checkpoint.save
+            status_folder, lock = _claim(config.checkpoint.save, groups)
         report = partial(_report, watch=watch, groups=groups, status_folder=status_folder)
-        exit_code = _train(config, groups, console, signal_flag, watch, heartbeat_of(groups, report))
+        exit_code = _train(config, groups, console, signal_flag, watch, heartbeat_of(groups, report), lock)
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
         return _report(error, watch=watch, groups=groups, status_folder=status_folder)
@@ -102,7 +102,9 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     return exit_code
 
 
-def _report(error: Exception, *, watch: FailureWatch, groups: ParallelGroups, status_folder: str | None) -> int:
+def _report(
+    error: Exception, *, watch: FailureWatch, groups: ParallelGroups, status_folder: StatusFolder | None
+) -> int:
     """This rank has failed; the exit code, when it is time to end."""
     failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
     lost = error if is_lost_connection(error) else None
@@ -116,12 +118,14 @@ def heartbeat_of(groups: ParallelGroups, report: Callable[[Exception], int]) -> 
     return Heartbeat(groups.timeout.total_seconds(), lambda error: os._exit(report(error)))
 
 
-def _claim(folder: str, groups: ParallelGroups) -> None:
-    """Keeps other runs out until this process is gone; that nothing can be written is found out here, not at a save."""
-    claim_directory(folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock | None]:
+    """Keep other runs out until this process is gone; that nothing can be written is found out here, not at a save."""
+    lock = claim_directory(folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+    status_folder = StatusFolder(folder)
     if groups.rank == 0:
-        clear_status(folder)
+        status_folder.clear()
     barrier(groups)  # from here on any rank may write a new status
+    return status_folder, lock
 
 
 def _train(
@@ -131,6 +135,7 @@ def _train(
     signal_flag: SignalFlag,
     watch: FailureWatch,
     heartbeat: Heartbeat | None,
+    lock: RootLock | None,
 ) -> ExitCode:
     refuse_eager(config.cuda_graph, groups.device)
     history = memory_history(config.profiling, groups, console.warn)
@@ -150,6 +155,7 @@ def _train(
         config=to_dict(config),
         model_hash=model_hash(config.model),
         schedule_units=config.schedule_units,
+        lock=lock,
     )
     _restore(config, state, console)
     last = console.total_steps = config.last_iteration(data.train.plan.origin)

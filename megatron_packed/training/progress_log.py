@@ -6,7 +6,9 @@ the run was and how fast. Operations are counted from the lengths of real docume
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -61,7 +63,7 @@ class ProgressLog:
         job = os.environ.get("SLURM_JOB_ID", "")
         head = (datetime.now().strftime(_TIME), f"Job ID: {job}", f"# GPUs: {self._world_size}")
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=_open_plain) as file:
                 file.write("\t".join((*head, *fields)) + "\n")
         except OSError as error:
             if not self._failed:
@@ -72,7 +74,8 @@ class ProgressLog:
         """When the first of the last jobs of this size began, and the FLOPs of the run before it."""
         first, flops = None, 0.0
         try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            with open(self._path, encoding="utf-8", errors="replace", opener=_open_plain) as file:
+                lines = file.read().splitlines()
         except OSError:  # what could not be written, of which there was a warning
             lines = []
         for line in lines:
@@ -87,3 +90,12 @@ class ProgressLog:
             elif fields[-1] == "Starting job" and first is None:
                 first = (began, flops)
         return first or (self._started, self._flops_before)
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """Open a regular file, through no link and without waiting for a pipe."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor

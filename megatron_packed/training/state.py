@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.background import BackgroundSaves
+from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron_packed.checkpoint.ranks import Ranks
@@ -170,6 +171,7 @@ class RunState:
         config: the resolved configuration as a JSON object, kept in the checkpoint for people and tools.
         model_hash: fingerprint of the part of the configuration that decides shapes.
         schedule_units: of the learning rate's schedule, as `RunConfig` says.
+        lock: rank 0's hold on the directory that is saved to, compared at every save.
     """
 
     def __init__(
@@ -183,13 +185,14 @@ class RunState:
         model_hash: str,
         data_hash: str = "",
         schedule_units: Collection[str] = (),
+        lock: RootLock | None = None,
     ) -> None:
         self.model, self.optimizer, self.groups = model, optimizer, groups
         self.plan, self.data_hash = plan, data_hash
         self.plan_hash = "" if plan is None else plan.hash
         self.config, self.model_hash, self._schedule_units = config, model_hash, schedule_units
         self.progress = Progress()
-        self._device = groups.device
+        self._device, self._lock = groups.device, lock
         self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
         self._background: BackgroundSaves | None = None
         self._background_ranks = self._ranks
@@ -273,6 +276,7 @@ class RunState:
             config_hash=self.model_hash,
             keep_last=options.keep_last,
             keep_every=options.save_retain_interval,
+            run_lock=self._lock,
         )
 
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:

@@ -28,3 +28,45 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"(?s)preparing .*file/run for checkpoints.*NotADirectoryError"):
         claim_directory(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_directory_was_moved_saves_nothing_more(tmp_path, tools, replaced):
+    """What is in its place is not touched: another run may have claimed it."""
+    root, moved = tmp_path / "run", tmp_path / "moved"
+    lock = claim_directory(root)
+    tensors = whole_tensors(tools.make_state())
+    save_checkpoint(root, 1, tensors, {}, run_lock=lock)
+    root.rename(moved)
+    if replaced:
+        claim_directory(root, patience=0)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"run: is no longer the directory that this run locked: it was moved"):
+        save_checkpoint(root, 2, tensors, {}, run_lock=lock)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_that_is_replaced_while_a_save_is_under_way(tmp_path, tools):
+    root, lock = tmp_path / "run", claim_directory(tmp_path / "run")
+
+    def exchange(site: str) -> None:
+        if site == "save.gathered":
+            (root / ".run.lock").rename(tmp_path / "taken away")
+            claim_directory(root, patience=0)
+
+    with pytest.raises(CheckpointError, match=r"(?s)nothing was published.*is no longer the directory"):
+        save_checkpoint(root, 1, whole_tensors(tools.make_state()), {}, run_lock=lock, on_site=exchange)
+    assert sorted(path.name for path in root.iterdir()) == [".lock", ".run.lock"]
+
+
+def test_leftovers_of_the_last_save_are_gone_when_the_next_run_starts(tmp_path):
+    names = ["step_00000010.deleting-0123456789ab", "step_00000020.tmp-0123456789ab", "latest.tmp-0123456789ab",
+             "STATUS.json.tmp-0123456789ab"]  # fmt: skip
+    for name in names[:2]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00000.safetensors").write_text("x")
+    for name in names[2:]:
+        (tmp_path / name).write_text("x")
+    (tmp_path / "step_00000010.mine").mkdir()
+    claim_directory(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".run.lock", "step_00000010.mine"]

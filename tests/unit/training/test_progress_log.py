@@ -1,6 +1,7 @@
 """progress.txt: Megatron's lines, and throughput since the first of the last jobs of one size."""
 
 import datetime as time
+import os
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,13 @@ def test_what_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     log = ProgressLog(tmp_path / "absent", 1, Progress(), said.append)
     log.saved(Progress(iteration=5), beside=False)
     assert len(said) == 1 and "cannot be written: " in said[0]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_is_left_alone(kind: str, tmp_path: Path) -> None:
+    victim, log, said = tmp_path / "victim", tmp_path / "progress.txt", []
+    victim.write_text("precious\n")
+    log.symlink_to(victim) if kind == "link" else os.mkfifo(log)
+    ProgressLog(tmp_path, 1, Progress(), warn=said.append).published(3)
+    assert victim.read_text() == "precious\n"
+    assert len(said) == 1 and "progress.txt cannot be written: " in said[0]
