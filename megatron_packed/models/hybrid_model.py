@@ -305,16 +305,17 @@ class HybridModel(nn.Module):
             backend=self.backends.cross_entropy,
         )
         loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
-        overflow = self._no_overflow
+        dropped, overflow = self._no_counts.view(-1), self._no_overflow
         if reports:
             counts = torch.stack([report.tokens_per_expert_E for report in reports])
+            dropped = torch.stack([report.dropped for report in reports])
             overflow = torch.stack([report.overflow for report in reports]).amax()
             if self.config.moe_expert_rank_capacity_factor is not None:
                 overflow = self.ep.agree(overflow)
         if reports and self.training:
             aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             loss = loss + aux_loss * aux_scale
-        return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts, overflow)
+        return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts, dropped, overflow)
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once.

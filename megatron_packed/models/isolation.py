@@ -189,6 +189,23 @@ def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int 
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
+def coupled_by_design(config: ModelConfig) -> list[str]:
+    """Return the options of ``config`` through which documents of a pack affect each other; the checks leave them out.
+
+    Example:
+        ``["--moe-expert-capacity-factor 1.25 (all of them compete for the room of an expert)"]``.
+    """
+    if MOE not in config.layer_types:
+        return []
+    found = []
+    if config.moe_expert_capacity_factor is not None:
+        factor = config.moe_expert_capacity_factor
+        found.append(f"--moe-expert-capacity-factor {factor:g} (all of them compete for the room of an expert)")
+    if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
+        found.append(f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff:g} (a loss of the whole pack)")
+    return found
+
+
 def _check_layer(
     symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:

@@ -33,6 +33,8 @@ class HybridOutput(NamedTuple):
     """``(T,)`` float32, detached; 0 where there is no target."""
     tokens_per_expert: Tensor
     """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without any."""
+    dropped_assignments: Tensor
+    """``(L,)`` float32: those of them that found no room in their expert's capacity; ``(0,)`` without E layers."""
     expert_overflow: Tensor
     """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same on all ranks that
     share experts or the pack. See `HybridModel.full_expert_buffers`."""

@@ -74,6 +74,8 @@ class Console:
         if record.offload is not None:
             hidden = "" if record.offload.hidden is None else f", {record.offload.hidden:.0%} hidden"
             parts.append(f"offloaded {record.offload.moved_mib:,.0f} MiB{hidden}")
+        if record.experts is not None and record.experts.dropped_share:
+            parts.append(f"experts dropped {100 * record.experts.dropped_share:.3g} %")
         if record.graphs is not None:
             parts.append(f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}")
         if record.skipped:

@@ -71,6 +71,7 @@ PANELS = (
         "over the mean of the layer",
         (Curve("expert_load_max", "busiest"), Curve("expert_load_min", "idlest")),
     ),
+    Panel("Expert assignments dropped", "% of those of real tokens", (Curve("expert_dropped_share", scale=100),)),
     Panel("Waiting for data", "ms of a step", (Curve("data_wait_ms"),)),
     Panel("Step time", "ms", (Curve("step_time_ms"),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm"),)),

@@ -6,7 +6,7 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -84,20 +84,42 @@ class ExpertFigures:
     """The idlest expert of any layer."""
     load: list[list[float]] | None
     """``[E layers][experts]``; None in most steps of a model with more than `LOADS_PER_LINE` of them."""
+    dropped: int | None = None
+    """Assignments that found no room in their expert's capacity; None without a capacity."""
+    dropped_share: float | None = None
+    """Share of all assignments; None without a capacity."""
+    dropped_by_layer: list[float] | None = None
+    """``[E layers]``: the same share of each layer, rounded to 0.000001; None without a capacity."""
 
     @classmethod
-    def of(cls, counts: Sequence[float], layers: int, iteration: int) -> ExpertFigures | None:
-        """From the assignments of each expert, layer by layer; None without experts."""
+    def of(
+        cls, counts: Sequence[float], layers: int, iteration: int, dropped: Sequence[float] | None = None
+    ) -> ExpertFigures | None:
+        """Return the figures of a step; None without experts.
+
+        Args:
+            counts: assignments of each expert, layer by layer.
+            dropped: of those of each layer, what was dropped; None without a capacity.
+        """
         if not counts:
             return None
         experts = len(counts) // layers
         of_layers = (counts[first : first + experts] for first in range(0, len(counts), experts))
         load = [[count * experts / max(sum(layer), 1) for count in layer] for layer in of_layers]
         shown = iteration % -(-len(counts) // LOADS_PER_LINE) == 0
-        return cls(
+        figures = cls(
             load_max=max(map(max, load)),
             load_min=min(map(min, load)),
             load=[[round(value, 3) for value in layer] for layer in load] if shown else None,
+        )
+        if dropped is None:
+            return figures
+        assigned = max(sum(counts) / layers, 1)  # every layer routes the same tokens to as many experts
+        return replace(
+            figures,
+            dropped=int(sum(dropped)),
+            dropped_share=sum(dropped) / (assigned * layers),
+            dropped_by_layer=[round(count / assigned, 6) for count in dropped],
         )
 
 
@@ -209,7 +231,8 @@ class StepRecord:
         groups = {"expert": values.pop("experts"), "graph": values.pop("graphs"), "offload": values.pop("offload")}
         for prefix, group in groups.items():
             values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
-        for name in ("expert_load", "params_norm", "num_zeros", "skip_reason"):
+        dropped = ("expert_dropped", "expert_dropped_share", "expert_dropped_by_layer")
+        for name in ("expert_load", *dropped, "params_norm", "num_zeros", "skip_reason"):
             if values.get(name, ()) is None:
                 del values[name]
         return values

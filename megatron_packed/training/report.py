@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.training.curves import NO_TARGETS, NON_FINITE, Panel, Record, Run, panels_of, points, read_run
@@ -139,6 +139,9 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
         share = 100 * replays / max(replays + fallbacks, 1)
         text = f"{replays:,} micro-batches replayed, {fallbacks:,} eager (hit rate {share:.1f} %)"
         rows.append(("CUDA graphs in steps", f"{text}, {_number(graphed[-1], 'graph_memory_mib'):,.0f} MiB"))
+    capped = [r for r in steps if "expert_dropped_share" in r]
+    if capped:
+        rows.append(("expert assignments dropped by capacity", _dropped(capped)))
     if validations:
         losses = [_number(r, "valid_loss") for r in validations]
         rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
@@ -147,6 +150,20 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
         text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"
         rows.insert(4 if validations else 3, ("test loss", text))
     return rows
+
+
+def _dropped(steps: Sequence[Record]) -> str:
+    """Return the share of all assignments that were dropped in ``steps``, and that of the layer with the most."""
+    tokens = sum(_number(r, "real_tokens") for r in steps)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * _number(r, "real_tokens") for value, r in zip(values, steps)) / max(tokens, 1)
+
+    layers: list[tuple[float, ...]] = list(zip(*(r["expert_dropped_by_layer"] for r in steps)))  # type: ignore[arg-type]
+    most, number = max((mean(shares), number) for number, shares in enumerate(layers))
+    count = sum(int(_number(r, "expert_dropped")) for r in steps)
+    total = mean(_number(r, "expert_dropped_share") for r in steps)
+    return f"{100 * total:.3g} % ({count:,}); most in E layer {number}: {100 * most:.3g} %"
 
 
 def write_page(

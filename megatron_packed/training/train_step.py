@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +117,10 @@ def extra_slots(groups: ParallelGroups) -> dict[str, int]:
 
 def counter_slots(model: HybridModel) -> dict[str, int]:
     """Exact integer counters that are summed with them: name -> number."""
-    return {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
+    slots = {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
+    if model.config.moe_expert_capacity_factor is not None:
+        slots["dropped_assignments"] = model.num_moe_layers
+    return slots
 
 
 class TrainStep:
@@ -170,7 +173,7 @@ class TrainStep:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
         size, counts = metrics_size(groups), sum(counter_slots(model).values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
-        """What one copy takes to the host: ``metrics``, and behind them how many tokens each expert got, by layer."""
+        """What one copy takes to the host: ``metrics``, and after them the counters, by layer. See `counts_of`."""
         self.metrics = self.numbers[:size]
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""
@@ -261,12 +264,19 @@ class TrainStep:
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
                 extras["overflow"].add_(output.expert_overflow)
-                self.buffers.counters["expert_counts"].add_(output.tokens_per_expert)
+                self._count(output)
             # The first bad one of this rank stays: a later one finds the slot taken.
             number = extras["micro_batches"].add_(1)[0]
             slot = extras["signs"][_SIGNS + self.groups.rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
             slot.copy_(torch.where(bad & (slot == 0), number, slot))
+
+    def _count(self, output: HybridOutput) -> None:
+        """Add what the E layers of a micro-batch counted to the counters of the step."""
+        counters = self.buffers.counters
+        counters["expert_counts"].add_(output.tokens_per_expert)
+        if "dropped_assignments" in counters:
+            counters["dropped_assignments"].add_(output.dropped_assignments)
 
     def last_micro_batch(self, micro_batch: MicroBatch) -> None:
         """As `micro_batch`, for the last of a step with overlap: sums begin in its backward pass, and are there."""
@@ -297,9 +307,9 @@ class TrainStep:
             no_targets = (extras["targets"][0] == 0).to(torch.float32)  # See [Note: steps without targets].
             stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0] + no_targets)
         if self.model.num_moe_layers:
-            counts = self.buffers.counters["expert_counts"].value()
-            self.numbers[self.metrics.numel() :].copy_(counts)
-            self.model.update_expert_bias(counts, skip=stats.skipped.bool())
+            counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
+            self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
+            self.model.update_expert_bias(counts["expert_counts"], skip=stats.skipped.bool())
         numbers = {
             **extras,
             "grad_norm": stats.grad_norm,
@@ -309,6 +319,12 @@ class TrainStep:
             "grad_zeros": stats.grad_zeros,
         }
         torch.cat([numbers[name].reshape(-1) for name in _SLOTS], out=self.metrics)
+
+    def counts_of(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
+        """Return the counters among the values of ``numbers``, by the names of `counter_slots`."""
+        sizes = counter_slots(self.model)
+        borders = list(accumulate(sizes.values(), initial=self.metrics.numel()))
+        return {name: numbers[start:end] for name, start, end in zip(sizes, borders, borders[1:])}
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

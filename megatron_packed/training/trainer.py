@@ -357,7 +357,7 @@ class Trainer:
         """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
         if arrived is None:
             return None
-        values, counts = self._values(arrived), arrived.values[self.step.metrics.numel() :]
+        values, counts = self._values(arrived), self.step.counts_of(arrived.values)
         self._weights_moved |= values.weights_moved
         record = step_record(
             arrived.facts,
@@ -369,7 +369,12 @@ class Trainer:
             world_size=self.groups.world_size,
             peak=self._peak,
             memory=MemoryFigures.now(self.groups.device),
-            experts=ExpertFigures.of(counts, self.step.model.num_moe_layers, arrived.facts.iteration),
+            experts=ExpertFigures.of(
+                counts["expert_counts"],
+                self.step.model.num_moe_layers,
+                arrived.facts.iteration,
+                counts.get("dropped_assignments"),
+            ),
             params_norm=values.params_norm if self.config.logging.log_params_norm else None,
             num_zeros=values.grad_zeros if self.config.logging.log_num_zeros_in_grad else None,
         )

@@ -25,11 +25,14 @@ from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.config.training import TrainingConfig
+from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers import attention
+from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.models.isolation import check_isolation
+from megatron_packed.models.output import HybridOutput
 from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
@@ -168,6 +171,31 @@ def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: W
     way = Way(2, 2)
     compare(pools.run(train, 2, way, 1, {"hidden_dropout": 0.2}, layout=way.layout), *alone(1, 0.2))
     assert not torch.allclose(alone(1, 0.2)[0], alone(1)[0])
+
+
+def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
+    """What a step reports as dropped, by layer; and what is beyond the room of experts on each rank, summed."""
+    job = build_job(config_of(way, moe_expert_capacity_factor=0.5), groups, VOCAB)
+    forward, beyond = job.model.forward, torch.zeros(1)
+
+    def counted(micro_batch: MicroBatch) -> HybridOutput:
+        output = forward(micro_batch)
+        slots = micro_batch.tokens.numel() // way.cp_size
+        room = expert_capacity(slots, MODEL.moe_router_topk, MODEL.num_experts or 0, 0.5)
+        beyond.add_((output.tokens_per_expert - room).clamp(min=0).sum(1))
+        return output
+
+    job.model.forward = counted  # type: ignore[method-assign]
+    job.step(mine(groups, way, 0, way.dp_size), 1e-2)
+    counts = job.step.counts_of(job.step.numbers.tolist())
+    return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp_group)
+
+
+@pytest.mark.parametrize("way", [Way(4, ep_size=2, cp_size=2), Way(4, 2, True, True, 4, 1)], ids=str)
+def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: WorkerPools) -> None:
+    """Tensor-parallel ranks know the same ones; context-parallel ranks have a capacity for their slice each."""
+    for found, expected in pools.run(dropped, way.world_size, way, layout=way.layout):
+        assert found == expected.tolist() and found[0] > 10
 
 
 # -- decisions -------------------------------------------------------------------------------------

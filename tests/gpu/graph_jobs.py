@@ -25,7 +25,8 @@ DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
 LADDER = Ladder.of([8, 64, T], T)
 SCALES = (1e-3, 0.5)
-RESULTS = ("loss", "loss_sum", "aux_loss", "per_token_loss", "tokens_per_expert", "expert_overflow", "hidden_gradient")
+RESULTS = ("loss", "loss_sum", "aux_loss", "per_token_loss", "tokens_per_expert", "dropped", "overflow",
+           "hidden_gradient")  # fmt: skip
 
 
 def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):

@@ -39,6 +39,8 @@ class MoEReport(NamedTuple):
     context-parallel ranks, each from its rows, add up to it."""
     tokens_per_expert_E: Tensor
     """``(E,)`` float32, assignments of real tokens, those beyond a capacity included."""
+    dropped: Tensor
+    """0-d float32, assignments of real tokens that found no room in their expert's capacity."""
     overflow: Tensor
     """0-d float32: 1 if rows found no room in a static buffer, so that the result is wrong. Alike on all ranks that
     share the experts. See [Note: static expert buffer]."""
@@ -51,12 +53,13 @@ class MoEOutput(NamedTuple):
     """``(T, D)``; on the tail the shared expert's output, or zeros."""
     aux_loss: Tensor
     tokens_per_expert_E: Tensor
+    dropped: Tensor
     overflow: Tensor
 
     @property
     def report(self) -> MoEReport:
         """All but the hidden state, which would else live as long as what is reported."""
-        return MoEReport(self.aux_loss, self.tokens_per_expert_E, self.overflow)
+        return MoEReport(*self[1:])
 
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
@@ -117,9 +120,10 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         entered_TD, valid_T = self.ep.enter(x_TD), self.cp.valid(packed)
         routing = self.router(entered_TD)
+        ids_TK, dropped = self._destinations(routing, valid_T)
         y_TD, overflow = self.dispatcher(
             entered_TD,
-            self.ep.dispatched(self._destinations(routing, valid_T)),
+            self.ep.dispatched(ids_TK),
             self.ep.dispatched(routing.topk_weights_TK),
             self.experts,
         )
@@ -130,13 +134,19 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared_expert(x_TD)
         counts_E = count_routes(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         aux_loss = self.router.aux_loss(routing, counts_E, valid_T, count_valid(packed))
-        return MoEOutput(y_TD, self.tp.counted_once(aux_loss), counts_E, overflow)
+        return MoEOutput(y_TD, self.tp.counted_once(aux_loss), counts_E, dropped, overflow)
 
-    def _destinations(self, routing: Routing, valid_T: Tensor) -> Tensor:
-        """``(T, K)``: the experts that the tokens go to; none for the tail, and for what an expert has no room for."""
+    def _destinations(self, routing: Routing, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts that the tokens go to, and how many assignments found no room.
+
+        Returns:
+            ``(T, K)`` expert numbers, ``NOWHERE`` for the tail and for what is dropped; 0-d float32, what is dropped.
+        """
         ids_TK, config = routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE), self.config
         if config.moe_expert_capacity_factor is None:
-            return ids_TK
+            return ids_TK, torch.zeros((), dtype=torch.float32, device=ids_TK.device)
         capacity = expert_capacity(*ids_TK.shape, self.router.num_experts, config.moe_expert_capacity_factor)
         weights_TK = routing.topk_weights_TK.detach()
-        return drop_beyond_capacity(ids_TK, weights_TK, self.router.num_experts, capacity, config.moe_token_drop_policy)
+        policy = config.moe_token_drop_policy
+        kept_TK = drop_beyond_capacity(ids_TK, weights_TK, self.router.num_experts, capacity, policy)
+        return kept_TK, (kept_TK != ids_TK).sum(dtype=torch.float32)

@@ -1,0 +1,104 @@
+"""Assignments that an expert's capacity drops are counted by layer, whatever runs the layers, and are shown."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from test_build_graphs import GROUPS, LADDER, config_of, micro_batch
+from test_full_iteration import RecordingEngine
+from test_logging import record
+from test_recompute_steps import PARTS, TRAVELLERS
+
+from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.layers.moe.capacity import expert_capacity
+from megatron_packed.training.build import build_job
+from megatron_packed.training.console import Console
+from megatron_packed.training.graphs import build_graphs, capture_graphs
+from megatron_packed.training.metrics import ExpertFigures
+from megatron_packed.training.pretrain import _self_test
+from megatron_packed.training.report import write_report
+
+VOCAB, FACTOR = 211, 0.4
+STEP = [[48], [20, 9, 3], []]
+"""A full pack, one with a tail, and one that is all tail."""
+
+
+def with_capacity(config):
+    model = dataclasses.replace(config.model, hybrid_layer_pattern="EM*-E", moe_expert_capacity_factor=FACTOR)
+    return dataclasses.replace(config, model=model)
+
+
+def batches():
+    return [micro_batch(lengths, seed) for seed, lengths in enumerate(STEP)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """By layer, from what each expert was asked for: whatever is beyond its room."""
+    model = build_job(with_capacity(config_of(cuda_graph_impl="none")), GROUPS, VOCAB).model
+    dropped = torch.zeros(2)
+    for batch in batches():
+        counts = model(batch).tokens_per_expert
+        room = expert_capacity(batch.tokens.numel(), model.config.moe_router_topk, counts.shape[1], FACTOR)
+        dropped += (counts - room).clamp(min=0).sum(1)
+    assert dropped.min() > 10 and dropped[0] != dropped[1]
+    return dropped.tolist()
+
+
+@pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
+@pytest.mark.parametrize("memory", [MemoryConfig(), PARTS, TRAVELLERS], ids=["kept", "recomputed", "offloaded"])
+def test_a_step_counts_what_was_beyond_the_room_of_experts(impl, memory, expected):
+    config = dataclasses.replace(with_capacity(config_of(cuda_graph_impl=impl)), memory=memory)
+    job = build_job(config, GROUPS, VOCAB)
+    if impl != "none":
+        engine = RecordingEngine()
+        graphs = job.step.graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, engine)
+        capture_graphs(graphs, job.step, len(STEP), GROUPS, first=True)
+    job.step(batches(), 1e-2)
+    counts = job.step.counts_of(job.step.numbers.tolist())
+    assert counts["dropped_assignments"] == expected
+    assert len(counts["expert_counts"]) == 2 * config.model.num_experts
+    assert impl == "none" or graphs.counters.replays == len(STEP)
+
+
+def test_without_a_capacity_there_is_nothing_to_count():
+    config = config_of(cuda_graph_impl="none")
+    job = build_job(config, GROUPS, VOCAB)
+    assert list(job.step.counts_of(job.step.numbers.tolist())) == ["expert_counts"]
+    figures = ExpertFigures.of([3.0, 1.0], 1, iteration=7)
+    assert not any("dropped" in name for name in record(7, experts=figures).as_dict())
+
+
+def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
+    figures = [ExpertFigures.of([30.0, 10.0, 20.0, 20.0], 2, 7, dropped) for dropped in ([8.0, 2.0], [0.0, 0.0])]
+    lines = [record(number, experts=one).as_dict() for number, one in enumerate(figures, start=1)]
+    assert (lines[0]["expert_dropped"], lines[0]["expert_dropped_share"]) == (10, 0.125)
+    assert lines[0]["expert_dropped_by_layer"] == [0.2, 0.05]
+    assert (lines[1]["expert_dropped"], lines[1]["expert_dropped_share"]) == (0, 0.0)
+    for one, shown in zip(figures, (True, False)):
+        Console(rank=0, total_steps=10).step(record(3, experts=one))
+        assert ("| experts dropped 12.5 %" in capsys.readouterr().out) == shown
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(log, tmp_path / "page.html").read_text()
+    assert "Expert assignments dropped" in page and "6.25 % (10); most in E layer 0: 10 %" in page
+    log.write_text(json.dumps(record(1).as_dict()) + "\n")
+    assert "dropped" not in write_report(log, tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ["--moe-expert-capacity-factor 0.4 (", "--moe-aux-loss-coeff 0.01 ("]),
+        ({"moe_expert_capacity_factor": None, "moe_aux_loss_coeff": 0.0}, []),
+        ({"moe_expert_capacity_factor": None}, ["--moe-aux-loss-coeff 0.01 ("]),
+    ],
+)
+def test_the_self_test_says_what_couples_documents_by_design(changes, said, capsys):
+    config = with_capacity(config_of(cuda_graph_impl="none"))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+    _self_test(config, GROUPS, build_job(config, GROUPS, VOCAB).model, Console(rank=0, total_steps=1))
+    line = capsys.readouterr().out
+    assert "checks passed" in line and ("couples the documents of a pack by design" in line) == bool(said)
+    assert all(option in line for option in said)
