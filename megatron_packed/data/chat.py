@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.limited_process import CPU_SECONDS
 from megatron_packed.data.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.schema import Conversation
 from megatron_packed.data.template import DEFAULT_TEMPLATE, Rendered, TemplateError, TemplateRenderer
-from megatron_packed.data.template_process import CPU_SECONDS, TemplateProcess
+from megatron_packed.data.template_process import TemplateProcess, template_budget
 from megatron_packed.data.tokenizer import Tokenizer
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
@@ -99,16 +101,16 @@ class TemplateFormat:
         self._source = DEFAULT_TEMPLATE if source is None else source
         self._method = "everything" if trains_all else "conversation"
         self.ends_documents = ends_documents
-        self._arguments = (self._source, tokenizer.template_variables, list(tokenizer.special_tokens))
-        self._cpu_seconds = cpu_seconds
+        arguments = (self._source, tokenizer.template_variables, list(tokenizer.special_tokens))
+        self._start = partial(TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget())
         self.fingerprint = "template-1:" + hashlib.sha256(self._source.encode("utf-8", "surrogatepass")).hexdigest()
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
-        self._own = TemplateRenderer(*self._arguments) if self._source in _OWN_TEMPLATES else None
+        self._own = TemplateRenderer(*arguments) if self._source in _OWN_TEMPLATES else None
         self._idle: list[TemplateProcess] = []
         self._lock = threading.Lock()
         if self._own is None:
             try:
-                self._idle.append(TemplateProcess(*self._arguments, cpu_seconds=cpu_seconds))
+                self._idle.append(self._start())
             except TemplateError as error:
                 raise DataError(str(error)) from None
 
@@ -130,7 +132,7 @@ class TemplateFormat:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None:
-            process = TemplateProcess(*self._arguments, cpu_seconds=self._cpu_seconds)
+            process = self._start()
         try:
             return getattr(process, method)(*arguments)
         finally:

@@ -39,6 +39,7 @@ REASONS: dict[str, str] = {
     "template_limit": "rendering used more time, memory or output than allowed",
     "special_token_in_content": "the text spells a special token, and this tokenizer cannot encode it as plain text",
     "token_across_boundary": "one token covers both trained and untrained text",
+    "tokenizer_limit": "the tokenizer needed more time or memory than allowed",
     "tokenizer_failed": "the tokenizer's library does not take the text",
     "not_a_token_number": "a NullTokenizer reads token numbers separated by spaces, each below --vocab-size",
     "killed_worker": "the process that tokenised the line was killed, crashed, or did not come to an end",

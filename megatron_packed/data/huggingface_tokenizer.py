@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.tokenizer import (
     END_OF_DOCUMENT,
+    InProcess,
     Offsets,
     TokenIds,
     fingerprint_of,
@@ -27,7 +28,7 @@ _UNMADE = 100
 """Entries of a vocabulary beside bytes and merges that are special tokens, and no sign of missing merges; or 1 %."""
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(InProcess):
     """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes) read from files.
 
     Args:
@@ -75,6 +76,7 @@ class HuggingFaceTokenizer:
     def _set_up(self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None) -> None:
         """Args: ``text`` of a tokenizer.json, and what is said beside it."""
         self.path = file
+        text = _without_dropout(text)
         self._with_specials = _load(file, text)
         self._plain = _load(file, text)
         self._plain.encode_special_tokens = True
@@ -142,6 +144,21 @@ def _tokenizer_file(path: Path) -> Path:
     if not file.is_file():
         raise DataError(f"{file} does not exist; give --tokenizer-model a tokenizer.json or the directory it is in.")
     return file
+
+
+def _without_dropout(text: str) -> str:
+    """Return a tokenizer.json whose merges are always applied: the same text must give the same tokens.
+
+    Text without dropout comes back as it is, so that its fingerprint stays.
+    """
+    try:
+        value = json.loads(text)
+        if not value["model"].get("dropout"):
+            return text
+        value["model"]["dropout"] = None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text  # the library says what is wrong with it
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _load(file: Path, text: str) -> tokenizers.Tokenizer:

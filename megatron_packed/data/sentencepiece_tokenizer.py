@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizer import (
+    InProcess,
     Offsets,
     TokenIds,
     fingerprint_of,
@@ -36,7 +37,7 @@ _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 """Behind a model file: normalizer_spec { add_dummy_prefix: false }, which is merged with what stands before."""
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(InProcess):
     """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
 
     Special tokens are the model's control symbols; of its user-defined symbols those that look like marks

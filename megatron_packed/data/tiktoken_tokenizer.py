@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine, DataError, printable
-from megatron_packed.data.tokenizer import TokenIds, fingerprint_of, known_tokens, optional_package, read_bytes
+from megatron_packed.data.tokenizer import (
+    InProcess,
+    TokenIds,
+    fingerprint_of,
+    known_tokens,
+    optional_package,
+    read_bytes,
+)
 
 UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
 SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
@@ -48,7 +55,7 @@ PATTERNS = {
 """``--tiktoken-pattern``: where text is cut before bytes are merged."""
 
 
-class TikTokenizer:
+class TikTokenizer(InProcess):
     """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
 
     Args:

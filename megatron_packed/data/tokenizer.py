@@ -64,6 +64,17 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str: ...
 
+    def close(self) -> None:
+        """Release processes; the tokenizer stays usable."""
+        ...
+
+
+class InProcess:
+    """Base of tokenizers that run in this process."""
+
+    def close(self) -> None:
+        """Release nothing: there is no process."""
+
 
 class OffsetTokenizer(Tokenizer, Protocol):
     """What a tokenizer that does not split cleanly must offer besides."""
@@ -164,7 +175,7 @@ def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> l
     return tokens
 
 
-class ByteTokenizer:
+class ByteTokenizer(InProcess):
     """Every byte of UTF-8 is a token (0 to 255), followed by `OWN_SPECIAL_TOKENS` (256 to 259).
 
     Nothing to download and nothing to train; a few times more tokens than a learned vocabulary.
@@ -204,7 +215,7 @@ class ByteTokenizer:
         return raw.decode("utf-8", errors="replace")
 
 
-class NullTokenizer:
+class NullTokenizer(InProcess):
     """Text that is token numbers already, separated by spaces: for measuring and debugging, and for indexed data sets
     whose tokenizer is not at hand.
 

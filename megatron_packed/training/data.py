@@ -72,6 +72,7 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
     documents = open_documents(options, tokenizer, validates=config.validates, tests=config.tests, show=show)
+    tokenizer.close()  # its processes hold a vocabulary each, on every rank
     for line in documents.sentences:
         say(line)
     if config.data.named.valid and not config.validates and config.training.eval_iters:

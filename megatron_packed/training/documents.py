@@ -15,12 +15,11 @@ from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
 from megatron_packed.data.documents import Documents, JoinedDocuments, Range, border_of
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_packed.data.foreign_tokenizer import ForeignTokenizer
 from megatron_packed.data.indexed import index_path, is_indexed
 from megatron_packed.data.indexed_documents import IndexedDocuments
-from megatron_packed.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_packed.data.sources import expand_paths
-from megatron_packed.data.tiktoken_tokenizer import SPECIAL_TOKENS, TikTokenizer
+from megatron_packed.data.tiktoken_tokenizer import SPECIAL_TOKENS
 from megatron_packed.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 
@@ -57,19 +56,20 @@ def build_tokenizer(
         return ByteTokenizer()
     if options.tokenizer_type == HUGGING_FACE:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return HuggingFaceTokenizer(options.tokenizer_model)
+        return ForeignTokenizer("tokenizer.json", options.tokenizer_model)
     if options.tokenizer_type == GPT2:
         assert options.vocab_file is not None and options.merge_file is not None  # rules of the configuration
-        return HuggingFaceTokenizer.gpt2(options.vocab_file, options.merge_file)
+        return ForeignTokenizer("vocab.json", options.vocab_file, options.merge_file)
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # a rule of the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if options.tokenizer_type == SENTENCEPIECE:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return SentencePieceTokenizer(options.tokenizer_model, options.tokenizer_special_tokens)
+        return ForeignTokenizer("sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens)
     if options.tokenizer_type == TIKTOKEN:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return TikTokenizer(
+        return ForeignTokenizer(
+            "tiktoken",
             options.tokenizer_model,
             options.tiktoken_pattern,
             options.tokenizer_special_tokens or SPECIAL_TOKENS,

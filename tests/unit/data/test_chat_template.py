@@ -187,12 +187,12 @@ def test_a_template_that_is_endless_only_for_some_goes_on_with_the_others():
 def test_the_time_is_counted_for_each_conversation_anew():
     source = "{% for a in range(90000) %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     with TemplateProcess(source, {}, [], cpu_seconds=1.0) as process:
-        pid, used = process._child.pid, 0.0
+        pid, used = process.process._child.pid, 0.0
         while used < 1.5:
             process.prompt(TALK)
             with open(f"/proc/{pid}/stat") as file:
                 used = sum(map(int, file.read().rsplit(")", 1)[1].split()[11:13])) / os.sysconf("SC_CLK_TCK")
-        assert process._child.pid == pid
+        assert process.process._child.pid == pid
 
 
 def test_a_template_that_does_not_compile_is_an_error():
@@ -204,9 +204,9 @@ def test_a_template_that_does_not_compile_is_an_error():
 def test_the_process_has_no_secrets_and_no_files(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "canary")
     with TemplateProcess(PLAIN, {}, []) as process:
-        pid = process._child.pid
+        pid = process.process._child.pid
         with open(f"/proc/{pid}/environ", "rb") as file:
             assert b"canary" not in file.read()
         with open(f"/proc/{pid}/limits") as file:
             assert "Max file size             0" in file.read()
-    assert process._child is None
+    assert process.process._child is None

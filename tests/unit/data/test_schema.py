@@ -95,7 +95,7 @@ def test_a_bad_line_is_refused_with_its_reason(data, reason):
 def test_every_reason_of_a_line_is_covered():
     elsewhere = {"line_too_long", "corrupt_gzip", "read_error", "no_trainable_token", "special_token_in_content"}
     elsewhere |= {"token_across_boundary", "template_error", "template_prefix", "template_spans", "template_limit"}
-    preprocessing = {"missing_key", "tokenizer_failed", "not_a_token_number", "killed_worker"}
+    preprocessing = {"missing_key", "tokenizer_failed", "tokenizer_limit", "not_a_token_number", "killed_worker"}
     assert {reason for _, reason in BAD} | elsewhere | preprocessing == set(REASONS)
 
 

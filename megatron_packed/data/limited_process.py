@@ -1,0 +1,284 @@
+"""A child process with limits of CPU time and memory, for code and files that came with a download.
+
+No sandbox inside Python bounds time and memory: ``{{ 10 ** (10 ** 10) }}`` in a chat template or a regular expression
+in a tokenizer runs inside one C function, where no signal handler, thread or trace hook runs. So a child does the work.
+It has no environment variables to steal, cannot write files, has an address-space limit, and starts a CPU timer
+before each request. The kernel kills the child when the timer expires, also after the parent has died. The timer counts
+CPU time and not wall time, so that a busy machine does not change which lines are accepted.
+
+Messages in both directions are bytes after a header: their kind, their length, and the CPU seconds that an answer
+took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from megatron_packed.data.errors import DataError
+
+MEMORY_BYTES = 4 * 2**30
+"""Address space of a child."""
+CPU_SECONDS = 10.0
+"""CPU time for one request, before what its length adds."""
+SLOW_SECONDS, SLOW_SECONDS_PER_MIB = 1.0, 10.0
+"""A request that takes longer than this is slow. Templates and tokenizers take milliseconds and about a second."""
+BUDGET_SECONDS = 300.0
+"""CPU time that the slow requests of a whole data set may take together."""
+_HEADER = struct.Struct("<cId")
+_REQUEST, _DONE, _REFUSED = b"?", b"+", b"-"
+"""Kinds of messages."""
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+
+
+class LimitReached(Exception):
+    """A request or a setup that needed more than the limits; the message says which. A child may raise it, too."""
+
+
+class Refused(Exception):
+    """A setup that the child refused; the message is its own."""
+
+
+class Budget:
+    """What slow and failed requests may cost over a whole data set; shared by threads.
+
+    Args:
+        subject, unit, cure: for the message, e.g. ``the chat template``, ``conversations``,
+            ``give another --chat-template``.
+        max_in_a_row: requests that may reach a limit one after the other.
+        seconds: CPU time of all slow requests together.
+    """
+
+    def __init__(
+        self, subject: str, unit: str, cure: str, *, max_in_a_row: int, seconds: float = BUDGET_SECONDS
+    ) -> None:
+        self._subject, self._unit, self._cure = subject, unit, cure
+        self._max_in_a_row, self._seconds = max_in_a_row, seconds
+        self._in_a_row = self._slow = 0
+        self._spent = 0.0
+        self._lock = threading.Lock()
+
+    def succeeded(self, seconds: float, num_bytes: int) -> None:
+        """Count an answer that took ``seconds`` of CPU time for ``num_bytes``.
+
+        Raises:
+            DataError: slow requests have taken more than the budget.
+        """
+        with self._lock:
+            self._in_a_row = 0
+            if seconds > SLOW_SECONDS + SLOW_SECONDS_PER_MIB * num_bytes / 2**20:
+                self._spend(seconds)
+
+    def failed(self, seconds: float, detail: str) -> None:
+        """Count a request that reached a limit after ``seconds`` of CPU time.
+
+        Raises:
+            DataError: too many did in a row, or slow requests have taken more than the budget.
+        """
+        with self._lock:
+            self._in_a_row += 1
+            if self._in_a_row >= self._max_in_a_row:
+                raise DataError(
+                    f"{self._subject} hit a limit for {self._in_a_row} {self._unit} in a row ({detail}); {self._cure}."
+                )
+            self._spend(seconds)
+
+    def _spend(self, seconds: float) -> None:
+        self._slow += 1
+        self._spent += seconds
+        if self._spent > self._seconds:
+            raise DataError(
+                f"{self._subject} took {self._spent:.0f} s of CPU time for {self._slow} slow {self._unit}, and "
+                f"{self._seconds:g} s are allowed for a data set; {self._cure}."
+            )
+
+
+class Limits(NamedTuple):
+    """Limits of a child."""
+
+    cpu_seconds: float = CPU_SECONDS
+    """CPU time for a request of no bytes, and for the setup."""
+    cpu_seconds_per_mib: float = 0.0
+    """CPU time that each MiB of a request adds."""
+    memory_bytes: int = MEMORY_BYTES
+
+    def seconds_for(self, num_bytes: int) -> float:
+        """CPU time for a request of ``num_bytes``."""
+        return self.cpu_seconds + self.cpu_seconds_per_mib * num_bytes / 2**20
+
+
+class LimitedProcess:
+    """A child that answers requests, started again after a limit has killed it; not for several threads at once.
+
+    Args:
+        module: its function ``serve`` is the child's main function and calls `serve_requests`.
+        setup: JSON object for the child.
+        limits: of the child.
+        budget: for all requests.
+        quiet: discard what the child prints to standard error.
+    Raises:
+        Refused: the child refused its setup.
+        LimitReached: the setup did not end within the limits.
+    """
+
+    def __init__(
+        self, module: str, setup: Mapping[str, Any], limits: Limits, budget: Budget, *, quiet: bool = False
+    ) -> None:
+        self._program = f"from {module} import serve; serve()"
+        self._setup = json.dumps({"setup": setup, "limits": limits}).encode()
+        self._limits, self._budget, self._quiet = limits, budget, quiet
+        self._child: subprocess.Popen[bytes] | None = None
+        self.greeting = b""
+        """What the child answered to its setup."""
+        self._start()
+
+    def ask(self, request: bytes) -> bytes:
+        """Return the child's answer.
+
+        Raises:
+            LimitReached: the request needed too much, or the child died.
+            DataError: the budget is spent.
+        """
+        if self._child is None:
+            self._start()
+        answer = self._exchange(request)
+        if answer is None:
+            allowed = self._limits.seconds_for(len(request))
+            killed, detail = self._end_of_child(allowed)
+            seconds = allowed if killed else 0.0
+        else:
+            kind, body, seconds = answer
+            if kind == _DONE:
+                self._budget.succeeded(seconds, len(request))
+                return body
+            detail = body.decode()
+        self._budget.failed(seconds, detail)
+        raise LimitReached(detail)
+
+    def close(self) -> None:
+        """End the child; the next request starts another."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # unsent bytes to a child that is already gone
+                    stream.close()
+        try:
+            child.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def _start(self) -> None:
+        environment = {
+            "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
+            "PYTHONUTF8": "1",
+            # A pool of threads for every processor would take the address space before any work is done.
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
+            "TOKENIZERS_PARALLELISM": "false",
+            **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ},
+        }
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", self._program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if self._quiet else None,
+            env=environment,
+        )
+        answer = self._exchange(self._setup)
+        if answer is None:
+            raise LimitReached(self._end_of_child(self._limits.cpu_seconds)[1])
+        kind, self.greeting, _ = answer
+        if kind == _REFUSED:
+            self.close()
+            raise Refused(self.greeting.decode())
+
+    def _exchange(self, request: bytes) -> tuple[bytes, bytes, float] | None:
+        """Return the kind of the child's answer, the answer and its CPU seconds, or None when the child died."""
+        assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None
+        try:
+            _send(self._child.stdin, _REQUEST, request)
+            return _receive(self._child.stdout)
+        except BrokenPipeError:
+            return None
+
+    def _end_of_child(self, allowed: float) -> tuple[bool, str]:
+        """Return whether the CPU timer killed the child, and why it died in words."""
+        assert self._child is not None
+        child = self._child
+        self.close()
+        if child.returncode == -signal.SIGPROF:
+            return True, f"not done after {allowed:g} s of CPU time"
+        if child.returncode == -signal.SIGABRT:
+            return False, f"its process aborted, as it does without memory ({self._limits.memory_bytes >> 20} MiB)"
+        return False, f"its process ended with status {child.returncode}"
+
+
+def _send(stream: IO[bytes], kind: bytes, body: bytes, seconds: float = 0.0) -> None:
+    stream.write(_HEADER.pack(kind, len(body), seconds))
+    stream.write(body)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> tuple[bytes, bytes, float] | None:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    kind, size, seconds = _HEADER.unpack(header)
+    body = stream.read(size)
+    return (kind, body, seconds) if len(body) == size else None
+
+
+# ------------------------------------------------------------------------------------------------------- in the child
+
+Answer = Callable[[bytes], bytes]
+
+
+def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) -> None:
+    """Answer requests until standard input ends; the main function of a child.
+
+    Args:
+        prepare: makes the greeting and the function that answers from the setup. Any exception of it refuses the
+            setup. The function may raise `LimitReached`.
+    """
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # nothing else may write to the pipe
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    received = _receive(source)
+    if received is None:
+        return
+    message = json.loads(received[1])
+    limits = Limits(*message["limits"])
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+    try:
+        greeting, answer = prepare(message["setup"])
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        text = str(error) or type(error).__name__
+        _send(sink, _REFUSED, text.encode("utf-8", "backslashreplace"))
+        return
+    _send(sink, _DONE, greeting)
+    while (received := _receive(source)) is not None:
+        request = received[1]
+        signal.setitimer(signal.ITIMER_PROF, limits.seconds_for(len(request)))
+        started = time.process_time()
+        try:
+            kind, body = _DONE, answer(request)
+        except LimitReached as limit:
+            kind, body = _REFUSED, str(limit).encode("utf-8", "backslashreplace")
+        _send(sink, kind, body, time.process_time() - started)
