@@ -103,7 +103,8 @@ def documents_of_lines(
     """
     counts: dict[Path, array[int]] = {file: array("q") for file in files}
     for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
-        counts[chunk.file].extend(len(outcome.documents) for outcome in outcomes)
+        for outcome in outcomes:
+            counts[chunk.file].extend([len(outcome.documents)] * outcome.line.count)
     return {file: np.array(count, np.int64) for file, count in counts.items()}
 
 
@@ -131,12 +132,12 @@ def _account(
     writer: _DatasetWriter,
     quarantine: Quarantine,
 ) -> None:
-    report.lines += 1
+    report.lines += outcome.line.count
     if outcome.bad is not None:
         quarantine.add(file, outcome.line, outcome.bad)
         return
     if not outcome.documents:
-        report.blank += 1
+        report.blank += outcome.line.count
         return
     report.good += 1
     schemas[outcome.schema] += 1

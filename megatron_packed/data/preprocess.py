@@ -120,7 +120,7 @@ def quarantine_of(prefix: Path) -> Path:
 
 def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Quarantine) -> None:
     good = len(encoded.lengths[0])
-    report.lines += len(chunk.lines)
+    report.lines += sum(line.count for line in chunk.lines)
     report.blank += encoded.blank
     report.good += good
     report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
@@ -154,7 +154,7 @@ def encode_chunk(lines: Sequence[RawLine], tokenizer: Tokenizer, options: Prepro
             texts.append(found)
             places.append(place)
         else:
-            blank += 1
+            blank += line.count
     good: list[list[NDArray[np.int32]]] = []
     for place, ids in zip(places, _encoded(texts, tokenizer)):
         if isinstance(ids, BadLine):
@@ -193,7 +193,7 @@ def _encoded(texts: list[list[str]], tokenizer: Tokenizer) -> list[list[NDArray[
     """The tokens of every key of every line; all at once, and line by line where the tokenizer does not take them."""
     try:
         whole = encode_pieces(tokenizer, [[Piece(text, True, False)] for of_line in texts for text in of_line])
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
         if len(texts) == 1:

@@ -79,10 +79,14 @@ class RowReader:
             self.file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as table:
             names = self._wanted(table.schema_arrow.names)
-            for batch in table.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
-                rows += len(batch)
-                self.bytes_read = size * rows // table.metadata.num_rows
-                yield batch
+            for group in range(table.num_row_groups):
+                in_group = table.metadata.row_group(group)
+                row_bytes = in_group.total_byte_size // max(in_group.num_rows, 1)
+                at_once = min(max(self.max_line_bytes // max(row_bytes, 1), 1), _BATCH_ROWS)
+                for batch in table.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):
+                    rows += len(batch)
+                    self.bytes_read = size * rows // table.metadata.num_rows
+                    yield batch
 
     def _arrow(self, is_file: bool) -> Iterator[Any]:
         import pyarrow
@@ -122,6 +126,13 @@ class RowReader:
         return wanted
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
+        if batch.nbytes > self.max_line_bytes:  # as Python's values they would take several times as much
+            if len(batch) == 1:
+                yield b"", "line_too_long"
+                return
+            for row in range(len(batch)):
+                yield from self._lines(batch.slice(row, 1))
+            return
         try:
             rows = batch.to_pylist()
         except UnicodeDecodeError:

@@ -45,6 +45,8 @@ class RawLine(NamedTuple):
     """Why the bytes themselves are unusable: a key of `errors.REASONS`, else None."""
     kind: str = "line"
     """``row`` where a table was read; see `rows`."""
+    count: int = 1
+    """Lines from ``number`` on that this one stands for; more than one only where all are blank."""
 
     @property
     def is_blank(self) -> bool:
@@ -188,7 +190,7 @@ class LineReader:
             yield from self._lines(stream)
 
     def _lines(self, stream: Any) -> Iterator[RawLine]:
-        number = 1
+        number, blank = 1, 0
         pending: list[bytes] = []  # pieces of a line whose end has not been read yet
         pending_bytes = 0  # counted beyond the limit too, though nothing beyond it is kept
         damage: str | None = None
@@ -203,7 +205,13 @@ class LineReader:
                 break
             first, *others = block.split(b"\n")
             for piece in others:
-                yield self._line(number, [*pending, first], pending_bytes + len(first))
+                if not pending_bytes and not first.strip():
+                    blank += 1  # millions of them in a row are one step of the work that follows
+                else:
+                    if blank:
+                        yield RawLine(number - blank, b"", count=blank)
+                        blank = 0
+                    yield self._line(number, [*pending, first], pending_bytes + len(first))
                 number += 1
                 pending, pending_bytes = [], 0
                 first = piece
@@ -212,6 +220,8 @@ class LineReader:
                 pending.append(first)
             elif sum(map(len, pending)) > 1024:
                 pending = [b"".join(pending)[:1024]]
+        if blank:
+            yield RawLine(number - blank, b"", count=blank)
         if damage is not None:
             # What was read of the last line cannot be trusted to be a whole line, even if it parses.
             yield RawLine(number, b"".join(pending)[:1024], damage)

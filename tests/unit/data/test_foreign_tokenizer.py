@@ -93,7 +93,7 @@ def test_text_that_breaks_the_library_is_a_bad_line(made):
             ],
         }
     )
-    with pytest.raises(BadLine, match="tokenizer_failed: .*retry-limit"):
+    with pytest.raises(BadLine, match=r"tokenizer_failed: .*retry-limit"):
         there.encode_batch(["fine", "a" * 40_000])
     assert there.decode(there.encode("fine")) == "fine"
     there.close()
@@ -102,7 +102,7 @@ def test_text_that_breaks_the_library_is_a_bad_line(made):
 def test_text_that_takes_all_memory_is_a_bad_line(made):
     replace = {"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 1000}
     there = made[1](normalizer={"type": "Sequence", "normalizers": [replace] * 3})
-    with pytest.raises(BadLine, match="tokenizer_limit: .*memory"):
+    with pytest.raises(BadLine, match=r"tokenizer_limit: .*memory"):
         there.encode("qqqq" * 10)
     assert there.encode("b").size
     there.close()

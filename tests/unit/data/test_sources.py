@@ -14,18 +14,20 @@ from megatron_packed.data.sources import LineReader, expand_paths, file_identity
 
 
 def read(path, **options):
-    return [(line.number, line.data, line.reason) for line in LineReader(path, **options)]
+    return [
+        (line.number + n, line.data, line.reason) for line in LineReader(path, **options) for n in range(line.count)
+    ]
 
 
 def test_lines_of_plain_and_compressed_files_are_the_same(tmp_path):
     content = b"\xef\xbb\xbf{}\nsecond\r\n\n  \nlast without an end"
-    expected = [(1, b"{}", None), (2, b"second", None), (3, b"", None), (4, b"  ", None)]
+    expected = [(1, b"{}", None), (2, b"second", None), (3, b"", None), (4, b"", None)]
     expected.append((5, b"last without an end", None))
     plain, packed = tmp_path / "a.jsonl", tmp_path / "b"  # told by content, not by name
     plain.write_bytes(content)
     packed.write_bytes(gzip.compress(content[:9]) + gzip.compress(content[9:]))  # two members
     assert read(plain) == read(packed) == expected
-    assert [line.is_blank for line in LineReader(plain)] == [False, False, True, True, False]
+    assert [line.is_blank for line in LineReader(plain)] == [False, False, True, False]
 
 
 def test_empty_files_have_no_lines(tmp_path):
@@ -41,6 +43,13 @@ def test_lines_across_blocks(tmp_path, monkeypatch, block):
     lines = [b"x" * n for n in (0, 1, 6, 7, 8, 30, 0, 3)]
     path.write_bytes(b"\n".join(lines))
     assert [data for _, data, _ in read(path)] == lines
+
+
+def test_blank_lines_in_a_row_are_one_step(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"\n" * 1000 + b" \r\nx\n\n\n \n\nlast\n \n\n")
+    found = [(line.number, line.data, line.count) for line in LineReader(path)]
+    assert found == [(1, b"", 1001), (1002, b"x", 1), (1003, b"", 4), (1007, b"last", 1), (1008, b"", 2)]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "garbage behind"])

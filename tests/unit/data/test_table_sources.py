@@ -1,6 +1,8 @@
 """Parquet and Arrow: the same documents as from JSONL, bad rows by number, bounded memory, and what is refused."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,3 +160,31 @@ def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
         assert rule == "needs pyarrow, which is not installed" and "pip install 'megatron-packed[data]'" in cure
         with pytest.raises(DataError, match=r"a.parquet needs pyarrow, which is not installed; pip install"):
             expand_paths([path])
+
+
+def test_a_huge_row_is_skipped_in_bounded_memory(pa, tmp_path):
+    from pyarrow import parquet
+
+    size = 256 * 2**20
+    table = pa.table({"text": ["before", "x" * size, "after"]})
+    parquet.write_table(table, tmp_path / "r.parquet", compression="zstd")
+    del table
+    program = (
+        "import re, sys; from pathlib import Path; from megatron_packed.data.rows import RowReader\n"
+        "from pyarrow import parquet; status = Path('/proc/self/status')\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', status.read_text())[1]) * 1024\n"
+        "before = peak(); lines = list(RowReader(Path(sys.argv[1]), 2**20, ['text']))\n"
+        "print([line.reason for line in lines], peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "r.parquet")], capture_output=True, text=True)
+    reasons, _, grown = done.stdout.strip().rpartition(" ")
+    assert reasons == "[None, 'line_too_long', None]", done.stderr
+    assert int(grown) < 3.5 * size  # pyarrow's page and column take three; as text and JSON it would be six
+
+
+def test_rows_are_taken_in_fewer_at_once_where_they_are_long(pa, tmp_path, monkeypatch):
+    rows = [{"text": "x" * 100_000}] * 64
+    path = write(pa, tmp_path / "r.parquet", rows, "parquet", use_dictionary=False)
+    reader = RowReader(path, 2**20, ["text"])
+    sizes = [len(batch) for batch in reader._batches()]
+    assert max(sizes) == 10 and sum(sizes) == 64 and len(list(reader)) == 64

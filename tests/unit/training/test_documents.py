@@ -173,7 +173,7 @@ def test_documents_that_do_not_end_are_told() -> None:
 
 
 def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TikTokenizer", "SentencePieceTokenizer", "NullTokenizer"):
+    for name in ("ForeignTokenizer", "NullTokenizer"):
         monkeypatch.setattr(f"megatron_packed.training.documents.{name}", lambda *given: given)
 
     def given(**options) -> tuple:
@@ -182,6 +182,6 @@ def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     named = ("<unk>", "<s>", "</s>", "<x>")
     special = {"model": "m", "tokenizer_special_tokens": named}
     tik = given(tokenizer_type="TikTokenizer", tiktoken_pattern="v1", tiktoken_num_special_tokens=9, **special)
-    assert tik == ("m", "v1", named, 9, 900)
-    assert given(tokenizer_type="SentencePieceTokenizer", **special) == ("m", named)
+    assert tik == ("tiktoken", "m", "v1", named, 9, 900)
+    assert given(tokenizer_type="SentencePieceTokenizer", **special) == ("sentencepiece", "m", named)
     assert given(tokenizer_type="NullTokenizer", null_tokenizer_eod_id=3) == (900, 3)
