@@ -77,11 +77,8 @@ class CheckpointConfig(Section, title="checkpoint"):
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        for name in ("save_interval", "save_retain", "save_retain_interval", "async_save"):
-            value = getattr(self, name)
-            if sound(name, "save") and value not in (None, False) and self.save is None:
-                shown = "" if value is True else str(value)
-                yield Problem(self.flag(name), shown, "needs --save", "give --save DIRECTORY")
+        if sound("save_interval", "save") and self.save_interval is not None and self.save is None:
+            yield Problem("--save-interval", str(self.save_interval), "needs --save", "give --save DIRECTORY")
         every, retained = self.save_interval, self.save_retain_interval
         if sound("save_interval", "save_retain_interval") and every and retained and retained % every:
             yield Problem("--save-retain-interval", str(retained), f"must be a multiple of --save-interval ({every})",

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
+from megatron_packed.config.effects import sentence as idle_sentence
+from megatron_packed.config.effects import without_effect
 from megatron_packed.config.environment import environment_problems
 from megatron_packed.config.errors import ConfigError, Problem, format_problems
 from megatron_packed.config.gather import Given, gather
@@ -41,13 +43,15 @@ class Parsed:
         sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``, ``@run.args`` or
             ``flag``.
         always: Megatron's flags that were given and are true anyway, with the reason.
-        warnings: sentences about deprecated spellings.
+        warnings: sentences about deprecated spellings and repeated flags.
+        idle: options that were given and change nothing in this run, by key, with the reason.
     """
 
     config: RunConfig
     sources: Mapping[str, str]
     always: Mapping[str, str]
     warnings: tuple[str, ...]
+    idle: Mapping[str, str]
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
@@ -113,10 +117,12 @@ def parse_or_exit(
         raise SystemExit(EXIT_CODE) from None
     if speaks:
         _write(sys.stderr, "".join(f"warning: {warning}\n" for warning in parsed.warnings))
+    if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
+        _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     if "--print-config" in given.actions:
         from megatron_packed.config.print_config import config_yaml
 
-        _finish(config_yaml(parsed.config, parsed.sources, parsed.always) if speaks else "")
+        _finish(config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle) if speaks else "")
     if "--explain" in given.actions:
         if explain is None:
             sentence = "--explain is answered by pretrain_hybrid.py alone; leave it out here.\n"
@@ -172,7 +178,7 @@ def _resolve(
             sources[described.key] = f"derived: {described.option.derived}"
     object.__setattr__(run, "origins", sources)
     always = {flag: ALWAYS[flag].reason for flag in given.always}
-    return Parsed(run, sources, always, tuple(given.warnings))
+    return Parsed(run, sources, always, tuple(given.warnings), without_effect(run, world_size))
 
 
 def _values_of(section: str, given: Given) -> dict[str, object]:

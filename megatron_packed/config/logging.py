@@ -48,11 +48,6 @@ class LoggingConfig(Section, title="logging"):
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity", "mlflow_run_name", "mlflow_tracking_uri"):
-            needed = "wandb_project" if name.startswith("wandb") else "mlflow_experiment"
-            if sound(name, needed) and getattr(self, name) is not None and getattr(self, needed) is None:
-                yield Problem(self.flag(name), "", f"is never used without {self.flag(needed)}",
-                              f"give {self.flag(needed)} NAME, or leave it out")
         uri = self.mlflow_tracking_uri if sound("mlflow_tracking_uri") else None
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
             yield Problem("--mlflow-tracking-uri", "", "holds a name or a password, and options are shown and saved",

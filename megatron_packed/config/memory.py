@@ -10,7 +10,7 @@ from megatron_packed.config.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.options import Section, Sound, option, section_fields
+from megatron_packed.config.options import Section, Sound, option
 
 FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
@@ -87,7 +87,8 @@ class MemoryConfig(Section, title="memory"):
     @property
     def layers_per_group(self) -> int:
         """Layers that are recomputed together; 1 where none are, or each by itself."""
-        return (self.recompute_num_layers or 1) if self.recompute_method == UNIFORM else 1
+        grouped = self.recomputes_layers and self.recompute_method == UNIFORM
+        return (self.recompute_num_layers or 1) if grouped else 1
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -125,20 +126,12 @@ class MemoryConfig(Section, title="memory"):
         yield from self._offload_rules(sound)
 
     def _recompute_rules(self, sound: Sound) -> Iterator[Problem]:
-        if not sound("recompute_granularity"):
+        if not sound("recompute_granularity") or not self.recomputes_layers:
             return
-        whole = self.recompute_granularity == FULL
         of_layers = {METHOD: ("recompute_method", f"{UNIFORM}|{BLOCK}"), NUM_LAYERS: ("recompute_num_layers", "N")}
         for flag, (name, example) in of_layers.items():
-            value = getattr(self, name)
-            if sound(name) and whole and value is None:
+            if sound(name) and getattr(self, name) is None:
                 yield Problem(flag, "", f"is required with {GRANULARITY} {FULL}", f"give {flag} {example}")
-            elif sound(name) and not whole and value is not None:
-                yield Problem(flag, str(value), f"belongs to {GRANULARITY} {FULL}",
-                              f"give {GRANULARITY} {FULL}, or leave it out")
-        if sound("recompute_modules") and self.recompute_modules and self.recompute_granularity != SELECTIVE:
-            yield Problem(MODULES, " ".join(self.recompute_modules), f"belongs to {GRANULARITY} {SELECTIVE}",
-                          f"give {GRANULARITY} {SELECTIVE}, or leave it out")
 
     def _offload_rules(self, sound: Sound) -> Iterator[Problem]:
         no_layers = sound("offload_layer_inputs", "recompute_granularity") and not self.recomputes_layers
@@ -149,16 +142,6 @@ class MemoryConfig(Section, title="memory"):
             return
         if self.fine_grained_activation_offloading and not self.offload_modules:
             yield Problem(OFFLOADED, "", f"is required with {FINE_GRAINED}", f"give {OFFLOADED} NAME [NAME ...]")
-        if self.offload_modules and not self.fine_grained_activation_offloading:
-            yield Problem(OFFLOADED, " ".join(self.offload_modules), f"belongs to {FINE_GRAINED}",
-                          f"give {FINE_GRAINED}, or leave it out")
-        for described in section_fields(type(self)):
-            value = getattr(self, described.name)
-            if described.name not in ("min_offloaded_tensor_size", "offload_buffers", "offload_headroom_mib"):
-                continue
-            if sound(described.name, "offload_layer_inputs") and not self.offloads and value != described.default:
-                yield Problem(described.flag, str(value), "is never used where nothing is offloaded",
-                              f"give {LAYER_INPUTS} or {FINE_GRAINED}, or leave it out")
 
 
 def recompute_rules(
@@ -175,7 +158,7 @@ def recompute_rules(
 
 
 def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
-    count = memory.recompute_num_layers
+    count = memory.recompute_num_layers if memory.recomputes_layers else None
     if count is not None and count > len(pattern):
         yield Problem(NUM_LAYERS, str(count), f"is more than the pattern {pattern} has layers",
                       f"give 1 to {len(pattern)}")
@@ -200,7 +183,7 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
                       "that TransformerEngine captures is not built", f"give --cuda-graph-impl {LOCAL}")
     if graphs.cuda_graph_impl != LOCAL:
         return
-    if memory.layers_per_group > 1 and memory.recomputes_layers:
+    if memory.layers_per_group > 1:
         yield Problem(NUM_LAYERS, str(memory.recompute_num_layers),
                       f"makes groups of layers, and --cuda-graph-impl {LOCAL} captures layer by layer",
                       "give 1, or --cuda-graph-impl full_iteration")

@@ -236,6 +236,9 @@ class ModelConfig(Section, title="model"):
         if MAMBA in symbols:
             yield from self._mamba_rules(sound)
         yield from self._expert_rules(sound, known=known, has_experts=MOE in symbols)
+        if self.attention_dropout != 0 and sound("attention_dropout"):  # also where there is no attention
+            yield Problem("--attention-dropout", str(self.attention_dropout),
+                          "dropout of attention weights is not built", "leave it out, or use --hidden-dropout")
         if MOE in symbols and self.add_bias_linear:
             yield Problem("--hybrid-layer-pattern", self.hybrid_layer_pattern,
                           "has E layers, and experts with biases are not built", "add --disable-bias-linear")
@@ -255,9 +258,6 @@ class ModelConfig(Section, title="model"):
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield Problem("--hidden-size", str(hidden), f"is not divisible by --num-attention-heads ({heads})",
                           "change one of them, or give the width of a head by --kv-channels")
-        if self.attention_dropout != 0 and sound("attention_dropout"):
-            yield Problem("--attention-dropout", str(self.attention_dropout),
-                          "dropout of attention weights is not built", "leave it out, or use --hidden-dropout")
         rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
         if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
             yield Problem("--rotary-percent", str(self.rotary_percent),
@@ -306,10 +306,6 @@ class ModelConfig(Section, title="model"):
             yield Problem("--moe-expert-rank-capacity-factor", str(self.moe_expert_rank_capacity_factor),
                           "sizes the buffer of the allgather dispatcher alone",
                           "give --moe-token-dispatcher-type allgather, or leave it out")
-        if sound("moe_aux_loss_coeff") and self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
-            yield Problem("--moe-aux-loss-coeff", str(self.moe_aux_loss_coeff),
-                          "contradicts --moe-router-load-balancing-type none",
-                          "give aux_loss, or no coefficient")
 
 
 def divisors(number: int) -> str:

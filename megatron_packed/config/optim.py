@@ -80,12 +80,7 @@ class OptimizerConfig(Section, title="optim"):
         if fraction_given and sound("lr_warmup_samples", "lr_warmup_fraction") and self.lr_warmup_samples:
             yield Problem("--lr-warmup-fraction", str(self.lr_warmup_fraction),
                           f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})", "give one of the two")
-        if sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-            if self.lr_decay_style == "WSD" and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
-                yield Problem("--lr-wsd-decay-iters", "", "is required with --lr-decay-style WSD",
-                              "give the number of iterations of the final decay")
-            for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-                if self.lr_decay_style != "WSD" and getattr(self, name) is not None:
-                    yield Problem(self.flag(name), str(getattr(self, name)),
-                                  f"has no meaning with --lr-decay-style {self.lr_decay_style}",
-                                  "give --lr-decay-style WSD, or leave it out")
+        known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        if known and self.lr_decay_style == "WSD" and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
+            yield Problem("--lr-wsd-decay-iters", "", "is required with --lr-decay-style WSD",
+                          "give the number of iterations of the final decay")

@@ -11,12 +11,18 @@ from megatron_packed.config.run import SECTIONS, RunConfig
 _COLUMN = 56
 
 
-def config_yaml(config: RunConfig, sources: Mapping[str, str], always: Mapping[str, str]) -> str:
-    """One line per option, ``field: value  # origin``; Megatron's flags that are true anyway stand at the end."""
-    return "\n".join([*_lines(config, sources), *_always_lines(always)]) + "\n"
+def config_yaml(
+    config: RunConfig, sources: Mapping[str, str], always: Mapping[str, str], idle: Mapping[str, str]
+) -> str:
+    """Return one line per option, ``field: value  # origin``, and at the end Megatron's flags that are true anyway.
+
+    Args:
+        sources, always, idle: as in `flags.Parsed`.
+    """
+    return "\n".join([*_lines(config, sources, idle), *_always_lines(always)]) + "\n"
 
 
-def _lines(config: RunConfig, sources: Mapping[str, str]) -> Iterator[str]:
+def _lines(config: RunConfig, sources: Mapping[str, str], idle: Mapping[str, str]) -> Iterator[str]:
     for name, section in SECTIONS.items():
         yield f"{name}:"
         for described in section_fields(section):
@@ -24,6 +30,8 @@ def _lines(config: RunConfig, sources: Mapping[str, str]) -> Iterator[str]:
             origin = _origin(described, sources)
             if value == () and described.option.empty_word:
                 origin += f" ({described.option.empty_word})"
+            if described.key in idle:
+                origin += f", no effect: {idle[described.key]}"
             yield f"  {described.name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {origin}"
 
 

@@ -37,16 +37,12 @@ class ProfilingConfig(Section, title="profiling"):
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        if sound("profile_step_start", "profile_step_end") and self.profile_step_end <= self.profile_step_start:
+        if not sound("profile", "profile_step_start", "profile_step_end") or not self.profile:
+            return
+        if self.profile_step_end <= self.profile_step_start:
             yield Problem("--profile-step-end", str(self.profile_step_end),
                           f"must be above --profile-step-start ({self.profile_step_start})",
                           f"give {self.profile_step_start + 2} for two steps")
-        needs = (("use_pytorch_profiler", "profile"), ("record_shapes", "use_pytorch_profiler"),
-                 ("memory_snapshot_path", "record_memory_history"))  # fmt: skip
-        for name, needed in needs:
-            if sound(name, needed) and getattr(self, name) and not getattr(self, needed):
-                yield Problem(self.flag(name), "", f"is never used without {self.flag(needed)}",
-                              f"add {self.flag(needed)}, or leave it out")
 
 
 def profiling_rules(

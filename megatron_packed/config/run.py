@@ -24,6 +24,8 @@ from megatron_packed.config.training import TrainingConfig
 
 ENGINE_HEAD_LIMIT = 128
 """Widest attention head of TransformerEngine's packed kernels."""
+ZIGZAG_BACKENDS = ("transformer_engine", "reference")
+"""Attention kernels for rows that ranks hold in a zigzag."""
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
@@ -107,7 +109,8 @@ class RunConfig:
     @property
     def schedule_units(self) -> set[str]:
         """Of ``iters`` and ``samples``, those that lengths of the learning rate's schedule are given in."""
-        names = (name for both in SAMPLE_UNITS.items() for name in both)
+        used = [name for name in SAMPLE_UNITS if name != "lr_wsd_decay_iters" or self.optim.lr_decay_style == "WSD"]
+        names = (name for iters in used for name in (iters, SAMPLE_UNITS[iters]))
         units = {name.rpartition("_")[2] for name in names if getattr(self.optim, name)}
         if not self.optim.lr_decay_iters and not self.optim.lr_decay_samples:
             units.add("iters" if self.training.train_samples is None else "samples")
@@ -213,13 +216,8 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and training.device == "cpu":
         yield Problem("--distributed-backend", "nccl", "cannot run on --device cpu", "give gloo, or leave it out")
-    if sound("training.transformer_impl", "training.attention_backend", "model.kv_channels",
-             "model.hybrid_layer_pattern") and training.engine_attends and ATTENTION in model.layer_types:  # fmt: skip
-        width = model.kv_channels
-        if width is not None and (width % 8 or width > ENGINE_HEAD_LIMIT):
-            yield Problem("--transformer-impl", training.transformer_impl, "TransformerEngine's packed attention takes "
-                          f"heads of a multiple of 8 up to {ENGINE_HEAD_LIMIT} channels, not of {width}",
-                          "name another --attention-backend beside it, or give local")
+    if sound("training.attention_backend", "model.hybrid_layer_pattern") and ATTENTION in model.layer_types:
+        yield from _attention_rules(run, sound)
     if sound("cuda_graph.cuda_graph_impl", "training.device") and run.cuda_graph.by_engine and training.device == "cpu":
         yield Problem("--cuda-graph-impl", run.cuda_graph.cuda_graph_impl,
                       "TransformerEngine captures on GPUs only, and --device is cpu",
@@ -232,6 +230,20 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
     yield from profiling_rules(run.profiling, training, sound)
     yield from recompute_rules(run.memory, model, run.cuda_graph, sound)
     yield from offload_rules(run.memory, model, run.cuda_graph, sound)
+
+
+def _attention_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
+    training, parallel, width = run.training, run.parallel, run.model.kv_channels
+    known = sound("training.transformer_impl", "model.kv_channels") and training.engine_attends
+    if known and width is not None and (width % 8 or width > ENGINE_HEAD_LIMIT):
+        yield Problem("--transformer-impl", training.transformer_impl, "TransformerEngine's packed attention takes "
+                      f"heads of a multiple of 8 up to {ENGINE_HEAD_LIMIT} channels, not of {width}",
+                      "name another --attention-backend beside it, or give local")
+    zigzag = sound("parallel.context_parallel_size", "parallel.cp_comm_type") and parallel.document_alignment > 1
+    if zigzag and training.attention_backend not in ("auto", *ZIGZAG_BACKENDS):
+        yield Problem("--attention-backend", training.attention_backend,
+                      f"exchanges no keys and values, as --cp-comm-type {parallel.cp_comm_type} does",
+                      f"give auto or {' or '.join(ZIGZAG_BACKENDS)}, or --cp-comm-type a2a")
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Callable[..., bool]) -> Iterator[Problem]:

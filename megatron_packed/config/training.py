@@ -110,13 +110,6 @@ class TrainingConfig(Section, title="training"):
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        if sound("manual_gc") and not self.manual_gc:
-            if sound("manual_gc_interval") and self.manual_gc_interval:
-                yield Problem("--manual-gc-interval", str(self.manual_gc_interval), "is never used without --manual-gc",
-                              "add --manual-gc, or leave it out")
-            if sound("manual_gc_eval") and not self.manual_gc_eval:
-                yield Problem("--no-manual-gc-eval", "", "is never used without --manual-gc",
-                              "add --manual-gc, or leave it out")
         if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":
             return
         if sound("device") and self.device == "cpu":

@@ -168,11 +168,12 @@ class ParallelGroups:
                 "processes as the layout has."
             )
         device = _claim_device(torch.device(device), local_rank)
+        backend = _backend(config, device)
         if world_size == 1:
             return cls(device=device, local_rank=local_rank)
         owns = not dist.is_initialized()
         if owns:
-            _initialize(config, device, environment, world_size, rank)
+            _initialize(config, backend, device, environment, world_size, rank)
         elif dist.get_world_size() != world_size or dist.get_rank() != rank:
             raise ValueError(
                 f"torch.distributed is already initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
@@ -263,8 +264,23 @@ def _claim_device(device: torch.device, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _backend(config: BackendConfig, device: torch.device) -> str:
+    """Return the library for collectives on ``device``; one process is refused the wrong one, too."""
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f"distributed backend {backend!r} is unknown; choose nccl (CUDA) or gloo.")
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"--distributed-backend nccl needs CUDA devices, but the device is {device}; choose gloo.")
+    return backend
+
+
 def _initialize(
-    config: BackendConfig, device: torch.device, environment: Mapping[str, str], world_size: int, rank: int
+    config: BackendConfig,
+    backend: str,
+    device: torch.device,
+    environment: Mapping[str, str],
+    world_size: int,
+    rank: int,
 ) -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
@@ -272,11 +288,6 @@ def _initialize(
             f"WORLD_SIZE is {world_size} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
             "start the processes with torchrun."
         )
-    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f"distributed backend {backend!r} is unknown; choose nccl (CUDA) or gloo.")
-    if backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"distributed backend nccl needs CUDA devices, but the device is {device}; choose gloo.")
     dist.init_process_group(
         # Host tensors (checkpoint manifests, decisions of rank 0) go through gloo and never touch the device's streams.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.config.offload import forced_buffers
-from megatron_packed.config.run import RunConfig
+from megatron_packed.config.run import ZIGZAG_BACKENDS, RunConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
@@ -41,7 +41,9 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 def backends_of(config: RunConfig) -> dict[str, str | bool]:
     """Layers and kernels asked for; under ``--deterministic-mode`` kernels in their deterministic variants."""
-    return {**config.training.backends, "deterministic": config.training.deterministic_mode}
+    training = config.training
+    asked = {"zigzag_attention": training.attention_backend} if training.attention_backend in ZIGZAG_BACKENDS else {}
+    return {**training.backends, **asked, "deterministic": training.deterministic_mode}
 
 
 def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:

@@ -51,6 +51,7 @@ def test_one_process_is_the_identity_without_a_process_group() -> None:
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
             "nccl needs CUDA devices, but the device is cpu; choose gloo",
         ),
+        (Config(distributed_backend="nccl"), {}, "nccl needs CUDA devices, but the device is cpu; choose gloo"),
         (
             Config(distributed_backend="mpi"),
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
