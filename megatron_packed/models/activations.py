@@ -135,7 +135,7 @@ def ends(model: HybridModel, work: Work) -> Footprint:
     }
     moments = (
         Moment("loss", {Kind.ACTIVATIONS: rows, Kind.COMMUNICATION: gathered, Kind.LOSS: logits + loss}),
-        Moment("backward of the loss", {Kind.GRADIENTS: entered, Kind.COMMUNICATION: gathered, Kind.LOSS: loss}),
+        Moment("backward of the loss", {Kind.COMMUNICATION: gathered, Kind.LOSS: loss}),
         Moment("backward of the final norm", {Kind.GRADIENTS: 2 * rows}, frozenset({"loss.hidden_gradient"})),
         Moment(
             "backward of the embedding",

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.memory import MemoryConfig
@@ -27,7 +28,6 @@ from megatron_packed.layers.attention import Rotary, attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.mamba_layer import MambaLayer
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
 from megatron_packed.layers.moe.layer import MoEOutput, MoEReport, count_valid
@@ -281,29 +281,31 @@ class HybridModel(nn.Module):
                 hidden_TD = result
         return hidden_TD, reports
 
-    def forward(self, micro_batch: MicroBatch) -> HybridOutput:
-        """Losses of one pack.
+    def forward(self, micro_batch: MicroBatch, *, grad_scale: Tensor | None = None) -> HybridOutput:
+        """Return the losses of one pack.
 
-        In training mode, with parameters that have ``main_grad``, call ``output.loss.backward()`` exactly once for each
-        forward: the output projection's gradient is then added while its logits exist.
+        ``loss``, ``loss_sum`` and ``aux_loss`` may be scaled, added to and combined before ``backward()``. Gradients
+        come from there alone: a forward pass without it leaves none. Where ``loss`` itself is differentiated,
+        `forward_backward` gives the same bits in less time.
+
+        Args:
+            grad_scale: the upstream gradient that ``loss_sum`` will get; see `linear_cross_entropy`.
         """
         packed = self.prepare(micro_batch.packed)
         of_slots = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
         tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in of_slots)
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
-        loss_scale, aux_scale = micro_batch.scales.unbind()
-        weight_VD = self.output_weight
-        promised = self.training and torch.is_grad_enabled() and main_grad_of(weight_VD) is not None
         loss_sum, per_token_loss_T = linear_cross_entropy(
             self.tp.enter(hidden_TD),
-            weight_VD,
+            self.output_weight,
             labels_T,
             loss_mask_T,
             vocab_size=self.vocab_size,
-            grad_scale=loss_scale if promised else None,
+            grad_scale=grad_scale,
             shard=self.vocab_shard,
             backend=self.backends.cross_entropy,
         )
+        loss_scale, aux_scale = micro_batch.scales.unbind()
         loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
         dropped, overflow = self._no_counts.view(-1), self._no_overflow
         if reports:
@@ -315,7 +317,27 @@ class HybridModel(nn.Module):
         if reports and self.training:
             aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             loss = loss + aux_loss * aux_scale
-        return HybridOutput(loss, loss_sum.detach(), aux_loss.detach(), per_token_loss_T, counts, dropped, overflow)
+        return HybridOutput(loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
+
+    def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
+        """Add the gradients of one pack's ``loss``, bit for bit those of ``model(micro_batch).loss.backward()``.
+
+        It forms the logits once, where ``backward()`` forms them again.
+
+        Returns:
+            The losses, detached.
+        """
+        # The loss's dtype, or autograd would convert the upstream gradient to it and pass on another tensor.
+        loss_scale, aux_scale = micro_batch.scales.to(torch.promote_types(self.dtype, torch.float32)).unbind()
+        with record_function("forward"):
+            output: HybridOutput = self(micro_batch, grad_scale=loss_scale)
+        with record_function("backward"):
+            losses, scales = [output.loss_sum], [loss_scale]
+            if output.aux_loss.requires_grad:
+                losses.append(output.aux_loss)
+                scales.append(aux_scale)
+            torch.autograd.backward(losses, scales)
+        return HybridOutput(*(value.detach() for value in output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once.

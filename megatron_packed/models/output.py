@@ -26,9 +26,9 @@ class HybridOutput(NamedTuple):
     loss: Tensor
     """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's share of the step's."""
     loss_sum: Tensor
-    """0-d float32, detached: cross-entropy in nats, summed over the target tokens."""
+    """0-d float32, differentiable: cross-entropy in nats, summed over the target tokens."""
     aux_loss: Tensor
-    """0-d float32, detached: balance and z-losses of all E layers, coefficients applied."""
+    """0-d float32, differentiable: balance and z-losses of all E layers, coefficients applied."""
     per_token_loss_T: Tensor
     """``(T,)`` float32, detached; 0 where there is no target."""
     tokens_per_expert: Tensor

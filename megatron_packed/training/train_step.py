@@ -249,11 +249,7 @@ class TrainStep:
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """One micro-batch on the device; its gradients are added to the flat buffer, and nothing else is touched."""
         with nullcontext() if self.model.offload is None else self.model.offload.whole_pass():
-            with record_function("forward"):
-                output: HybridOutput = self.model(micro_batch)
-            with record_function("backward"):
-                output.loss.backward()
-        return output
+            return self.model.forward_backward(micro_batch)
 
     def micro_batch(self, micro_batch: MicroBatch) -> None:
         """One micro-batch on the device: its gradients, losses and counts are added to those of the step."""

@@ -90,10 +90,15 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         if run.mutation is not None and run.mutation.startswith("unsummed "):
             skip(shared, model, run.mutation.removeprefix("unsummed "))
         losses = []
-        for batch in packs():
-            output = model(batch)
-            output.loss.backward()
-            losses += [output.loss.detach(), output.aux_loss, output.per_token_loss_T, output.tokens_per_expert]
+        for number, batch in enumerate(packs()):
+            if number == 0:
+                output = model.forward_backward(batch)
+            else:
+                for _ in range(2):
+                    output = model(batch)
+                    (output.loss / 2).backward()
+            outputs = (output.loss, output.aux_loss, output.per_token_loss_T, output.tokens_per_expert)
+            losses += [value.detach() for value in outputs]
         shared.sum()
         batch = packs()[0]
         with torch.no_grad():

@@ -1,16 +1,18 @@
 """The chunk loop and its gradients. Backends differ in one step: a chunk's softmax, loss and logit gradient.
 
-Forward does everything, because the gradient of the logits is cheapest while they exist:
+One pass of the loop, where gradients are wanted:
 
-    logits_CV = hidden_CD @ weight^T ;  loss_C, dlogits_CV = step(logits_CV)      (in place)
-    dhidden_CD = dlogits_CV @ weight ;  dweight_VD += dlogits_CV^T @ hidden_CD    (fp32)
+    logits_CV = hidden_CD @ weight^T ;  loss_C, dlogits_CV = step(logits_CV, upstream)      (in place)
+    dhidden_CD = dlogits_CV @ weight ;  dweight_VD += dlogits_CV^T @ hidden_CD              (fp32)
 
-The upstream gradient, a scalar, is known on the device only in backward, which multiplies. See README, 'Derivation'.
+The upstream gradient is a scalar on the device. A caller that knows it beforehand gets all of this in forward; for
+others forward has the losses alone, and backward runs the loop again with what it was given. See README, 'Derivation'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,15 +39,60 @@ def run_chunked(
     grad_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The public function for one backend's ``step``."""
-    gradients = torch.is_grad_enabled()
-    outputs: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, weight_VD, labels_T, loss_mask_T.float(), grad_scale, vocab_size, chunk_tokens, step, gradients
-    )
+    loop = _ChunkLoop(step, vocab_size, chunk_tokens)
+    inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T.to(_precise(hidden_TD.dtype)))
+    if not torch.is_grad_enabled():
+        loss_T = loop(*inputs)
+        return loss_T.sum(), loss_T
+    outputs: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(*inputs, grad_scale, loop)  # type: ignore[no-untyped-call]
     return outputs
 
 
+@dataclass(frozen=True)
+class _ChunkLoop:
+    """All chunks of a pack, by one backend's step."""
+
+    step: Step
+    vocab_size: int
+    chunk_tokens: int
+
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        loss_mask_T: Tensor,
+        grad_scale: Tensor | None = None,
+        dhidden_TD: Tensor | None = None,
+        dweight_VD: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of each token; fill ``dhidden_TD`` and add to ``dweight_VD`` where they are given."""
+        tokens = hidden_TD.shape[0]
+        with_gradient = dhidden_TD is not None or dweight_VD is not None
+        loss_T = torch.empty(tokens, dtype=_precise(hidden_TD.dtype), device=hidden_TD.device)
+        buffer_CV = hidden_TD.new_empty(min(self.chunk_tokens, tokens), weight_VD.shape[0])
+        for start in range(0, tokens, self.chunk_tokens):
+            chunk = slice(start, min(start + self.chunk_tokens, tokens))
+            hidden_CD = hidden_TD[chunk]
+            logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: hidden_CD.shape[0]])
+            self.step(
+                logits_CV,
+                labels_T[chunk],
+                loss_mask_T[chunk],
+                grad_scale,
+                self.vocab_size,
+                loss_T[chunk],
+                with_gradient,
+            )
+            if dhidden_TD is not None:
+                torch.mm(logits_CV, weight_VD, out=dhidden_TD[chunk])
+            if dweight_VD is not None:
+                _accumulate(dweight_VD, logits_CV, hidden_CD)
+        return loss_T
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward: loss sum, per-token loss, and the gradients up to a scalar. Backward: times that scalar."""
+    """Forward: loss sum and per-token loss. Backward: both gradients, formed in forward if ``grad_scale`` is given."""
 
     @staticmethod
     def forward(
@@ -55,73 +102,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         loss_mask_T: Tensor,
         grad_scale: Tensor | None,
-        vocab_size: int,
-        chunk_tokens: int,
-        step: Step,
-        gradients: bool,
+        loop: _ChunkLoop,
     ) -> tuple[Tensor, Tensor]:
-        tokens, vocab_rows = hidden_TD.shape[0], weight_VD.shape[0]
-        main_grad = getattr(weight_VD, "main_grad", None)
-        for_hidden, for_weight = (gradients and needed for needed in ctx.needs_input_grad[:2])
-        in_forward = for_weight and main_grad is not None and grad_scale is not None
-        dhidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if for_hidden else None
-        dweight_VD = _weight_gradient_buffer(weight_VD, main_grad if in_forward else None) if for_weight else None
-        precise = torch.promote_types(hidden_TD.dtype, torch.float32)
-        loss_T = torch.empty(tokens, dtype=precise, device=hidden_TD.device)
-        buffer_CV = hidden_TD.new_empty(min(chunk_tokens, tokens), vocab_rows)
-        for start in range(0, tokens, chunk_tokens):
-            chunk = slice(start, min(start + chunk_tokens, tokens))
-            hidden_CD = hidden_TD[chunk]
-            logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: hidden_CD.shape[0]])
-            step(
-                logits_CV,
-                labels_T[chunk],
-                loss_mask_T[chunk],
-                grad_scale,
-                vocab_size,
-                loss_T[chunk],
-                for_hidden or for_weight,
-            )
-            if dhidden_TD is not None:
-                torch.mm(logits_CV, weight_VD, out=dhidden_TD[chunk])
-            if dweight_VD is not None:
-                _accumulate(dweight_VD, logits_CV, hidden_CD)
-        ctx.save_for_backward(dhidden_TD, None if in_forward else dweight_VD, grad_scale)
-        ctx.main_grad, ctx.weight_dtype = main_grad, weight_VD.dtype
+        ctx.loop, ctx.grad_scale = loop, grad_scale
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        ctx.main_grad = getattr(weight_VD, "main_grad", None)
+        inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T)
+        if grad_scale is None:
+            ctx.save_for_backward(*inputs)
+            loss_T = loop(*inputs)
+        else:
+            loss_T, ctx.gradients = _with_gradients(ctx, inputs, grad_scale)
         ctx.mark_non_differentiable(loss_T)
         return loss_T.sum(), loss_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden_TD, dweight_VD, grad_scale = ctx.saved_tensors
-        if grad_scale is None:
-            factor = grad_loss.to(torch.promote_types(grad_loss.dtype, torch.float32))
-        else:  # already inside; 1 if the caller kept the promise, NaN if not
-            factor = torch.where(grad_loss == grad_scale, 1.0, float("nan"))
-        if dhidden_TD is not None:
-            # In fp32: a 0-d factor would be rounded to the gradient's dtype first, one common error for all of it.
-            dtype = dhidden_TD.dtype
-            precise_TD = (
-                dhidden_TD if grad_scale is not None else dhidden_TD.to(torch.promote_types(dtype, torch.float32))
-            )
-            dhidden_TD = (precise_TD * factor).to(dtype)
-        if dweight_VD is not None:
-            if ctx.main_grad is not None:
-                ctx.main_grad.addcmul_(dweight_VD, factor)
-                dweight_VD = None
-            else:
-                dweight_VD = (dweight_VD * factor).to(ctx.weight_dtype)
-        return dhidden_TD, dweight_VD, None, None, None, None, None, None, None
+        if ctx.grad_scale is None:
+            _, gradients = _with_gradients(ctx, ctx.saved_tensors, grad_loss)
+        else:
+            gradients, ctx.gradients = ctx.gradients, None
+            # The same memory, not the same value: a comparison of values would wait for the device.
+            if gradients is None or grad_loss.data_ptr() != ctx.grad_scale.data_ptr():
+                raise RuntimeError(
+                    "linear_cross_entropy got grad_scale, and so has formed its gradients for one "
+                    "loss_sum.backward(grad_scale) with that very tensor; another gradient or a second backward pass "
+                    "came. Leave grad_scale out where the loss is scaled, added to or differentiated twice."
+                )
+        return *gradients, None, None, None, None
 
 
-def _weight_gradient_buffer(weight_VD: Tensor, main_grad: Tensor | None) -> Tensor:
-    """Where dweight is summed: the flat gradient buffer itself, or zeros in fp32 (fp64 for fp64)."""
-    if main_grad is not None:
-        return main_grad
-    return torch.zeros(
-        weight_VD.shape, dtype=torch.promote_types(weight_VD.dtype, torch.float32), device=weight_VD.device
-    )
+def _with_gradients(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], grad_scale: Tensor
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """The loss of each token, and the gradients for autograd: none for a weight whose ``main_grad`` it was added to."""
+    hidden_TD, weight_VD, *_ = inputs
+    for_hidden, for_weight = ctx.needs_input_grad[:2]
+    dhidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if for_hidden else None
+    dweight_VD = ctx.main_grad if for_weight else None
+    if for_weight and dweight_VD is None:
+        dweight_VD = torch.zeros(weight_VD.shape, dtype=_precise(weight_VD.dtype), device=weight_VD.device)
+    loss_T = ctx.loop(*inputs, grad_scale, dhidden_TD, dweight_VD)
+    returned_VD = None if dweight_VD is None or dweight_VD is ctx.main_grad else dweight_VD.to(weight_VD.dtype)
+    return loss_T, (dhidden_TD, returned_VD)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """What losses and the weight's gradient are summed in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _accumulate(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:

@@ -1,13 +1,16 @@
 """The model as a whole: names, precisions, marks, losses, gradients in flat buffers, refusals."""
 
 import hybrid_cases as cases
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.models.hybrid_model as hybrid_model
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.cross_entropy import reference as cross_entropy
 
 AUX = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 
@@ -43,7 +46,8 @@ def test_output_in_bfloat16_is_float32_where_it_counts():
     model = cases.tiny_model("M*-E", dtype=torch.bfloat16, **AUX)
     output = model(cases.make_pack(cases.make_documents(cases.AWKWARD), aux_scale=0.5))
     assert {value.dtype for value in output} == {torch.float32}
-    assert output.loss.requires_grad and not output.loss_sum.requires_grad and not output.aux_loss.requires_grad
+    assert output.loss.requires_grad and output.loss_sum.requires_grad and output.aux_loss.requires_grad
+    assert not any(value.requires_grad for value in output[3:])
 
 
 def test_loss_is_made_of_its_parts():
@@ -105,16 +109,120 @@ def test_evaluation_leaves_the_flat_gradients_alone():
     assert buffers.grads.abs().max() == 0
 
 
-def test_without_flat_buffers_the_loss_may_be_scaled_before_backward():
-    model = cases.tiny_model("M*-")
-    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
-    results = []
-    for factor in (1.0, 2.0):
-        model.zero_grad()
-        (factor * model(batch).loss).backward()
-        results.append(cases.gradients(model))
-    for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], 2 * gradient)
+PENALTY = 0.25
+LOSSES = {
+    "divided": (lambda output, model: output.loss / 4, 0.25, 0.0),
+    "scaled": (lambda output, model: 1024 * output.loss, 1024.0, 0.0),
+    "with a regulariser": (lambda output, model: output.loss + penalty(model), 1.0, PENALTY),
+    "used twice": (lambda output, model: torch.stack([output.loss, output.loss]).mean(), 1.0, 0.0),
+    "its parts": (lambda output, model: 3 * (output.loss_sum / TARGETS + 0.5 * output.aux_loss), 3.0, 0.0),
+}
+"""Name -> loss of an output, its factor on the gradients of ``output.loss``, and that on the penalty's."""
+DOCUMENTS = cases.make_documents(cases.AWKWARD)
+TARGETS = cases.count_targets(DOCUMENTS)
+
+
+def penalty(model):
+    return PENALTY * sum(parameter.square().sum() for parameter in model.parameters()) / 2
+
+
+def gradients_of(model, run):
+    """In flat buffers; some were there before."""
+    buffers, before = FlatBuffers(model), 2.0**-8
+    buffers.grads.fill_(before)
+    run(model)
+    return {name: parameter.main_grad - before for name, parameter in buffers.parameters.items()}
+
+
+@pytest.mark.parametrize("variant", ["plain", "layer norm, gelu, tied"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_may_be_scaled_added_to_and_divided_before_backward(loss, variant):
+    function, factor, penalty_factor = LOSSES[loss]
+    batch = cases.make_pack(DOCUMENTS, tail=3, aux_scale=0.5)
+    plain, flat = (cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[variant]) for _ in range(2))
+    plain(batch).loss.backward()
+    found = gradients_of(flat, lambda model: function(model(batch), model).backward())
+    for name, parameter in plain.named_parameters():
+        expected = factor * parameter.grad + penalty_factor * parameter.detach()
+        error = cases.relative_error(found[name], expected)
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("tied", ["plain", "layer norm, gelu, tied"])
+def test_a_forward_pass_without_backward_adds_no_gradient(tied):
+    batches = [cases.make_pack(cases.make_documents(cases.AWKWARD, seed), aux_scale=0.5) for seed in range(2)]
+    expected, found = (
+        gradients_of(cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[tied]), run)
+        for run in (
+            lambda model: model(batches[1]).loss.backward(),
+            lambda model: [model(batch) for batch in batches][1].loss.backward(),
+        )
+    )
+    nothing = gradients_of(cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[tied]), lambda model: model(batches[0]))
+    for name in expected:
+        assert expected[name].any() and torch.equal(found[name], expected[name]), name
+        assert not nothing[name].any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("variant", ["plain", "layer norm, gelu, tied"])
+def test_forward_backward_gives_the_bits_of_forward_and_backward_in_one_pass_over_the_logits(
+    variant, dtype, monkeypatch
+):
+    chunks = []
+    step = cross_entropy.softmax_step
+    monkeypatch.setattr(cross_entropy, "softmax_step", lambda *arguments: chunks.append(1) or step(*arguments))
+    batches = [cases.make_pack(cases.make_documents(cases.AWKWARD, n), tail=3, aux_scale=0.5) for n in range(2)]
+
+    def backward(model, batch):
+        output = model(batch)
+        output.loss.backward()
+        return output
+
+    found, outputs, passes = [], ([], []), []
+    for run, kept in zip((backward, HybridModel.forward_backward), outputs):
+        model = cases.tiny_model("M*-E", dtype=dtype, **AUX, **cases.VARIANTS[variant])
+        chunks.clear()
+        found.append(gradients_of(model, lambda model, run=run, kept=kept: kept.extend(run(model, b) for b in batches)))
+        passes.append(len(chunks))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert passes == [8, 4]  # two packs of two chunks
+    for separate, together in zip(*outputs):
+        assert not any(value.requires_grad for value in together)
+        assert all(torch.equal(*both) for both in zip(separate, together))
+
+
+def test_forward_backward_without_flat_buffers_and_in_evaluation_mode():
+    batch = cases.make_pack(DOCUMENTS, aux_scale=0.5)
+    for training in (True, False):
+        models = [cases.tiny_model("M*-E", **AUX).train(training) for _ in range(2)]
+        models[0](batch).loss.backward()
+        models[1].forward_backward(batch)
+        for name, gradient in cases.gradients(models[0]).items():
+            assert torch.equal(cases.gradients(models[1])[name], gradient), name
+
+
+@pytest.mark.parametrize(
+    "run", [HybridModel.forward_backward, lambda model, batch: (model(batch).loss / 2).backward()],
+    ids=["forward_backward", "forward and backward"],
+)  # fmt: skip
+def test_no_pass_makes_a_second_buffer_of_the_output_weights_size(run):
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            results = operation(*args, **kwargs or {})
+            for result in results if isinstance(results, (tuple, list)) else [results]:
+                if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+                    sizes.append(result.untyped_storage().nbytes())
+            return results
+
+    model = cases.tiny_model("-", make_vocab_size_divisible_by=4096)
+    buffers = FlatBuffers(model)
+    batch, sizes = cases.make_pack([(np.arange(9), np.ones(9))]), []
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), buffers.storage, batch.buffer)}
+    with Allocations():
+        run(model, batch)
+    assert max(sizes) == 5 * 4096 * 4 < model.output_weight.numel() * 4  # the logits of a chunk
+    assert buffers.parameters["output.weight"].main_grad.any()
 
 
 def test_tables_are_built_once_for_all_layers(monkeypatch):

@@ -133,7 +133,9 @@ def test_cross_entropy(rows, vocab, scaled_in_forward):
             hidden, weight, labels, mask, vocab_size=vocab, chunk_tokens=4, backend=backend,
             grad_scale=scale if scaled_in_forward else None,
         )  # fmt: skip
-        results.append((loss_sum, loss_T, *torch.autograd.grad(loss_sum * scale, (hidden, weight))))
+        upstream = {"grad_outputs": scale} if scaled_in_forward else {}
+        loss = loss_sum if scaled_in_forward else loss_sum * scale
+        results.append((loss_sum, loss_T, *torch.autograd.grad(loss, (hidden, weight), **upstream)))
     for want, got in zip(*results):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     assert not results[1][3][vocab:].any() and not results[1][2][2].any()

@@ -51,8 +51,7 @@ def run_split(hidden, weight, labels, mask, ranks, **options):
             part_VD = weight.detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
             shard = agreement.shard(rank * rows, weight.shape[0])
             loss, loss_T = linear_cross_entropy(hidden_TD, part_VD, labels, mask, shard=shard, **options)
-            scale = options.get("grad_scale")
-            (loss if scale is None else loss * scale).backward()
+            loss.backward(options.get("grad_scale"))
             results.append((loss.detach(), loss_T, hidden_TD.grad, part_VD.grad))
         if settled:
             agreement.settle(settled)
@@ -75,8 +74,7 @@ def check_split(backend, dtype=torch.float32, ranks=4, rows=64, vocab=37, tolera
         hidden[0] *= 50  # exp of these logits overflows
     options = {"vocab_size": vocab, "chunk_tokens": 4, "grad_scale": grad_scale}
     loss, loss_T = linear_cross_entropy(hidden, weight, labels, mask, backend="reference", **options)
-    upstream = loss if grad_scale is None else loss * grad_scale
-    want = (loss, loss_T, *torch.autograd.grad(upstream, (hidden, weight)))
+    want = (loss, loss_T, *torch.autograd.grad(loss, (hidden, weight), grad_scale))
     got = run_split(hidden, weight, labels, mask, ranks, backend=backend, **options)
     clean = torch.arange(7) != 6
     for name, x, y in zip(("loss", "per-token loss", "hidden", "weight"), got, want):

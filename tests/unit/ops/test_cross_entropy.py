@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_the_dense_ones(chunk, scaled_in_forward, main_gr
     torch.testing.assert_close(loss_T.double(), want_T.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss_sum.double(), want_T.sum().detach(), rtol=1e-6, atol=1e-5)
     assert not loss_T.requires_grad
-    (loss_sum * scale).backward()
+    loss_sum.backward(scale) if scaled_in_forward else (loss_sum * scale).backward()
     torch.testing.assert_close(hidden.grad, want_grads[0], rtol=1e-4, atol=1e-6)
     got = weight.main_grad - 1 if main_grad else weight.grad
     assert (weight.grad is None) == main_grad
@@ -114,13 +114,49 @@ def test_evaluation_forms_no_gradient():
     assert not loss_sum.requires_grad and not weight.main_grad.any()
 
 
-def test_a_broken_promise_about_the_upstream_gradient_is_loud():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_are_the_same_bits_whether_formed_in_forward_or_in_backward(dtype):
+    found = []
+    for in_forward in (True, False):
+        hidden, weight, labels, mask = case(dtype)
+        weight.main_grad = torch.ones(V, D, dtype=torch.promote_types(dtype, torch.float32))
+        scale = torch.tensor(1 / 3, dtype=weight.main_grad.dtype)
+        loss_sum, _ = linear_cross_entropy(
+            hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8, grad_scale=scale if in_forward else None
+        )
+        assert (weight.main_grad != 1).any() == in_forward
+        loss_sum.backward(scale) if in_forward else (loss_sum * scale).backward()
+        found.append((loss_sum.detach(), hidden.grad, weight.main_grad))
+    assert all(torch.equal(*both) for both in zip(*found))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss_sum, scale: (loss_sum * scale).backward(),  # the value alone is not enough
+        lambda loss_sum, scale: loss_sum.backward(scale / 4),
+        lambda loss_sum, scale: (loss_sum + 0.5 * loss_sum).backward(scale),
+        lambda loss_sum, scale: [loss_sum.backward(scale, retain_graph=True) for _ in range(2)],
+    ],
+    ids=["another tensor", "another value", "a sum", "twice"],
+)
+def test_another_gradient_than_the_promised_one_is_an_error(use):
     hidden, weight, labels, mask = case()
     weight.main_grad = torch.zeros(V, D)
     scale = torch.tensor(0.5)
     loss_sum, _ = linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, grad_scale=scale)
-    (loss_sum * 0.25).backward()
-    assert hidden.grad.isnan().all()
+    with pytest.raises(RuntimeError, match=r"loss_sum\.backward\(grad_scale\).* Leave grad_scale out"):
+        use(loss_sum, scale)
+
+
+def test_a_float64_loss_is_scaled_in_float64():
+    hidden, weight, labels, mask = case(torch.float64)
+    want = torch.autograd.grad(dense(hidden, weight, labels, mask).sum() / 3, (hidden, weight))
+    got = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)[0] / 3, (hidden, weight)
+    )
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
 def test_frozen_weight_and_frozen_hidden():
@@ -149,12 +185,17 @@ def test_wrong_arguments_are_refused():
         linear_cross_entropy(hidden.double(), weight, labels, mask, vocab_size=V)
     with pytest.raises(ValueError, match="labels"):
         linear_cross_entropy(hidden, weight, labels[1:], mask, vocab_size=V)
+    with pytest.raises(ValueError, match=r"grad_scale is torch.float64 of shape \(1,\)"):
+        linear_cross_entropy(
+            hidden, weight, labels, mask, vocab_size=V, grad_scale=torch.ones(1, dtype=torch.float64)
+        )
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_a_vocabulary_spread_over_ranks(dtype, tolerance, scale):
-    check_split("reference", dtype, tolerance=tolerance, grad_scale=None if scale is None else torch.tensor(scale))
+    grad_scale = None if scale is None else torch.tensor(scale, dtype=dtype)
+    check_split("reference", dtype, tolerance=tolerance, grad_scale=grad_scale)
     check_split("reference", dtype, ranks=2, tolerance=tolerance)
 
 

@@ -131,13 +131,14 @@ def cross_entropy(size, dtype, in_flat_buffer):
     op = import_module(OPS + "cross_entropy.triton_kernel")
     api = import_module(OPS + "cross_entropy.api")
     part = api.VocabShard(first_row=0, total_rows=2 * size, sum_over_ranks=id, max_over_ranks=id)
+    grad_scale = torch.ones(()) if in_flat_buffer else None
     for shard in (None, part):
-        loss_T, _ = op.run(
+        loss_sum, _ = op.run(
             leaf(5, 16, dtype=dtype), parameter(size, 16, dtype=dtype, in_flat_buffer=in_flat_buffer),
             torch.zeros(5).int(), torch.ones(5), vocab_size=size, chunk_tokens=4,
-            grad_scale=torch.ones(()) if in_flat_buffer else None, shard=shard,
+            grad_scale=grad_scale, shard=shard,
         )  # fmt: skip
-        loss_T.backward()
+        loss_sum.backward(grad_scale)
 
 
 @pytest.mark.parametrize(("size", "dtype", "in_flat_buffer"), [

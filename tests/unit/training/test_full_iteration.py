@@ -124,16 +124,21 @@ def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
 def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(extra, factor):
     """In the second of three micro-batches, where the other of the two is sound."""
     eager = Job()
-    before, forward, numbers = state_hash_of_weights(eager), eager.job.model.forward, iter(range(3))
+    model, before, numbers = eager.job.model, state_hash_of_weights(eager), iter(range(3))
+    forward_backward = model.forward_backward
 
     def overflowing(batch):
-        output = forward(batch)
         if next(numbers) != 1:
-            return output
-        output.loss.register_hook(lambda grad: grad * factor)
+            return forward_backward(batch)
+        watched = model.final_norm.register_forward_hook(scale_gradient)
+        output = forward_backward(batch)
+        watched.remove()
         return output._replace(loss=output.loss + extra, loss_sum=output.loss_sum + extra)
 
-    eager.job.model.forward = overflowing
+    def scale_gradient(_module, _inputs, output):
+        output.register_hook(lambda grad: grad * factor)
+
+    model.forward_backward = overflowing
     values = StepValues.from_list(eager.run([[20, 9, 3]] * 3).tolist())
     assert values.nonfinite and values.bad_micro_batches == {0: 1}
     assert math.isfinite(values.loss) == (extra == 0) and math.isfinite(values.grad_norm) == (factor == 1)
@@ -246,10 +251,10 @@ def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monke
     graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
     loss = graphed.job.model.forward
 
-    def no_memory(micro_batch):
+    def no_memory(micro_batch, **options):
         if isinstance(micro_batch, StaticMicroBatch) and not graphed.job.model.training:
             raise torch.OutOfMemoryError("no memory for logits")
-        return loss(micro_batch)
+        return loss(micro_batch, **options)
 
     monkeypatch.setattr(graphed.job.model, "forward", no_memory)
     graphed.capture()
