@@ -60,8 +60,12 @@ class TrainingConfig(Section, title="training"):
         group=EXACT, choices=("stop", "skip"),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None, "Compare the bits of the weights between data-parallel ranks every so many iterations.",
-        unit="iterations", group=EXACT, minimum=1,
+        None, "Compare the bits of the weights between data-parallel ranks, and with the rounded fp32 masters, every "
+        "so many iterations: before the update and after it.", unit="iterations", group=EXACT, minimum=1,
+    )
+    check_grad_hash_across_dp_replicas_interval: int | None = option(
+        None, "Check the sums of gradients over data-parallel ranks every so many iterations: with sums taken before, "
+        "and the bits between replicas.", unit="iterations", group=EXACT, minimum=1,
     )
     isolation_self_test: bool = option(
         True, "Do not check at the start that documents of a pack cannot see each other.", group=EXACT,

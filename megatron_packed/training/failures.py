@@ -43,8 +43,8 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
         step: the step under way, from 1; None before the first.
     """
     code, kind, cure = _kind(error)
-    if isinstance(error, CheckpointError):
-        rank = None  # saving and loading end alike on all ranks, and the error names those that failed
+    if isinstance(error, (CheckpointError, ReplicaMismatchError)):
+        rank = None  # these end alike on all ranks, and name those that failed
     text = str(error) or "no message"
     if kind == _LOST:
         text = text.split(". ")[0]  # what libraries guess about the cause is worth less than what is known here

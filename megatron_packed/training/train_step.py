@@ -33,6 +33,7 @@ from megatron_packed.models.output import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.statistics import ZEROS_UNIT
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.replicas import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`. The last one is another part only where sums overlap with it."""
@@ -183,13 +184,22 @@ class TrainStep:
         # embedding is in no graph of a layer, so its hooks see every micro-batch.
         model.embedding.register_forward_hook(lambda _module, _inputs, output: self._watch_gradient(output))
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
+    def __call__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        *,
+        stop_requested: bool = False,
+        checks: StepChecks = UNCHECKED,
+    ) -> Tensor:
         """Queue one step. Reads: [Note: parts of a step].
 
         Args:
             micro_batches: this rank's, on the device or pinned on the host (copied here, one copy each).
             lr: learning rate of this step.
             stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
+            checks: made in this step, on all ranks. Sums of gradients that are checked overlap with nothing, and the
+                end of the step is not replayed.
         Returns:
             The metrics vector ``(metrics_size(groups),)`` float32 on the device; the same memory every step.
         Raises:
@@ -197,15 +207,26 @@ class TrainStep:
         """
         self._begin(lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches))
         for number, micro_batch in enumerate(micro_batches, start=1):
-            sums = self.overlapped is not None and number == len(micro_batches)
+            sums = self.overlapped is not None and checks.gradients is None and number == len(micro_batches)
             self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
-        if isinstance(self.graphs, FullIteration):
+        if checks.weights is not None:
+            checks.weights()
+        if checks.gradients is not None:
+            self.finish(checks.gradients)
+        elif isinstance(self.graphs, FullIteration):
             self.graphs.finish()
         else:
             self.finish()
         return self.metrics
 
-    def redo(self, micro_batches: Sequence[MicroBatch], lr: float, *, stop_requested: bool = False) -> Tensor:
+    def redo(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        *,
+        stop_requested: bool = False,
+        checks: StepChecks = UNCHECKED,
+    ) -> Tensor:
         """The first step that was held, again with room for all rows of experts; all ranks call it together.
 
         Arguments and result as of a step. The steps that were held behind it come next, as usual.
@@ -213,7 +234,7 @@ class TrainStep:
         """
         self._held.zero_()
         with self.room_for_experts():
-            return self(micro_batches, lr, stop_requested=stop_requested)
+            return self(micro_batches, lr, stop_requested=stop_requested, checks=checks)
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
@@ -294,9 +315,20 @@ class TrainStep:
         finally:  # behind a capture that fails, training goes on
             self.model.train()
 
-    def finish(self) -> None:
-        """Behind the last micro-batch: sums over ranks, the update, and the metrics."""
-        self._reduce()
+    def finish(self, check: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """After the last micro-batch: sums over ranks, the update, and the metrics.
+
+        Args:
+            check: called with the sum over replicas, which no micro-batch has begun then, and runs it.
+        """
+        if check is None:
+            self._reduce()
+        else:
+            if self.overlapped is not None:
+                self.overlapped.begin()
+                self.overlapped.join()
+            self._reduce_over_tp()
+            check(self._reduce_over_replicas)
         extras = self.buffers.extras
         self._held.add_(extras["overflow"])
         with record_function("optim::step"):
@@ -363,9 +395,15 @@ class TrainStep:
 
     def _reduce(self) -> None:
         """Sums over ranks. See [Note: which ranks a sum goes over]."""
+        self._reduce_over_tp()
+        self._reduce_over_replicas()
+
+    def _reduce_over_tp(self) -> None:
         with record_function("tp::reduce"):
             self._shared.sum()
             all_reduce_sum(self.buffers.extras["signs"], self.groups.tp_group)
+
+    def _reduce_over_replicas(self) -> None:
         with record_function("dp::reduce"):
             if self.overlapped is not None:
                 self.overlapped.finish()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.run import RunConfig
@@ -37,7 +38,7 @@ from megatron_packed.training.metrics import (
 )
 from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.progress_log import ProgressLog
-from megatron_packed.training.replicas import check_replicas
+from megatron_packed.training.replicas import ReplicaCheck, StepChecks
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues, TrainStep
@@ -111,7 +112,7 @@ class Trainer:
             self._garbage.after_step(progress.iteration)
             self._say_saved(self.state.saved())
             if exit_code is None and self._due(training.check_weight_hash_across_dp_replicas_interval):
-                exit_code = self._pause(self._check_replicas)
+                exit_code = self._pause(self._replicas.weights)
             if exit_code is None and self._validation_due():
                 exit_code = self._pause(self.validate)
             if exit_code is None and self._due(self.config.checkpoint.save_interval):
@@ -253,7 +254,9 @@ class Trainer:
         counters = None if self.step.graphs is None else self.step.graphs.counters
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         self._in_flight[facts.iteration] = micro_batches
-        self.step(micro_batches, lr, stop_requested=self._stop_requested())
+        self.step(
+            micro_batches, lr, stop_requested=self._stop_requested(), checks=self._checks(facts.iteration)
+        )
         self.step.beat()
         facts = replace(facts, offload=self._end_offload())
         if counters is not None:
@@ -287,9 +290,28 @@ class Trainer:
         with self._resting():
             return stream.loader.micro_batches(number)
 
-    def _check_replicas(self) -> None:
+    @cached_property
+    def _replicas(self) -> ReplicaCheck:
+        return ReplicaCheck(self.step.model, self.step.optimizer, self.groups, self._idle)
+
+    def _checks(self, iteration: int) -> StepChecks:
+        """Return what is checked inside a step."""
+        training = self.config.training
+        weights = training.check_weight_hash_across_dp_replicas_interval
+        gradients = training.check_grad_hash_across_dp_replicas_interval
+        return StepChecks(
+            weights=self._replicas.weights if weights and iteration % weights == 0 else None,
+            gradients=self._replicas.gradients if gradients and iteration % gradients == 0 else None,
+        )
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Wait for the device, and rest inside."""
+        if self.heartbeat is not None:
+            self.step.beat()
+            self.heartbeat.wait()
         with self._resting():
-            check_replicas(self.step.model, self.groups)
+            yield
 
     def _capture_again(self) -> None:
         assert self.step.graphs is not None
@@ -343,13 +365,21 @@ class Trainer:
         behind = self._late.flush()
         self._late.restart()
         self.step.redo(
-            self._in_flight[facts.iteration], facts.learning_rate, stop_requested=self._stop_requested()
+            self._in_flight[facts.iteration],
+            facts.learning_rate,
+            stop_requested=self._stop_requested(),
+            checks=self._checks(facts.iteration),
         )
         self._late.push(facts, self.step.numbers)
         exit_code = self._settle(self._late.flush())
         if behind is not None:  # it counts as done, whatever comes next
             micro_batches = self._in_flight[behind.facts.iteration]
-            self.step(micro_batches, behind.facts.learning_rate, stop_requested=self._stop_requested())
+            self.step(
+                micro_batches,
+                behind.facts.learning_rate,
+                stop_requested=self._stop_requested(),
+                checks=self._checks(behind.facts.iteration),
+            )
             self._late.push(behind.facts, self.step.numbers)
         return exit_code
 

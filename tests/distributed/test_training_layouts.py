@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -38,7 +39,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.explain import op_inputs
 from megatron_packed.training.incidents import bad_places
-from megatron_packed.training.replicas import ReplicaMismatchError, check_replicas
+from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues
 
@@ -274,7 +275,7 @@ def replicas_checked(groups: ParallelGroups, way: Way) -> list[str]:
 
 def checked(job: Job, groups: ParallelGroups) -> str:
     try:
-        check_replicas(job.model, groups)
+        ReplicaCheck(job.model, job.optimizer, groups).weights()
     except ReplicaMismatchError as error:
         return str(error)
     return ""
@@ -284,8 +285,10 @@ def checked(job: Job, groups: ParallelGroups) -> str:
 def test_weights_that_differ_between_replicas_are_found(way: Way, pools: WorkerPools) -> None:
     [said] = {tuple(found) for found in pools.run(replicas_checked, way.world_size, way, layout=way.layout)}
     assert said[0] == ""
-    assert f"tensor-parallel rank {way.tp_size - 1}: rank 3 of ranks " in said[1] and "experts" not in said[1]
-    assert "rank 3 of ranks" in said[2].partition("experts, ")[2]
+    assert "embedding.weight" in said[1] and "experts" not in said[1] and "experts.fc1" in said[2]
+    for sentence, layout in ((said[1], f"tensor-parallel rank {way.tp_size - 1}"), (said[2], "expert-parallel rank")):
+        assert re.search(r"ranks? [0-9, ]*3 (of|have)", sentence) and sentence.count("embedding.weight") == 1
+        assert (layout in sentence) == (way.tp_size > 1 if "tensor" in layout else way.ep_size > 1)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -395,3 +395,14 @@ def forget_step(number: int) -> None:
         return metrics
 
     TrainStep.__call__ = wrapped  # type: ignore[method-assign]
+
+
+def flip_weight(step: int, rank: int, name: str, bit: int) -> None:
+    """A bit of the first element of a bfloat16 weight flips on ``rank`` before its ``step``-th step."""
+
+    def flip(train_step: TrainStep) -> None:
+        train_step.buffers.wait_params()
+        train_step.buffers.parameters[name].data.view(-1).view(torch.int16)[0] ^= 1 << bit
+
+    if int(os.environ["RANK"]) == rank:
+        on_call(TrainStep, "__call__", step, flip)

@@ -1,32 +1,36 @@
-"""Hashes of weights: one flipped bit, or two numbers in each other's place, are seen; ranks that differ are named."""
+"""Hashes of bits: one flipped bit, or two numbers in each other's place, are seen; ranks that differ are named."""
 
 import pytest
 import torch
 
 from megatron_packed.training import replicas
-from megatron_packed.training.replicas import mismatches, weight_hash
+from megatron_packed.training.replicas import bit_hash, mismatches
 
 
-@pytest.mark.parametrize("dtype, bits", [(torch.float32, 32), (torch.bfloat16, 16)])
-def test_every_bit_and_every_place_counts(dtype, bits, monkeypatch):
-    """Also behind the first chunk, whose size changes no hash."""
-    whole = weight_hash([torch.arange(10.0, dtype=dtype), torch.ones(2, dtype=dtype)])
+@pytest.mark.parametrize("dtype, word", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+def test_every_bit_and_every_place_counts(dtype, word, monkeypatch):
+    """After the first chunk, too, whose size changes no hash."""
+    tensor = torch.arange(10.0, dtype=dtype)
+    whole = int(bit_hash(tensor))
     monkeypatch.setattr(replicas, "_CHUNK", 4)
-    tensors = [torch.arange(10.0, dtype=dtype), torch.ones(2, dtype=dtype)]
-    seen = {int(weight_hash(tensors))}
-    assert seen == {int(whole)}
-    words = [tensor.view(torch.int32 if bits == 32 else torch.int16) for tensor in tensors]
-    for word in words:
-        for place in range(word.numel()):
-            for bit in range(bits):
-                flip = torch.tensor(1 << bit, dtype=torch.int64).to(word.dtype)
-                word[place] ^= flip
-                seen.add(int(weight_hash(tensors)))
-                word[place] ^= flip
-    assert len(seen) == 1 + 12 * bits
-    tensors[0][[1, 5]] = tensors[0][[5, 1]]  # places in other chunks
-    tensors.append(tensors.pop(0))
-    assert int(weight_hash(tensors)) not in seen and int(weight_hash(tensors[::-1])) not in seen
+    seen = {int(bit_hash(tensor))}
+    assert seen == {whole}
+    words, bits = tensor.view(word), 8 * dtype.itemsize
+    for place in range(words.numel()):
+        for bit in range(bits):
+            flip = torch.tensor(1 << bit, dtype=torch.int64).to(word)
+            words[place] ^= flip
+            seen.add(int(bit_hash(tensor)))
+            words[place] ^= flip
+    assert len(seen) == 1 + 10 * bits
+    tensor[[1, 5]] = tensor[[5, 1]]  # places in other chunks
+    assert int(bit_hash(tensor)) not in seen
+
+
+def test_masters_are_rounded_as_weights_are():
+    masters = torch.randn(50)
+    weights = torch.empty(50, dtype=torch.bfloat16).copy_(masters)
+    assert bit_hash(masters, torch.bfloat16) == bit_hash(weights) != bit_hash(masters)
 
 
 def test_those_that_differ_from_most_are_named():
@@ -35,3 +39,4 @@ def test_those_that_differ_from_most_are_named():
     assert mismatches([same, {"experts": 7}, {**same, "experts": 5}, {"dense": 2}, same]) == [
         "dense: rank 3 of ranks 0, 2, 3, 4", "experts: rank 1 of ranks 0, 1, 2, 4"
     ]  # fmt: skip
+    assert mismatches([{"dense": 1}, {"dense": 2}]) == ["dense: ranks 0, 1 have no majority"]

@@ -1,0 +1,250 @@
+"""One flipped bit of one weight on one rank, between two steps, is found before the cast or the gather overwrites it.
+
+Sums of gradients over replicas are checked, too: what changes on one rank while they are formed, or after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_parallel_graphs import LENGTHS, graphed, step_of
+from test_training_layouts import VOCAB, Way, config_of, mine
+from torch import Tensor
+from whole_state import everything, same_bits
+
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.graphs import released
+from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError, StepChecks
+
+
+class Case(NamedTuple):
+    """A layout and its precision."""
+
+    way: Way
+    bf16: bool
+    overlap: bool = False
+
+
+LAYOUTS = {
+    "float32": Case(Way(2), False),
+    "bf16 with masters": Case(Way(2), True),
+    "ZeRO-1": Case(Way(2, distributed_optimizer=True), True, overlap=True),
+}
+
+
+class Flip(NamedTuple):
+    """One bit of one element of a weight on one rank."""
+
+    rank: int
+    name: str
+    element: int
+    bit: int
+
+
+FLIPS = [
+    Flip(0, "embedding.weight", 0, 0),
+    Flip(1, "embedding.weight", -1, 14),
+    Flip(0, "layers.0.mixer.A_log", 2, 3),  # stays float32
+    Flip(1, "layers.1.norm.weight", 5, 6),
+    Flip(0, "layers.3.mixer.experts.fc1", 1234, 15),
+    Flip(1, "layers.3.mixer.experts.fc1", 10, 1),
+]
+"""Lowest and highest bits, on both ranks, in what either rank owns."""
+
+
+def job_of(case: Case, groups: ParallelGroups) -> Job:
+    config = config_of(case.way, bf16=case.bf16)
+    if case.overlap:
+        gathers = case.way.distributed_optimizer
+        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gathers, "ddp_bucket_size": 3000}
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **overlap))
+    return build_job(config, groups, VOCAB)
+
+
+def turn(job: Job, groups: ParallelGroups, flip: Flip) -> None:
+    """Flip the bit, or flip it back."""
+    job.buffers.wait_params()
+    if groups.rank == flip.rank:
+        weight = job.buffers.parameters[flip.name].data.view(-1)
+        word = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+        word[flip.element] ^= torch.tensor(1 << flip.bit, dtype=torch.int64).to(word.dtype)
+
+
+def said(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+def flipped(groups: ParallelGroups, cases: list[Case], flips: list[Flip]) -> list[dict[str, Any]]:
+    """What checked steps say by layout: of sound weights, after each flip, and of a flip before the step before."""
+    return [flipped_in(groups, case, flips) for case in cases]
+
+
+def flipped_in(groups: ParallelGroups, case: Case, flips: list[Flip]) -> dict[str, Any]:
+    job, number = job_of(case, groups), count()
+    checks = StepChecks(weights=ReplicaCheck(job.model, job.optimizer, groups).weights)
+
+    def step(**checked: StepChecks) -> None:
+        job.step(mine(groups, case.way, next(number), 2 * case.way.dp_size), 1e-2, **checked)
+
+    def checked() -> str:
+        return said(lambda: step(checks=checks))
+
+    step()
+    found, sound = [], [checked()]
+    for flip in flips:
+        turn(job, groups, flip)
+        before = everything(job)
+        found.append(checked())
+        assert all(same_bits(a[3], b[3]) for a, b in zip(everything(job), before)), "something was updated"
+        turn(job, groups, flip)
+        sound.append(checked())
+    turn(job, groups, flips[0])
+    step()  # without a check
+    return {"found": found, "sound": sound, "late": checked()}
+
+
+def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
+    """With an interval of 1 none is missed, and with 2 none before a checked step.
+
+    The one before a step without a check is found where float32 weights keep it. The cast or gather of that step
+    overwrites the others, which ``docs/data_parallelism.md`` says.
+    """
+    results, others = pools.run(flipped, 2, list(LAYOUTS.values()), FLIPS)
+    assert results == others, "all ranks say the same"
+    missed = 0
+    for (name, case), result in zip(LAYOUTS.items(), results):
+        assert result["sound"] == [""] * (1 + len(FLIPS)), name
+        for flip, sentence in zip(FLIPS, result["found"]):
+            missed += not sentence
+            alone = case.bf16 and "A_log" not in flip.name  # masters tell which rank it was
+            who = f"rank {flip.rank} with other bits" if alone else "ranks 0, 1 have no majority"
+            assert flip.name in sentence and who in sentence, (name, flip, sentence)
+            assert sentence.count(": rank") == 1, sentence
+        assert bool(result["late"]) == (not case.bf16), name
+    assert missed == 0
+
+
+def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: WorkerPools) -> None:
+    cases = [Case(Way(4, 2, True, True), True), Case(Way(4, ep_size=2), True)]
+    for case in cases:
+        flips = [flip._replace(rank=3) for flip in FLIPS[1:6:2]]
+        for [result] in pools.run(flipped, 4, [case], flips, layout=case.way.layout):
+            assert not any(result["sound"])
+            for flip, sentence in zip(flips, result["found"]):
+                assert flip.name in sentence and "rank 3 with other bits" in sentence
+                assert ("tensor-parallel rank 1" in sentence) == (case.way.tp_size > 1)
+                assert ("expert-parallel rank 1" in sentence) == (case.way.ep_size > 1 and "experts" in flip.name)
+
+
+def state_flipped(groups: ParallelGroups) -> list[list[str]]:
+    """A flip in masters and moments, with replicas of them and with one owner each."""
+    found = []
+    for case in (LAYOUTS["bf16 with masters"], LAYOUTS["ZeRO-1"]):
+        job, sentences = job_of(case, groups), []
+        job.step(mine(groups, case.way, 0, 2), 1e-2)
+        check = ReplicaCheck(job.model, job.optimizer, groups).weights
+        for kind, bit in (("master", 0), ("master", 30), ("exp_avg", 20)):
+            state = job.optimizer.state_shards()[f"{kind}/embedding.weight"]
+            if groups.rank == 0:
+                state.view(torch.int32)[0] ^= 1 << bit
+            sentences.append(said(check))
+            if groups.rank == 0:
+                state.view(torch.int32)[0] ^= 1 << bit
+        found.append([*sentences, said(check)])
+    return found
+
+
+def test_masters_and_moments_are_compared_where_they_have_replicas(pools: WorkerPools) -> None:
+    [replicas, owned], _ = pools.run(state_flipped, 2)
+    assert "master/embedding.weight: ranks 0, 1 have no majority" in replicas[0] and "rounded" not in replicas[0]
+    assert "rank 0 with other bits than its own rounded masters" in replicas[1]
+    assert "exp_avg/embedding.weight: ranks 0, 1 have no majority" in replicas[2] and not replicas[3]
+    assert "ranks 0, 1 with other bits than the rounded masters of rank 0" in owned[1]
+    assert [bool(sentence) for sentence in owned] == [False, True, False, False]
+
+
+def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
+    """A flip before the replay that ends a step; then a step whose gradients are checked, and an eager job's."""
+    way = Way(2, distributed_optimizer=True)
+    job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
+    eager = job_of(Case(way, False, overlap=True), groups)
+    check = ReplicaCheck(job.model, job.optimizer, groups)
+    packs = step_of(way, groups, 0, LENGTHS)
+    with released(graphs):
+        for one in (job, eager):
+            one.step(packs, 1e-2)
+        turn(job, groups, FLIPS[1])
+        found = said(lambda: job.step(packs, 1e-2, checks=StepChecks(weights=check.weights)))
+        turn(job, groups, FLIPS[1])
+        checked = job.step(packs, 1e-2, checks=StepChecks(check.weights, check.gradients)).clone()
+        equal = torch.equal(checked, eager.step(packs, 1e-2))
+        state = all(same_bits(a[3], b[3]) for a, b in zip(everything(job), everything(eager)))
+        return {"found": found, "equal": equal, "state": state, "replays": graphs.counters.replays}
+
+
+def test_with_whole_steps_in_graphs(pools: WorkerPools) -> None:
+    """Weights are compared before the replay that ends the step; checked gradients change no number."""
+    for result in pools.run(in_whole_steps, 2):
+        assert "embedding.weight" in result["found"] and result["equal"] and result["state"]
+        assert result["replays"] == 3 * len(LENGTHS) // 2
+
+
+# -- sums of gradients -----------------------------------------------------------------------------
+
+GRADIENTS = [
+    *LAYOUTS.values(),
+    Case(Way(4, ep_size=2, distributed_optimizer=True), True, overlap=True),
+    Case(Way(4, 2, True), False),
+]
+
+
+def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
+    """A sound step with and without the check; then what it says of a bit flipped before a sum, and after it."""
+    job, other = (job_of(case, groups) for _ in range(2))
+    check, packs = ReplicaCheck(job.model, job.optimizer, groups), mine(groups, case.way, 0, 2 * case.way.dp_size)
+    checks = StepChecks(gradients=check.gradients)
+    metrics = [one.step(packs, 1e-2, **given).clone() for one, given in ((job, {"checks": checks}), (other, {}))]
+    equal = torch.equal(*metrics) and all(same_bits(a[3], b[3]) for a, b in zip(everything(job), everything(other)))
+    reduce, last = job.step._reduce_over_replicas, groups.rank == groups.world_size - 1
+
+    def spoil(gradient: Tensor, bit: int) -> None:
+        words = gradient.view(-1).view(torch.int32)
+        if last:
+            words[int(gradient.view(-1).abs().argmax())] ^= 1 << bit
+
+    def with_flip(when: str, bit: int) -> str:
+        weight = job.buffers.parameters["layers.3.mixer.experts.fc1"].main_grad
+
+        def spoiled() -> None:
+            spoil(weight, bit) if when == "before" else None
+            reduce()
+            spoil(weight, bit) if when == "after" else None
+
+        job.step._reduce_over_replicas = spoiled  # type: ignore[method-assign]
+        return said(lambda: job.step(packs, 1e-2, checks=checks))
+
+    found = {f"{when} {bit}": with_flip(when, bit) for when, bit in (("before", 27), ("before", 21), ("after", 0))}
+    return {"equal": equal, **found}
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPools) -> None:
+    """Where replicas hold the sum, its last bit counts; with one owner, what is beyond the rounding of the sum."""
+    results = pools.run(sums_checked, case.way.world_size, case, layout=case.way.layout)
+    for result in results:
+        assert result == results[0] and result["equal"]
+        for name in ("before 27", "before 21"):
+            assert "gradient of layers.3.mixer.experts.fc1" in result[name], name
+            assert "than the sum of what was added" in result[name]
+        assert bool(result["after 0"]) == (not case.way.distributed_optimizer)
