@@ -66,7 +66,7 @@ _STEP_OPTIONS = (
          "lr_warmup_fraction lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style weight_decay "
          "clip_grad adam_beta1 adam_beta2 adam_eps"),
     *_in("training", "train_samples exit_interval exit_duration_in_mins on_nonfinite "
-         "check_weight_hash_across_dp_replicas_interval"),
+         "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval"),
     *_in("checkpoint", "save_interval save_retain save_retain_interval async_save save_optim save_rng"),
     *_in("logging", "log_interval log_params_norm log_num_zeros_in_grad"),
     *_in("profiling", "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_shapes"),
@@ -116,8 +116,11 @@ IDLE: tuple[Idle, ...] = (
          _in("parallel", "distributed_backend distributed_timeout_minutes")),
     Idle("no two ranks have the same weights", _no_replicas, (
         *_in("parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size"),
-        "training.check_weight_hash_across_dp_replicas_interval",
+        "training.check_grad_hash_across_dp_replicas_interval",
     )),
+    Idle("no two ranks have the same weights, and float32 weights have no masters",
+         lambda run, processes: not run.training.bf16 and _no_replicas(run, processes),
+         ("training.check_weight_hash_across_dp_replicas_interval",)),
 
     Idle("no data is an indexed data set", lambda run, _: True not in _indexed(run), ("data.mmap_bin_files",)),
     Idle("all data is tokenised already", lambda run, _: False not in _indexed(run),

@@ -135,6 +135,11 @@ def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
     assert missed == 0
 
 
+def test_one_process_compares_bf16_weights_with_their_masters() -> None:
+    [result] = flipped(ParallelGroups.single(), [Case(Way(), True)], [flip._replace(rank=0) for flip in FLIPS[3:]])
+    assert not any(result["sound"]) and all("than its own rounded masters" in said for said in result["found"])
+
+
 def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: WorkerPools) -> None:
     cases = [Case(Way(4, 2, True, True), True), Case(Way(4, ep_size=2), True)]
     for case in cases:

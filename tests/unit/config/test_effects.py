@@ -46,13 +46,16 @@ CASES = [
      "--moe-expert-capacity-factor 1 --moe-token-drop-policy position",
      {"moe_pad_expert_input_to_capacity": "is allgather"}),
     ("--sequence-parallel --cp-comm-type a2a --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
-     "--check-weight-hash-across-dp-replicas-interval 5 --distributed-backend nccl --distributed-timeout-minutes 3",
+     "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
+     "--distributed-backend nccl --distributed-timeout-minutes 3",
      {"sequence_parallel": "--tensor-model-parallel-size is 1", "cp_comm_type": "--context-parallel-size is 1"}
      | dict.fromkeys(("overlap_grad_reduce", "use_distributed_optimizer", "ddp_bucket_size",
-                      "check_weight_hash_across_dp_replicas_interval"), "no two ranks have the same weights")
+                      "check_weight_hash_across_dp_replicas_interval",
+                      "check_grad_hash_across_dp_replicas_interval"), "no two ranks have the same weights")
      | dict.fromkeys(("distributed_backend", "distributed_timeout_minutes"), "there is one process")),
     ("^2 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 --distributed-backend gloo "
-     "--check-weight-hash-across-dp-replicas-interval 5", {}),
+     "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5", {}),
+    ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
     ("^2 --tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce",
      {"overlap_grad_reduce": "no two ranks have the same weights"}),
     ("--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900",
