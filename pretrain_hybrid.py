@@ -8,6 +8,7 @@ import sys
 from megatron_packed.config.environment import apply_environment
 from megatron_packed.config.flags import parse_or_exit
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.standard_streams import guard_standard_streams
 
 
 def explain(config: RunConfig) -> str:
@@ -18,6 +19,7 @@ def explain(config: RunConfig) -> str:
 
 
 def main() -> None:
+    guard_standard_streams()
     config = parse_or_exit(sys.argv[1:], explain)  # before torch is imported: a wrong command line ends in a second
     apply_environment(config.training)
     from megatron_packed.training.pretrain import pretrain

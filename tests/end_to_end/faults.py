@@ -229,6 +229,14 @@ def full_disk(save: int, rank: int) -> None:
     in_save("shard.synced", save, rank, fail)
 
 
+def full_console() -> None:
+    """Standard output on a full disk, and standard error a pipe that no process reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    os.dup2(writer, 2)
+
+
 def unreadable_data(rank: int) -> None:
     """``rank`` alone cannot use the data."""
 

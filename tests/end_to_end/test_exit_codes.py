@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import full_disk, full_log, poison_forward, unreadable_data
+from faults import full_console, full_disk, full_log, poison_forward, unreadable_data
 from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
 
 from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
@@ -158,6 +158,14 @@ def test_a_full_disk_under_the_log(data: Data, tmp_path: Path) -> None:
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 4, 5]
     again = {**options, "log_jsonl": tmp_path / "new.jsonl", "report": tmp_path / "page.html"}
     assert_ends(run(again, tmp_path), DONE, "WARNING: there is no report: ")
+
+
+def test_a_console_that_cannot_be_written_ends_nothing(data: Data, tmp_path: Path) -> None:
+    options = tiny_options(data, train_iters=3, save_interval=3, **in_folder(tmp_path))
+    assert run(options, tmp_path, 1, full_console).exit_code == DONE
+    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": DONE}
+    assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 2, 3]
+    assert [found.manifest.step for found in find_checkpoints(tmp_path / "checkpoints") if found.manifest] == [3]
 
 
 def one_more_line(path: Path) -> None:
