@@ -34,6 +34,10 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
     if config.data.tokenizer_type == TRAINED_BPE and config.data.train_paths == NO_DATA[1:]:
         raise UsageError(f"--data-path is required: {TRAINED_BPE} is made of it.")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"--prompt {arguments.prompt!a} is no text in UTF-8; give it in that encoding.") from None
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
     apply_environment(config.training)  # before torch is imported

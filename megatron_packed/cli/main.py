@@ -6,6 +6,7 @@ Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2, what argparse or the configuration finds wrong; 0, --help and --version.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path whose bytes are no text
     parser = argparse.ArgumentParser("megatron-packed", description="Looks at data, runs and checkpoints.")
     parser.add_argument("--version", action="version", version=f"megatron_packed {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -117,7 +117,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 records.append(record)

@@ -35,5 +35,6 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(title)}</title><style>{_STYLE}{style}</style><h1>{html.escape(title)}</h1>{body}</html>\n",
         encoding="utf-8",
+        errors="backslashreplace",  # a title may be a path whose bytes are no text
     )
     return page

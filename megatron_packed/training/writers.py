@@ -48,7 +48,7 @@ class JsonlWriter:
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
                 iteration = json.loads(line)["iteration"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             if line.endswith(b"\n") and iteration < first_iteration:
                 kept.append(line)

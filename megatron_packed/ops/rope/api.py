@@ -48,8 +48,10 @@ def rope_tables(
             f"rotary_dim ({rotary_dim}) must be even and positive, and max_positions ({max_positions}) at least 1; "
             "choose a rotary percent that rotates an even number of dimensions."
         )
-    frequency_R = float(base) ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    angle_PR = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequency_R)
+    made_on = "meta" if device is not None and torch.device(device).type == "meta" else "cpu"
+    exponent_R = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=made_on) / rotary_dim
+    frequency_R = float(base) ** exponent_R
+    angle_PR = torch.outer(torch.arange(max_positions, dtype=torch.float64, device=made_on), frequency_R)
     return angle_PR.cos().to(device, torch.float32), angle_PR.sin().to(device, torch.float32)
 
 

@@ -346,6 +346,24 @@ def test_a_log_of_something_else_is_a_usage_error(line, tmp_path, capsys):
         assert "of a step is missing or no number" in capsys.readouterr().err
 
 
+def test_a_log_that_is_nested_without_end_is_a_usage_error(tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text("[" * 200_000)
+    for command in ("report", "plot"):
+        assert exit_code([command, tmp_path / "log.jsonl"]) == 2
+        assert "no training step" in capsys.readouterr().err
+
+
+def test_words_that_are_no_text_are_one_sentence(tmp_path, run_flags, capsys):
+    assert exit_code(["generate", *run_flags, "--prompt", "\udcff"]) == 2
+    assert capsys.readouterr().err == "--prompt '\\udcff' is no text in UTF-8; give it in that encoding.\n"
+    step = json.dumps(dict.fromkeys(OF_A_STEP, 1)) + "\n"
+    (tmp_path / "log.jsonl").write_text(step)
+    page = os.fsencode(tmp_path) + b"/\xff.html"
+    command = [sys.executable, "-m", "megatron_packed.cli.main", "report", tmp_path / "log.jsonl", "--out", page]
+    done = subprocess.run([*command, "--title", b"\xff"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("\\udcff.html\n"), done
+
+
 def test_files_are_what_their_names_say(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for argv in (["plot", "a", "--png", "a.pdf"], ["plot", "a", "--out", "a.png"], ["report", "a", "--out", "a"],

@@ -185,6 +185,14 @@ def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
     assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
 
+def test_sizes_that_no_memory_holds_are_refused_by_the_tensors(tmp_path, capsys):
+    write_model(tmp_path / "hf", "llama")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "head_dim": 2 * 10**9}))
+    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
+    assert "shape" in capsys.readouterr().err
+
+
 def test_all_problems_are_told_and_keys_can_be_vouched_for():
     fields = {**FIELDS, "sliding_window": 8, "attention_bias": True, "new": 1, "vocab_size": None, "head_dim": None}
     del fields["chunk_size"]
