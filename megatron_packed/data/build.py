@@ -72,7 +72,7 @@ def build_arrays(
         DataError: too many bad lines, no document, data of the wrong kind, or an unusable template.
     """
     quarantine = Quarantine(quarantine_path)
-    writer = _DatasetWriter(directory)
+    writer = _DatasetWriter(directory, with_sources=encoder.shortens)
     report = DataReport(files=len(files))
     schemas: Counter[str] = Counter()
     total = sum(file.stat().st_size for file in files)
@@ -147,6 +147,8 @@ def _account(
         report.tokens += num_tokens
         report.target_tokens += num_targets
         report.longest_document = max(report.longest_document, num_tokens)
+        if document.cut is not None:
+            report.add_cut(document.cut, num_tokens, num_targets)
 
 
 def chunks_of(files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS) -> Iterator[Chunk]:
@@ -222,11 +224,13 @@ def _parse(line: RawLine) -> list[Sample] | BadLine:
 
 
 class _DatasetWriter:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, with_sources: bool) -> None:
         self._tokens = ArrayWriter(directory, "tokens", "<i4")
         self._targets = ArrayWriter(directory, "targets", "u1")
         self._offsets = ArrayWriter(directory, "offsets", "<i8")
         self._target_counts = ArrayWriter(directory, "target_counts", "<i8")
+        names = ("source_lengths", "source_targets") if with_sources else ()
+        self._sources = {name: (ArrayWriter(directory, name, "<i8"), array("q")) for name in names}
         self._end = 0
         self._offsets.append(np.zeros(1, np.int64))
 
@@ -238,12 +242,18 @@ class _DatasetWriter:
         self._targets.append(document.targets)
         self._offsets.append(np.array([self._end], np.int64))
         self._target_counts.append(np.array([num_targets], np.int64))
+        before = (len(document.ids), num_targets) if document.cut is None else document.cut[:2]
+        for (_, counts), count in zip(self._sources.values(), before):
+            counts.append(count)
         return len(document.ids), num_targets
 
     def close(self) -> dict[str, Any]:
+        for writer, counts in self._sources.values():
+            writer.append(np.array(counts, np.int64))
         return {
             "tokens": self._tokens.close(),
             "targets": self._targets.close(),
             "offsets": self._offsets.close(),
             "target_counts": self._target_counts.close(),
+            **{name: writer.close() for name, (writer, _) in self._sources.items()},
         }

@@ -1,9 +1,9 @@
 """The tokenised cache: built once from source files, memory-mapped by every process, checked as it is read.
 
 A cache directory holds raw little-endian arrays (``tokens`` int32, ``targets`` uint8, ``offsets`` and
-``target_counts`` int64), CRC32C checksums of their 64 KiB blocks, and ``manifest.json``, which carries a checksum of
-itself. Its name is a hash of everything that decides the content: the sources, the tokenizer, the chat format, the
-limits.
+``target_counts`` int64; with `shorten` also ``source_lengths`` and ``source_targets``), CRC32C checksums of their
+64 KiB blocks, and ``manifest.json``, which carries a checksum of itself. Its name is a hash of everything that decides
+the content: the sources, the tokenizer, the chat format, the limits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from megatron_packed.data.chat import ChatFormat
 from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.report import DataReport
+from megatron_packed.data.shorten import ShorteningEncoder
 from megatron_packed.data.sources import MAX_LINE_BYTES, QUARANTINE_SUFFIX, expand_paths, file_identity
 from megatron_packed.data.tokenizer import Tokenizer
 
 FORMAT = 2
 """Of the cache: goes up whenever the same sources would be stored differently."""
+_SHORTENING = 1
+"""Of shortened documents: goes up whenever the same documents would be shortened differently."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _MANIFEST = "manifest.json"
+_CONTENT = ("tokens", "targets", "offsets", "target_counts")
+"""The arrays that decide what is trained on."""
 
 
 class TokenizedDataset:
@@ -56,6 +61,13 @@ class TokenizedDataset:
         """``(D,)`` targets of each document."""
         self.lengths: NDArray[np.int64] = np.diff(self._offsets)
         """``(D,)`` tokens of each document, the end of document included; at least 2."""
+        sources = {"source_lengths": self.lengths, "source_targets": self.target_counts}
+        for name in sources.keys() & entries.keys():
+            sources[name] = CheckedArray(self.directory, name, "<i8", entries[name]).read_all()
+        self.source_lengths: NDArray[np.int64] = sources["source_lengths"]
+        """``(D,)`` tokens of each document before it was shortened."""
+        self.source_targets: NDArray[np.int64] = sources["source_targets"]
+        """``(D,)`` targets of each document before it was shortened."""
         self.report = DataReport(**self.manifest["report"])
         self.vocab_size: int = self.manifest["vocab_size"]
         """Of the tokenizer; every token is below it."""
@@ -82,7 +94,8 @@ class TokenizedDataset:
     @property
     def content_hash(self) -> str:
         """Hash of the tokens and target marks themselves, wherever the files lie and whenever they were written."""
-        return hashlib.sha256(_canonical(self.manifest["arrays"])).hexdigest()
+        arrays = self.manifest["arrays"]
+        return hashlib.sha256(_canonical({name: arrays[name] for name in _CONTENT})).hexdigest()
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
@@ -150,7 +163,8 @@ class TokenizedDataset:
 
     def _check_index(self) -> None:
         count = self.report.documents
-        if len(self._offsets) != count + 1 or len(self.target_counts) != count or self._offsets[0] != 0:
+        of_documents = (self.target_counts, self.source_lengths, self.source_targets)
+        if len(self._offsets) != count + 1 or {*map(len, of_documents)} != {count} or self._offsets[0] != 0:
             raise DataError(f"{self.directory}: its index does not fit its manifest; remove it to build it again.")
         if self._offsets[-1] != self._tokens.count or self._tokens.count != self._targets.count:
             raise DataError(f"{self.directory}: its arrays do not fit its index; remove it to build it again.")
@@ -164,6 +178,7 @@ def open_dataset(
     chat: ChatFormat,
     *,
     sft: bool,
+    shorten_to: int | None = None,
     cache_root: str | Path | None = None,
     max_bad_fraction: float = 0.01,
     max_line_bytes: int = MAX_LINE_BYTES,
@@ -179,6 +194,8 @@ def open_dataset(
         paths: see `sources.expand_paths`.
         chat: how conversations become text; see `chat.chat_format`.
         sft: whether conversations and prompts are expected, or plain text.
+        shorten_to: conversations and prompts of more tokens are shortened and keep their last answer; see `shorten`.
+            None keeps them whole.
         cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` beside the first file.
         max_bad_fraction: more bad lines than this share are an error. Bad lines are listed in
             ``<cache_root>/<key>.quarantine.jsonl``.
@@ -191,8 +208,11 @@ def open_dataset(
     files = expand_paths(paths)
     root = cache_directory(files, cache_root)
     identities = [file_identity(file) for file in files]
-    encoder = SampleEncoder(tokenizer=tokenizer, chat=chat)
     identity = [FORMAT, identities, tokenizer.fingerprint, chat.fingerprint, sft, max_line_bytes]
+    encoder = SampleEncoder(tokenizer=tokenizer, chat=chat)
+    if shorten_to is not None:
+        encoder = ShorteningEncoder(tokenizer=tokenizer, chat=chat, max_tokens=shorten_to)
+        identity += [_SHORTENING, shorten_to]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     if not build_missing and not _is_valid(root / key):
         chat.close()

@@ -8,9 +8,10 @@ are targets, and a token that covers a boundary makes the line unusable: nothing
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,22 @@ from megatron_packed.data.schema import Conversation, PromptCompletion, Sample
 from megatron_packed.data.template import BROKEN
 from megatron_packed.data.tokenizer import OffsetTokenizer, TokenIds, Tokenizer, special_pattern
 
+KnownTokens = dict[bool, dict[str, TokenIds]]
+"""Tokens of texts that were encoded before, with and without special tokens."""
+
+
+class Cut(NamedTuple):
+    """Record of a document that was shortened: its size before, and what it lost."""
+
+    source_tokens: int
+    source_targets: int
+    turns: int = 0
+    """Turns that were left out whole."""
+    inside: bool = False
+    """Tokens of the last turn, or of a prompt, were cut."""
+    answer: bool = False
+    """The answer lost tokens at its end."""
+
 
 class EncodedDocument(NamedTuple):
     """One document as it is stored."""
@@ -29,6 +46,8 @@ class EncodedDocument(NamedTuple):
     """``(L,)``."""
     targets: NDArray[np.uint8]
     """``(L,)``, 1 where the token is to be predicted; never at 0, which nothing precedes."""
+    cut: Cut | None = None
+    """None where the document is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +56,8 @@ class SampleEncoder:
 
     tokenizer: Tokenizer
     chat: ChatFormat
+    shortens: ClassVar[bool] = False
+    """Whether over-long documents are shortened, so that their size before is stored too."""
 
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
         """The documents of each line, or why the line is unusable. Each is ended by the end-of-document token, but for
@@ -45,6 +66,11 @@ class SampleEncoder:
         Raises:
             DataError: the tokenizer makes a token outside of its vocabulary, or the template is unusable altogether.
         """
+        return self._encode(lines)
+
+    def _encode(
+        self, lines: Sequence[Sequence[Sample]], known: KnownTokens | None = None
+    ) -> list[list[EncodedDocument] | BadLine]:
         outcomes: list[list[EncodedDocument] | BadLine] = []
         pending: list[tuple[int, list[Piece], bool]] = []
         for number, samples in enumerate(lines):
@@ -55,7 +81,7 @@ class SampleEncoder:
                 continue
             outcomes.append([])
             pending.extend(documents)
-        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces, _ in pending])
+        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces, _ in pending], known)
         for (number, _, has_end), document in zip(pending, encoded):
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
@@ -78,7 +104,7 @@ class SampleEncoder:
         return isinstance(sample, Conversation) and self.chat.ends_documents
 
     def _finish(self, document: EncodedDocument, has_end: bool) -> EncodedDocument | BadLine:
-        ids, targets = document
+        ids, targets, _ = document
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             raise DataError(
                 f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, outside of its own vocabulary of "
@@ -95,17 +121,51 @@ class SampleEncoder:
         return EncodedDocument(ids, targets) if targets.any() else BadLine("no_trainable_token")
 
 
-def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
+def encode_pieces(
+    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None = None
+) -> list[EncodedDocument | BadLine]:
     """Encode documents given as pieces, without an end-of-document token. Documents without markup begin with the
-    tokenizer's prefix."""
+    tokenizer's prefix.
+
+    Args:
+        known: tokens of texts that need not be encoded again; those of new texts are added. For tokenizers that split
+            cleanly; others do not use it.
+    """
     if not tokenizer.splits_cleanly:
         return _encode_whole(tokenizer, documents)
     try:
-        return _encode_split(tokenizer, documents)
+        return _encode_split(tokenizer, documents, known)
     except BadLine as bad:  # one by one, so that it is the outcome of its document alone
         if len(documents) == 1:
             return [bad]
-        return [outcome for document in documents for outcome in encode_pieces(tokenizer, [document])]
+        return [outcome for document in documents for outcome in encode_pieces(tokenizer, [document], known)]
+
+
+def encode_with_borders(
+    tokenizer: Tokenizer, pieces: Sequence[Piece], borders: Sequence[int], known: KnownTokens | None = None
+) -> tuple[EncodedDocument, list[int]]:
+    """Encode one document with markup, and find the tokens at character borders of its text.
+
+    Args:
+        borders: character numbers, ascending. A tokenizer that splits cleanly makes no token across them.
+    Returns:
+        The document, and for each border the number of tokens that begin before it.
+    Raises:
+        BadLine: the tokenizer does not take the text.
+    """
+    if tokenizer.splits_cleanly:
+        documents = []
+        for part in encode_pieces(tokenizer, _split_at(pieces, borders), known):
+            if isinstance(part, BadLine):
+                raise part
+            documents.append(part)
+        places = np.cumsum([len(document.ids) for document in documents[:-1]]).tolist()
+        ids, targets = (np.concatenate([document[at] for document in documents]) for at in (0, 1))
+        return EncodedDocument(ids.astype(np.int32), targets.astype(np.uint8)), places
+    document = _encode_one(cast(OffsetTokenizer, tokenizer), pieces)
+    text = "".join(piece.text for piece in pieces)
+    _, offsets = cast(OffsetTokenizer, tokenizer).encode_with_offsets(text, special=True)
+    return document, [int(np.count_nonzero(offsets[:, 0] < border)) for border in borders]
 
 
 def prompt_tokens(
@@ -125,9 +185,11 @@ def prompt_tokens(
 # ------------------------------------------------------------------------------------------------------ piece by piece
 
 
-def _encode_split(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
-    plain, special = _Batch(tokenizer, special=False), _Batch(tokenizer, special=True)
-    breaks = special_pattern(tokenizer.special_tokens)
+def _encode_split(
+    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None
+) -> list[EncodedDocument | BadLine]:
+    plain, special = _Batch(tokenizer, False, known), _Batch(tokenizer, True, known)
+    breaks: re.Pattern[str] | None = None  # made when it is needed: of thousands of special tokens it takes a while
     for pieces in documents:
         for piece in pieces:
             if not piece.markup:
@@ -135,6 +197,7 @@ def _encode_split(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) ->
             elif BROKEN not in piece.text:
                 special.add(piece.text)
             else:
+                breaks = breaks or special_pattern(tokenizer.special_tokens)
                 for at, part in enumerate(breaks.split(piece.text)):
                     (special if at % 2 else plain).add(part.replace(BROKEN, ""))
     plain.encode()
@@ -142,26 +205,29 @@ def _encode_split(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) ->
     encoded: list[EncodedDocument | BadLine] = []
     for pieces in documents:
         ids: list[TokenIds] = [_prefix(tokenizer, pieces)]
-        targets = [np.zeros(len(ids[0]), np.uint8)]
+        sizes, train = [len(ids[0])], [False]
         for piece in pieces:
             if not piece.markup:
                 parts = [plain.take()]
             elif BROKEN not in piece.text:
                 parts = [special.take()]
             else:
+                assert breaks is not None
                 count = len(breaks.split(piece.text))
                 parts = [(special if at % 2 else plain).take() for at in range(count)]
             ids.extend(parts)
-            targets.append(np.full(sum(map(len, parts)), piece.train, np.uint8))
-        encoded.append(EncodedDocument(np.concatenate(ids), np.concatenate(targets)))
+            sizes.append(sum(map(len, parts)))
+            train.append(piece.train)
+        encoded.append(EncodedDocument(np.concatenate(ids), np.repeat(np.array(train, np.uint8), sizes)))
     return encoded
 
 
 class _Batch:
     """Texts that are encoded by one call and handed out in the order in which they came."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: bool, known: KnownTokens | None) -> None:
         self._tokenizer, self._special = tokenizer, special
+        self._known = None if known is None else known.setdefault(special, {})
         self._texts: list[str] = []
         self._encoded: list[TokenIds] = []
         self._next = 0
@@ -170,11 +236,33 @@ class _Batch:
         self._texts.append(text)
 
     def encode(self) -> None:
-        self._encoded = self._tokenizer.encode_batch(self._texts, special=self._special) if self._texts else []
+        known = self._known
+        new = self._texts if known is None else [text for text in dict.fromkeys(self._texts) if text not in known]
+        encoded = self._tokenizer.encode_batch(new, special=self._special) if new else []
+        if known is not None:
+            known.update(zip(new, encoded))
+            encoded = [known[text] for text in self._texts]
+        self._encoded = encoded
 
     def take(self) -> TokenIds:
         self._next += 1
         return self._encoded[self._next - 1]
+
+
+def _split_at(pieces: Sequence[Piece], borders: Sequence[int]) -> list[list[Piece]]:
+    """Divide pieces with markup at character numbers of their joined text; every part has a piece, perhaps empty."""
+    parts: list[list[Piece]] = []
+    rest = list(pieces)
+    for length in np.diff([0, *borders]).tolist():
+        part = [Piece("", False, True)]
+        while rest and length:
+            piece = rest.pop(0)
+            part.append(piece._replace(text=piece.text[:length]))
+            if len(piece.text) > length:
+                rest.insert(0, piece._replace(text=piece.text[length:]))
+            length -= len(part[-1].text)
+        parts.append(part)
+    return [*parts, rest or [Piece("", False, True)]]
 
 
 def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_packed.data.encode import Cut
 from megatron_packed.data.errors import REASONS, BadLine, DataError, printable
 from megatron_packed.data.sources import RawLine
 
@@ -33,6 +34,25 @@ class DataReport:
     tokens: int = 0
     target_tokens: int = 0
     longest_document: int = 0
+    shortened: int = 0
+    """Documents that were shortened."""
+    cut_tokens: int = 0
+    cut_targets: int = 0
+    cut_turns: int = 0
+    """Turns of conversations that were left out whole."""
+    cut_inside: int = 0
+    """Shortened documents that lost tokens of their last turn or of a prompt."""
+    cut_answers: int = 0
+    """Shortened documents whose last answer lost its end."""
+
+    def add_cut(self, cut: Cut, num_tokens: int, num_targets: int) -> None:
+        """Count a shortened document, of which so many tokens and targets are kept."""
+        self.shortened += 1
+        self.cut_tokens += cut.source_tokens - num_tokens
+        self.cut_targets += cut.source_targets - num_targets
+        self.cut_turns += cut.turns
+        self.cut_inside += cut.inside
+        self.cut_answers += cut.answer
 
     @property
     def num_bad(self) -> int:
@@ -59,6 +79,13 @@ class DataReport:
             f"{self.documents} documents, {self.tokens} tokens, {self.target_tokens} of them targets; the longest "
             f"document has {self.longest_document} tokens",
         ]
+        if self.shortened:
+            text.append(
+                f"{self.shortened} of them were longer and keep their last answer: {self.cut_tokens} tokens, "
+                f"{self.cut_targets} of them targets, and {self.cut_turns} whole turns were cut away; "
+                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn, {self.cut_answers} the "
+                "end of an answer"
+            )
         text += [f"  {count} x {reason}: {REASONS.get(reason, '')}" for reason, count in sorted(self.bad.items())]
         if self.first_bad:
             text.append(f"  the first is {self.first_bad}; all: {quarantine}")
