@@ -77,16 +77,6 @@ class TokenizedDataset:
         return len(self.lengths)
 
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
-        """``(D,)`` tokens of each document before it was shortened."""
-        return self.lengths
-
-    @property
-    def source_targets(self) -> NDArray[np.int64]:
-        """``(D,)`` targets of each document before it was shortened."""
-        return self.target_counts
-
-    @property
     def key(self) -> str:
         """Hash of everything that decides the content."""
         return str(self.manifest["key"])

@@ -149,7 +149,7 @@ def encode_with_borders(
     Args:
         borders: character numbers, ascending. A tokenizer that splits cleanly makes no token across them.
     Returns:
-        The document, and for each border the number of tokens that begin before it.
+        The document, and for each border the number of tokens that end there or before.
     Raises:
         BadLine: the tokenizer does not take the text.
     """
@@ -165,7 +165,7 @@ def encode_with_borders(
     document = _encode_one(cast(OffsetTokenizer, tokenizer), pieces)
     text = "".join(piece.text for piece in pieces)
     _, offsets = cast(OffsetTokenizer, tokenizer).encode_with_offsets(text, special=True)
-    return document, [int(np.count_nonzero(offsets[:, 0] < border)) for border in borders]
+    return document, [int(np.count_nonzero(offsets[:, 1] <= border)) for border in borders]
 
 
 def prompt_tokens(
