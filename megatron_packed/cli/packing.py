@@ -7,6 +7,7 @@ data, tokenizer, packing and --seed decide the numbers. Those of model, optimize
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Collection, Sequence
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
@@ -25,26 +26,27 @@ _UNUSED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "megatron-packed packing FLAGS_OF_A_RUN"
+    parser.usage = "megatron-packed packing FLAGS_OF_A_RUN [--json]"
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False)
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import blend_sentences, build_tokenizer, epoch_sentence, plan_training
+    from megatron_packed.training.data import build_tokenizer, packing_sentences, plan_data
     from megatron_packed.training.documents import open_documents
 
-    divided = config.data.split is not None
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        documents = open_documents(
-            config.data, tokenizer, validates=divided and config.validates, tests=divided and config.tests
-        )
-        plan, _, report = plan_training(config, documents.train, show_progress=True)
+        documents = open_documents(config.data, tokenizer, validates=config.validates, tests=config.tests)
+        plans = plan_data(config, documents, show_progress=True)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    packed = [*blend_sentences(config, plan), *report.sentences(), epoch_sentence(config, report)]
-    print("\n".join([*documents.sentences, *packed]))
+    if arguments.json:
+        evaluations = {name: plan.segments.as_dict() for name, plan in plans.evaluations.items()}
+        print(json.dumps({"training": plans.packing.as_dict(), **evaluations}))
+    else:
+        print("\n".join([*documents.sentences, *packing_sentences(config, plans)]))
     return 0
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from megatron_packed.data.segments import Segments
     from megatron_packed.data.sizing import Expected, Packing
     from megatron_packed.data.step_cost import StepCosts
 
@@ -65,11 +66,11 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
     from megatron_packed.data.sizing import expected, flags_for, recommended
 
-    config, lengths, costs, again = None, None, None, None
+    config, lengths, costs, again, cut = None, None, None, None, None
     if arguments.documents_per_pack is not None:
         packings = [_given(arguments.documents_per_pack)]
     else:
-        config, lengths, packings, again = _packed(arguments, run_flags)
+        config, cut, lengths, packings, again = _packed(arguments, run_flags)
         costs = _costs(arguments, config, packings, "model.hybrid_layer_pattern" in gather(run_flags).values)
     steps = 1 if config is None else config.packs_per_step()
     choice = recommended(packings, costs, steps)
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         for size in singles
     ]
     best = [expected(packing, _ladder(packing, costs), costs, steps) for packing in packings]
-    report = _Report(arguments, lengths, packings, choice, flags, prices, best, costs, steps)
+    report = _Report(arguments, lengths, cut, packings, choice, flags, prices, best, costs, steps)
     try:
         report.write_pictures()
     except OSError as error:
@@ -123,9 +124,9 @@ def _given(file: str) -> Packing:
 
 def _packed(
     arguments: argparse.Namespace, run_flags: Sequence[str]
-) -> tuple[RunConfig, NDArray[np.int64], list[Packing], Callable[[str, int], Packing]]:
-    """The run's configuration, tokens of its documents, an epoch by every packer or the one that was given, and what
-    packs once more by a method with a cap on documents."""
+) -> tuple[RunConfig, Segments, NDArray[np.int64], list[Packing], Callable[[str, int], Packing]]:
+    """The run's configuration, the pieces of its documents, tokens of its documents, an epoch by every packer or the
+    one that was given, and what packs once more by a method with a cap on documents."""
     flags = [*run_flags, *([] if arguments.data is None else ["--data-path", *arguments.data])]
     given = gather(flags).values
     if arguments.data is not None and "data.data_path" in gather(run_flags).values:
@@ -143,10 +144,11 @@ def _packed(
     from megatron_packed.data.sizing import Packing, packings_of
 
     if here:
-        lengths, pieces = _tokenized(config)
+        lengths, pieces, cut = _tokenized(config)
     else:
         lengths = read_numbers("--lengths", arguments.lengths)
-        pieces = _cut(config, lengths)
+        cut = _cut(config, lengths)
+        pieces = cut.length
     packing = config.packing
     room = packing.tokens_per_pack // config.document_alignment
     if arguments.capacities and max(arguments.capacities) > room:
@@ -158,36 +160,40 @@ def _packed(
     def capped(method: str, documents: int) -> Packing:
         return Packing.of(replace(packer, method=method, max_documents=documents), pieces, seed)
 
-    return config, lengths, packings_of(packer, pieces, methods, seed), capped
+    return config, cut, lengths, packings_of(packer, pieces, methods, seed), capped
 
 
-def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of the documents, and of the pieces of the first epoch: all of them, or what a blend draws."""
+def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], Segments]:
+    """Tokens of the documents, those of the pieces of the first epoch (all, or what a blend draws), and all pieces."""
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import build_tokenizer, plan_training
+    from megatron_packed.training.data import build_tokenizer, plan_data
     from megatron_packed.training.documents import open_documents
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        documents = open_documents(config.data, tokenizer, validates=False, show=sys.stderr.isatty()).train
-        plan, _, _ = plan_training(replace(config, cuda_graph=CudaGraphConfig()), documents)
+        documents = open_documents(
+            config.data, tokenizer, validates=config.validates, tests=config.tests, show=sys.stderr.isatty()
+        )
+        plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     pieces = plan.segments.length
-    return documents.lengths, pieces if plan.blend is None else pieces[plan.blend.epoch(0)]
+    return documents.train.lengths, pieces if plan.blend is None else pieces[plan.blend.epoch(0)], plan.segments
 
 
-def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens of the pieces of documents of these lengths."""
+def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Segments:
+    """The pieces of documents of these lengths."""
     from megatron_packed.data.segments import Segments
 
     packing = config.packing
     try:
-        pieces = Segments.cut(lengths, packing.tokens_per_pack, packing.overlong_policy).length
+        pieces = Segments.cut(lengths, packing.max_document_length, packing.overlong_policy)
     except ValueError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    if not pieces.size:
-        raise UsageError(f"no document fits in a pack of {packing.tokens_per_pack} tokens.", EXIT_DATA)
+    if not len(pieces):
+        raise UsageError(
+            f"no document has at most --max-document-length ({packing.max_document_length}) tokens.", EXIT_DATA
+        )
     return pieces
 
 
@@ -283,11 +289,11 @@ class _Report:
     """What was found, as lines, as JSON and as pictures."""
 
     def __init__(
-        self, arguments: argparse.Namespace, lengths: NDArray[np.int64] | None, packings: Sequence[Packing],
-        choice: Expected, flags: list[str], prices: Sequence[Expected], best: Sequence[Expected],
-        costs: StepCosts | None, packs_per_step: int,
+        self, arguments: argparse.Namespace, lengths: NDArray[np.int64] | None, cut: Segments | None,
+        packings: Sequence[Packing], choice: Expected, flags: list[str], prices: Sequence[Expected],
+        best: Sequence[Expected], costs: StepCosts | None, packs_per_step: int,
     ) -> None:  # fmt: skip
-        self.arguments, self.lengths, self.packings, self.choice = arguments, lengths, packings, choice
+        self.arguments, self.lengths, self.cut, self.packings, self.choice = arguments, lengths, cut, packings, choice
         self.flags, self.prices, self.best, self.costs, self.packs_per_step = flags, prices, best, costs, packs_per_step
         self.capacities = sorted({*arguments.capacities, *choice.capacities})
 
@@ -306,6 +312,7 @@ class _Report:
 
         return {
             "lengths": None if self.lengths is None else self.of_lengths(),
+            "accounts": None if self.cut is None else self.cut.as_dict(),
             "packers": [as_dict(packing, self.capacities) for packing in self.packings],
             "packs_per_step": self.packs_per_step,
             "measured": self.costs is not None,
@@ -324,6 +331,7 @@ class _Report:
                 f"{of['documents']:,} documents, {of['tokens']:,} tokens: mean {of['mean']:,.1f}, "
                 f"P50 {of['p50']:,.0f}, P90 {of['p90']:,.0f}, P99 {of['p99']:,.0f}, longest {of['max']:,}."
             )
+        lines += [] if self.cut is None else self.cut.sentences()
         for title, rows in self.tables().items():
             lines += ["", title, *_aligned(rows)]
         lines.append("")

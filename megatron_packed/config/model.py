@@ -77,8 +77,8 @@ class ModelConfig(Section, title="model"):
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
     rotary_percent: float = option(1.0, "Share of each head that is rotated.", group=ATTN, above=0, maximum=1)
     max_position_embeddings: int | None = option(
-        None, "Longest document that the rotary tables cover; --seq-length when not given.", unit="tokens", group=ATTN,
-        minimum=2, training_only=True,
+        None, "Longest document that the rotary tables cover; --max-document-length when not given.", unit="tokens",
+        group=ATTN, minimum=2, training_only=True,
     )
 
     mamba_state_dim: int = option(

@@ -41,9 +41,18 @@ class PackingConfig(Section, title="packing"):
         "default 2 x --context-parallel-size where --cp-comm-type cuts documents into so many chunks, else 1.",
         unit="tokens", minimum=1,
     )
+    max_document_length: int = option(
+        None, "Longest document, or piece of one, that a pack takes; at most --seq-length x --micro-batch-size.",
+        unit="tokens", minimum=2, derived="--seq-length",
+    )
     overlong_policy: str = option(
-        "truncate", "What happens to a document longer than a pack: cut at the end, split into several, dropped, or an "
-        "error; all are counted.", choices=("truncate", "split", "drop", "error"),
+        None, "What happens to a document of more than --max-document-length tokens: cut at the end, split into "
+        "several, dropped, or an error; all are counted.", choices=("truncate", "split", "drop", "error"),
+        derived="split, which loses no token; with --sft truncate",
+    )
+    keep_pieces_without_targets: bool = option(
+        False, "With --sft, also pack pieces of documents in which nothing is learned: the packs of runs begun before "
+        "such pieces were dropped.",
     )
 
     @property
@@ -52,7 +61,8 @@ class PackingConfig(Section, title="packing"):
         return self.micro_batch_size * self.seq_length
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        return {"global_batch_size": self.micro_batch_size} if sound("micro_batch_size") else {}
+        values = {"global_batch_size": self.micro_batch_size} if sound("micro_batch_size") else {}
+        return {**values, "max_document_length": self.seq_length} if sound("seq_length") else values
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound("seq_length", "micro_batch_size") and self.tokens_per_pack > INT32_MAX:
@@ -60,10 +70,20 @@ class PackingConfig(Section, title="packing"):
                           f"times --micro-batch-size ({self.micro_batch_size}) is {self.tokens_per_pack} token slots, "
                           f"and offsets in a pack are 32-bit (at most {INT32_MAX})",
                           "make one of them smaller")
+        sizes = ("seq_length", "micro_batch_size", "max_document_length")
+        if sound(*sizes) and self.max_document_length > self.tokens_per_pack:
+            yield Problem("--max-document-length", str(self.max_document_length),
+                          f"is more than a pack of --seq-length x --micro-batch-size ({self.tokens_per_pack}) tokens",
+                          f"give at most {self.tokens_per_pack}, or raise --seq-length")
         if sound("global_batch_size", "micro_batch_size") and self.global_batch_size % self.micro_batch_size:
             yield Problem("--global-batch-size", str(self.global_batch_size),
                           f"must be a multiple of --micro-batch-size ({self.micro_batch_size})",
                           nearest_multiples(self.global_batch_size, self.micro_batch_size))
+
+
+def default_overlong_policy(sft: bool) -> str:
+    """Return what happens to over-long documents when nothing is said: text keeps every token."""
+    return "truncate" if sft else "split"
 
 
 def nearest_multiples(number: int, of: int) -> str:

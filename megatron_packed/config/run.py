@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules, whole_step_rules
@@ -17,7 +17,7 @@ from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.offload import offload_rules
 from megatron_packed.config.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
-from megatron_packed.config.packing import PackingConfig, nearest_multiples
+from megatron_packed.config.packing import PackingConfig, default_overlong_policy, nearest_multiples
 from megatron_packed.config.parallel import ParallelConfig, parallel_rules
 from megatron_packed.config.profiling import ProfilingConfig, profiling_rules
 from megatron_packed.config.training import TrainingConfig
@@ -66,6 +66,9 @@ class RunConfig:
     is no part of what is stored."""
 
     def __post_init__(self) -> None:
+        if self.packing.overlong_policy is None:
+            policy = default_overlong_policy(self.data.sft)
+            object.__setattr__(self, "packing", replace(self.packing, overlong_policy=policy))
         found = list(cross_rules(self, lambda *keys: True))
         if found:
             raise ConfigError(found)
@@ -78,7 +81,7 @@ class RunConfig:
     @property
     def max_positions(self) -> int:
         """Positions that rotary tables cover."""
-        return self.model.max_position_embeddings or self.packing.tokens_per_pack
+        return self.model.max_position_embeddings or self.packing.max_document_length
 
     @property
     def decay_iters(self) -> float:
@@ -138,6 +141,11 @@ class RunConfig:
         return bool(self.training.eval_iters) and self.data.has_test
 
     @property
+    def drops_pieces_without_targets(self) -> bool:
+        """Whether pieces of documents in which nothing is learned are left out of packs."""
+        return self.data.sft and not self.packing.keep_pieces_without_targets
+
+    @property
     def document_alignment(self) -> int:
         """What slots of documents begin and end at multiples of, A; a zigzag needs one."""
         return self.packing.pad_packed_seq_alignment or self.parallel.document_alignment
@@ -167,22 +175,27 @@ class RunConfig:
 
 
 def unchecked_run(sections: Mapping[str, Section]) -> RunConfig:
-    """A ``RunConfig`` of all sections whose rules the caller checks, together with others."""
+    """A ``RunConfig`` of all sections whose rules the caller checks, together with others.
+
+    An over-long policy that is not given is filled in, in place.
+    """
     run = object.__new__(RunConfig)
     for name in SECTIONS:
         object.__setattr__(run, name, sections[name])
+    if run.packing.overlong_policy is None:
+        object.__setattr__(run.packing, "overlong_policy", default_overlong_policy(run.data.sft))
     return run
 
 
 def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
     """Problems between sections. ``sound("model.hidden_size", ...)``: no problem was found with those fields."""
     model, packing, data, optim, training = run.model, run.packing, run.data, run.optim, run.training
-    if sound("model.max_position_embeddings", "packing.seq_length", "packing.micro_batch_size"):
-        given = model.max_position_embeddings
-        if given is not None and given < packing.tokens_per_pack and model.position_embedding_type == "rope":
+    if sound("model.max_position_embeddings", "packing.seq_length", "packing.max_document_length"):
+        given, longest = model.max_position_embeddings, packing.max_document_length
+        if given is not None and given < longest and model.position_embedding_type == "rope":
             yield Problem("--max-position-embeddings", str(given),
-                          f"is less than the longest document of a pack ({packing.tokens_per_pack} tokens)",
-                          "raise it, or leave it out")
+                          f"is less than the longest document of a pack (--max-document-length {longest})",
+                          f"raise it, leave it out, or give --max-document-length {given}")
     per_sample = model.moe_router_load_balancing_type == "seq_aux_loss" and packing.micro_batch_size != 1
     if sound("model.moe_router_load_balancing_type", "packing.micro_batch_size") and per_sample:
         yield Problem("--moe-router-load-balancing-type", "seq_aux_loss",

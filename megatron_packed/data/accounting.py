@@ -45,6 +45,7 @@ def _account(
     """
     lost = {"truncate": 0, "split": 0, "drop": 0, policy: int((whole - kept).sum())}
     counts = TargetCounts(
+        documents_in=sources.size,
         targets_in=int(sources.sum()),
         targets_kept=int(kept.sum()),
         targets_truncated=int((sources - whole).sum()) + lost["truncate"],

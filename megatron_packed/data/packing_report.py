@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_packed.data.packing import Packer, Packs
-from megatron_packed.data.segments import Segments, TokenCounts
+from megatron_packed.data.segments import Segments, TargetCounts, TokenCounts
 from megatron_packed.packed.capacity import Ladder, coverage, percentile
 from megatron_packed.packed.metadata import aligned
 
@@ -33,6 +33,8 @@ class PackingReport:
     coverage: dict[int, float]
     """Share of packs with at most so many documents, by capacity."""
     counts: TokenCounts
+    targets: TargetCounts | None
+    """None where lengths alone are known."""
     padded_tokens: int
     """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens`` without a blend."""
     alignment: int = 1
@@ -88,6 +90,7 @@ class PackingReport:
             documents_max=percentile(per_pack, 1.0),
             coverage=coverage(per_pack, capacities),
             counts=segments.counts,
+            targets=segments.targets,
             padded_tokens=total - int(tokens.sum()),
             alignment=packer.alignment,
             alignment_padding=taken - int(tokens.sum()),
@@ -102,7 +105,6 @@ class PackingReport:
 
     def sentences(self) -> list[str]:
         """The report for a console, a few lines."""
-        counts = self.counts
         full = min((capacity for capacity, share in self.coverage.items() if share == 1), default=max(self.coverage))
         shown = {capacity: share for capacity, share in self.coverage.items() if capacity <= full}
         covered = ", ".join(f"{capacity}: {share:.1%}" for capacity, share in shown.items())
@@ -111,10 +113,8 @@ class PackingReport:
             f"packed by {self.method}.",
             f"Documents per pack: P50 {self.documents_p50}, P90 {self.documents_p90}, P99 {self.documents_p99}, "
             f"most {self.documents_max}. Packs covered by a capacity of {covered}.",
-            f"{counts.tokens_in} tokens of {counts.documents_in} documents in = {counts.tokens_kept} kept "
-            f"+ {counts.tokens_truncated} truncated ({counts.documents_truncated} documents) "
-            f"+ {counts.tokens_dropped} dropped ({counts.documents_dropped} documents); "
-            f"{counts.documents_split} documents split.",
+            self.counts.sentence(),
+            *([] if self.targets is None else [self.targets.sentence()]),
             *self._alignment_sentences(),
             *self._graph_sentences(),
         ]

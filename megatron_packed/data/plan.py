@@ -356,6 +356,11 @@ class EvaluationPlan:
         """Documents of each pack of the steps, the empty ones at the end left out."""
         return self._packs.documents_per_pack[: self.num_steps * self.packs_per_step]
 
+    @property
+    def num_targets(self) -> int:
+        """Targets of all steps: what the mean loss is taken over."""
+        return int(self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum())
+
     def __len__(self) -> int:
         return self.num_steps
 

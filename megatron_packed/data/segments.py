@@ -7,7 +7,7 @@ i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ class TokenCounts:
     documents_truncated: int
     documents_split: int
     documents_dropped: int
-    documents_without_targets: int = 0
+    documents_of_pieces_without_targets: int = 0
     """Documents of the pieces that were left out because they hold no target."""
     pieces_without_targets: int = 0
     """Pieces that were left out because they hold no target."""
@@ -36,11 +36,27 @@ class TokenCounts:
     tokens_without_targets: int = 0
     """Tokens of the pieces that were left out because they hold no target."""
 
+    def sentence(self) -> str:
+        """Return the sum in words."""
+        without = ""
+        if self.pieces_without_targets:
+            without = (
+                f" + {self.tokens_without_targets:,} of pieces without a target ({self.pieces_without_targets:,} of "
+                f"{self.documents_of_pieces_without_targets:,} documents)"
+            )
+        return (
+            f"{self.tokens_in:,} tokens of {self.documents_in:,} documents in = {self.tokens_kept:,} kept "
+            f"+ {self.tokens_truncated:,} truncated ({self.documents_truncated:,} documents) "
+            f"+ {self.tokens_dropped:,} dropped ({self.documents_dropped:,} documents){without}; "
+            f"{self.documents_split:,} documents split."
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetCounts:
     """Where the targets of a data set went: ``targets_in == kept + truncated + split + dropped``, to the target."""
 
+    documents_in: int
     targets_in: int
     """Before anything was cut off, at tokenisation or here."""
     targets_kept: int
@@ -50,6 +66,14 @@ class TargetCounts:
     targets_dropped: int
     documents_without_targets: int
     """Documents of which no target is kept."""
+
+    def sentence(self) -> str:
+        """Return the sum in words."""
+        return (
+            f"{self.targets_in:,} targets of {self.documents_in:,} documents in = {self.targets_kept:,} kept "
+            f"+ {self.targets_truncated:,} lost by truncation + {self.targets_split:,} by splitting "
+            f"+ {self.targets_dropped:,} by dropping; {self.documents_without_targets:,} documents keep none."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,6 +138,14 @@ class Segments:
             counts=_count(sources, lengths, overlong, length, policy),
         )
 
+    def sentences(self) -> list[str]:
+        """Return where every token and every target went, for people."""
+        return [self.counts.sentence(), *([] if self.targets is None else [self.targets.sentence()])]
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the same as plain values for a JSON file."""
+        return {**asdict(self.counts), **({} if self.targets is None else asdict(self.targets))}
+
     def with_targets(self, targets: NDArray[np.integer]) -> Segments:
         """Leave out the pieces without a target, and count them.
 
@@ -128,7 +160,7 @@ class Segments:
             tokens_kept=int(self.length[kept].sum()),
             tokens_without_targets=int(self.length[~kept].sum()),
             pieces_without_targets=int(np.count_nonzero(~kept)),
-            documents_without_targets=np.unique(self.document[~kept]).size,
+            documents_of_pieces_without_targets=np.unique(self.document[~kept]).size,
         )
         start, length = self.start[kept], self.length[kept]
         return replace(self, document=self.document[kept], start=start, length=length, counts=counts)
@@ -146,7 +178,7 @@ def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
         at = int(lengths.argmax())
         raise ValueError(
             f"{np.count_nonzero(lengths > max_tokens)} documents are longer than {max_tokens} tokens (the longest is "
-            f"document {at} with {lengths[at]}); raise the sequence length or choose truncate, split or drop."
+            f"document {at} with {lengths[at]}); raise --max-document-length or choose truncate, split or drop."
         )
 
 

@@ -187,7 +187,10 @@ class Attention(nn.Module):
 
     def _positions(self, packed: PackedSeqParams) -> Tensor:
         prepared_T = packed.tables.get("rope_position_ids")
-        return prepared_T if isinstance(prepared_T, Tensor) else self.cp.own(packed.position_ids, packed)
+        if isinstance(prepared_T, Tensor):
+            return prepared_T
+        # The tail may be longer than the tables; its position is of no consequence, and must lie inside them.
+        return self.cp.own(packed.position_ids * packed.valid, packed)
 
     def _attend_by_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams) -> Tensor:
         """Whole documents for this rank's part of the heads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,17 @@ from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing import Packer
 from megatron_packed.data.packing_report import PackingReport
 from megatron_packed.data.plan import EvaluationPlan, PackPlan, StepPlan
-from megatron_packed.data.segments import Segments
+from megatron_packed.data.segments import Segments, TargetCounts
 from megatron_packed.data.spread import BY_TOKENS, PackCost
 from megatron_packed.data.tokenizer import Tokenizer, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
-from megatron_packed.training.documents import build_tokenizer, open_documents
+from megatron_packed.training.documents import RunDocuments, build_tokenizer, open_documents
+
+FEW_TARGETS = 1000
+"""A mean loss over fewer targets is said to be noisy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,18 @@ class RunData:
     ladder: Ladder | None
     """Sizes that CUDA graphs are captured for, the same on all ranks; None without graphs."""
 
+    @property
+    def accounts(self) -> dict[str, dict[str, int]]:
+        """Where every token and target went, for training, validation and test data."""
+        streams = {"training": self.train, "validation": self.valid, "test": self.test}
+        return {name: stream.plan.segments.as_dict() for name, stream in streams.items() if stream is not None}
+
+    def sentences(self) -> list[str]:
+        """How the data packs and where every token and target went, for people."""
+        evaluated = {"validation": self.valid, "test": self.test}
+        of_plans = [evaluation_sentences(name, one.plan) for name, one in evaluated.items() if one is not None]
+        return [*self.packing.sentences(), *(line for lines in of_plans for line in lines)]
+
     def close(self) -> None:
         for stream in (self.train, self.valid, self.test):
             if stream is not None:
@@ -77,16 +93,10 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         say(line)
     if config.data.named.valid and not config.validates and config.training.eval_iters:
         say(f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval.")
-    cost = pack_cost(config, vocab_size)
-    both = {"validation": documents.valid, "test": documents.test}
-    evaluated = {name: dataset for name, dataset in both.items() if dataset is not None}
-    evaluations = {n: plan_evaluation(config, dataset, groups.dp_size, cost) for n, dataset in evaluated.items()}
-    plan, ladder, packing = plan_training(
-        config, documents.train, groups.dp_size, list(evaluations.values()), cost, show_progress=groups.rank == 0
-    )
+    plans = plan_data(config, documents, groups.dp_size, pack_cost(config, vocab_size), show_progress=show)
+    plan, ladder, packing, evaluations = plans
     beyond = [line for name, evaluation in evaluations.items() for line in _beyond(ladder, evaluation, name)]
-    packed = [*blend_sentences(config, plan), *packing.sentences(), epoch_sentence(config, packing)]
-    for line in [*packed, *beyond, *spread_sentences(plan)]:
+    for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plan)]:
         say(line)
     if config.cuda_graph.cuda_graph_strict and ladder is not None and (packing.packs_beyond or beyond):
         raise GraphFallbackError(
@@ -95,7 +105,8 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
             f"capacity{', and some of validation or test do' if beyond else ''}; raise --cuda-graph-max-packed-seqs or "
             "cap the packer by --max-documents-per-pack."
         )
-    streams = {n: _stream(config, groups, dataset, evaluations[n], ladder) for n, dataset in evaluated.items()}
+    evaluated = documents.evaluated
+    streams = {n: _stream(config, groups, evaluated[n], evaluations[n], ladder) for n in evaluations}
     train = _stream(config, groups, documents.train, plan, ladder)
     check_alike({"training": train, **streams}, groups)
     return RunData(
@@ -154,6 +165,59 @@ def blend_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
     return [] if plan.blend is None else plan.blend.sentences(config.data.train_paths)
 
 
+def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
+    """How the data packs and where every token and target went, for people."""
+    return [
+        *blend_sentences(config, plans.train),
+        *plans.packing.sentences(),
+        epoch_sentence(config, plans.packing),
+        *(line for name, plan in plans.evaluations.items() for line in evaluation_sentences(name, plan)),
+    ]
+
+
+def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str]:
+    """Where the tokens and targets of validation or test data went, and whether they are few."""
+    lines = [f"{name} data: {line}" for line in plan.segments.sentences()]
+    if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
+        lines.append(
+            f"{name} data: {plan.num_targets:,} targets are fewer than {FEW_TARGETS:,}, so the {name} loss is noisy; "
+            "give it more documents, or raise --eval-iters if it stops before the last."
+        )
+    return lines
+
+
+class Plans(NamedTuple):
+    """The packs of all data of a run."""
+
+    train: PackPlan
+    ladder: Ladder | None
+    packing: PackingReport
+    evaluations: dict[str, EvaluationPlan]
+    """``validation`` and ``test``, as far as a run has them."""
+
+
+def plan_data(
+    config: RunConfig,
+    documents: RunDocuments,
+    dp_size: int = 1,
+    cost: PackCost = BY_TOKENS,
+    *,
+    show_progress: bool = False,
+) -> Plans:
+    """Pack training, validation and test data.
+
+    Raises:
+        DataError: the documents cannot be packed as the options ask, or no target is left.
+    """
+    evaluations = {
+        name: plan_evaluation(config, dataset, dp_size, cost, name) for name, dataset in documents.evaluated.items()
+    }
+    training = plan_training(
+        config, documents.train, dp_size, list(evaluations.values()), cost, show_progress=show_progress
+    )
+    return Plans(*training, evaluations)
+
+
 def plan_training(
     config: RunConfig,
     dataset: Documents,
@@ -173,7 +237,7 @@ def plan_training(
     Raises:
         DataError: the documents cannot be packed as the options ask.
     """
-    segments, targets = _pieces(config, dataset)
+    segments, targets = _pieces(config, dataset, "training")
     packer = _packer(config)
     plan = PackPlan(
         segments,
@@ -201,15 +265,15 @@ def plan_training(
 
 
 def plan_evaluation(
-    config: RunConfig, dataset: Documents, dp_size: int = 1, cost: PackCost = BY_TOKENS
+    config: RunConfig, dataset: Documents, dp_size: int = 1, cost: PackCost = BY_TOKENS, name: str = "validation"
 ) -> EvaluationPlan:
-    """The finite plan over validation or test data.
+    """The finite plan over validation or test data, which ``name`` tells.
 
     Raises:
-        DataError: the documents cannot be packed as the options ask.
+        DataError: the documents cannot be packed as the options ask, or no target is left.
     """
-    segments, targets = _pieces(config, dataset)
-    return EvaluationPlan(
+    segments, targets = _pieces(config, dataset, name)
+    plan = EvaluationPlan(
         segments,
         targets,
         packer=_packer(config),
@@ -220,6 +284,11 @@ def plan_evaluation(
         blend=_blend(config, dataset, segments),
         max_steps=config.training.eval_iters,
     )
+    if plan.num_steps and not plan.num_targets:
+        raise DataError(
+            f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters."
+        )
+    return plan
 
 
 def _beyond(ladder: Ladder | None, plan: EvaluationPlan, name: str) -> list[str]:
@@ -243,18 +312,35 @@ def _packer(config: RunConfig) -> Packer:
     return packer
 
 
-def _pieces(config: RunConfig, dataset: Documents) -> tuple[Segments, NDArray[np.int64]]:
-    policy = config.packing.overlong_policy
+def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments, NDArray[np.int64]]:
+    """The pieces that packs are made of, and the targets of each."""
+    policy, longest = config.packing.overlong_policy, config.packing.max_document_length
+    wanted = config.drops_pieces_without_targets
     try:
-        segments, targets = cut_documents(dataset, config.packing.tokens_per_pack, policy, only_with_targets=False)
+        segments, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
     except ValueError as error:  # over-long documents under the policy that refuses them
         raise DataError(str(error)) from None
-    if not len(segments):
+    counts = segments.counts
+    if counts.documents_dropped == counts.documents_in:
         raise DataError(
-            f"every one of the {len(dataset)} documents is longer than a pack of {segments.max_tokens} tokens and was "
-            f"dropped (--overlong-policy {policy}); raise --seq-length, or truncate or split."
+            f"every one of the {counts.documents_in} documents of the {name} data is longer than "
+            f"--max-document-length ({longest}) and was dropped (--overlong-policy {policy}); raise it, or truncate or "
+            "split."
+        )
+    assert segments.targets is not None
+    if not segments.targets.targets_kept:
+        raise DataError(
+            f"the {name} data has no target left, so there is nothing to learn or measure: "
+            f"{segments.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
+            f"{_cure(segments.targets)}."
         )
     return segments, targets
+
+
+def _cure(counts: TargetCounts) -> str:
+    if not counts.targets_in:
+        return "give documents with answers"
+    return "raise --seq-length, or choose an --overlong-policy that keeps the answers"
 
 
 def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend | None:

@@ -32,6 +32,12 @@ class RunDocuments(NamedTuple):
     sentences: list[str]
     """What was read for training and how it was divided, for people."""
 
+    @property
+    def evaluated(self) -> dict[str, Documents]:
+        """Validation and test data by those names, as far as there are any."""
+        both = {"validation": self.valid, "test": self.test}
+        return {name: documents for name, documents in both.items() if documents is not None}
+
 
 def names_indexed(path: str) -> bool:
     """Whether a data path is the prefix of an indexed data set, and no file of that very name."""

@@ -165,6 +165,7 @@ def _dummies(graphs: Graphs, step: TrainStep, packs_per_step: int) -> Callable[[
         vocab_size=step.model.vocab_size,
         packs_per_step=packs_per_step,
         alignment=step.model.cp.partition.alignment,
+        longest=step.model.max_positions,
     )
 
 
@@ -235,16 +236,24 @@ def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, s
 
 
 def dummy_pack(
-    cell: Cell, *, total_tokens: int, vocab_size: int, packs_per_step: int, alignment: int = 1
+    cell: Cell,
+    *,
+    total_tokens: int,
+    vocab_size: int,
+    packs_per_step: int,
+    alignment: int = 1,
+    longest: int | None = None,
 ) -> MicroBatch:
     """A micro-batch that fills ``cell`` and looks like one of training, always the same for the same arguments.
 
-    As many documents as there is room for, of very unequal lengths (multiples of ``alignment``), which fill all slots;
-    every token is a target; random numbers come from a generator of its own.
+    As many documents as there is room for, of very unequal lengths (multiples of ``alignment``), which fill all slots
+    unless they would be longer than ``longest``; every token is a target; random numbers come from a generator of its
+    own.
     """
     random = np.random.default_rng(cell.capacity)
     units = total_tokens // alignment
-    lengths = alignment * _lengths(min(cell.capacity, units), units, cell.max_seqlen // alignment, random)
+    limit = cell.max_seqlen if longest is None else min(cell.max_seqlen, longest)
+    lengths = alignment * _lengths(min(cell.capacity, units), units, max(limit // alignment, 1), random)
     documents = [Document(random.integers(0, vocab_size, length)) for length in lengths]
     targets = int((lengths - 1).sum()) * packs_per_step
     scales = (1 / max(targets, 1), 1 / packs_per_step)
@@ -254,7 +263,15 @@ def dummy_pack(
 def _lengths(count: int, total: int, longest: int, random: np.random.Generator) -> NDArray[np.int64]:
     """``count`` random lengths, each at least 1 and at most ``longest``, with the sum ``total`` if they can have it."""
     cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
-    lengths = np.diff(np.concatenate([[0], cuts, [total]]))
+    return within(np.diff(np.concatenate([[0], cuts, [total]])), longest)
+
+
+def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
+    """Return lengths of at most ``longest``: what others lose is added to those with room, as far as there is any.
+
+    Example:
+        lengths [9, 1, 2] and 5: [5, 5, 2].
+    """
     beyond = int(np.maximum(lengths - longest, 0).sum())
     lengths = np.minimum(lengths, longest)
     room = longest - lengths

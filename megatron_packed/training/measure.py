@@ -26,7 +26,7 @@ from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build import build_job, device_of, dtype_of
-from megatron_packed.training.graphs import build_graphs, capture_graphs, refuse_eager, released
+from megatron_packed.training.graphs import build_graphs, capture_graphs, refuse_eager, released, within
 from megatron_packed.training.train_step import TrainStep
 
 MICRO_BATCHES = 4
@@ -72,10 +72,11 @@ def measure(
         configure_determinism()
     seed_all(config.training.seed)
     job = build_job(config, groups, vocab_size)
+    longest = max(min(config.max_positions, config.packing.max_document_length) // config.document_alignment, 1)
     if config.training.isolation_self_test and device.type == "cuda":  # where a run's kernels are tuned
         check_isolation(config.model, device, job.model.dtype, job.model.backends)
     packs = {
-        capacity: [_pack(lengths, config, vocab_size, capacity, device) for lengths in shapes(units, capacity)]
+        capacity: [_pack(lengths, config, vocab_size, capacity, device) for lengths in shapes(units, capacity, longest)]
         for capacity in ladder.capacities
     }
     timer = _Timer(job.step)
@@ -88,7 +89,8 @@ def measure(
         if graphs is not None and graphs.counters.fallbacks:
             raise ValueError(f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}")
     job.step.graphs = None
-    exact = [_pack(lengths, config, vocab_size, None, device) for lengths in shapes(units, ladder.capacities[0])]
+    smallest = shapes(units, ladder.capacities[0], longest)
+    exact = [_pack(lengths, config, vocab_size, None, device) for lengths in smallest]
     timed += timer.times([(None, pack) for pack in exact], say)[0]
     if job.model.offload is not None:
         job.model.offload.close()
@@ -113,17 +115,20 @@ def signature(config: RunConfig) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
-def shapes(tokens: int, capacity: int) -> list[list[int]]:
-    """Lengths of packs that fit a capacity and fill all slots: one document, long-tailed ones, and equal ones.
+def shapes(tokens: int, capacity: int, longest: int) -> list[list[int]]:
+    """Lengths of packs that fit a capacity: one document, long-tailed ones, and equal ones, none beyond ``longest``.
+
+    They fill all slots if documents of that length can.
 
     Example:
-        8 slots, capacity 4: ``[8]``, two long-tailed ones, four long-tailed ones, ``[2, 2, 2, 2]``.
+        8 slots, capacity 4, longest 8: ``[8]``, two long-tailed ones, four long-tailed ones, ``[2, 2, 2, 2]``.
     """
     most = min(capacity, tokens)
     few = max(round(most**0.5), 1)
     equal = [tokens // most + (number < tokens % most) for number in range(most)]
     found = [[tokens], _long_tailed(tokens, few), _long_tailed(tokens, most), equal]
-    return [list(lengths) for lengths in dict.fromkeys(map(tuple, found))]
+    allowed = (tuple(within(np.array(lengths), longest).tolist()) for lengths in found)
+    return [list(lengths) for lengths in dict.fromkeys(allowed)]
 
 
 def _long_tailed(tokens: int, documents: int) -> list[int]:

@@ -187,7 +187,9 @@ def _smaller_packs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         value = getattr(packing, name)
         if value % 2 == 0:
             try:
-                yield f"{flag} {value // 2}", replace(config, packing=replace(packing, **{name: value // 2}))
+                longest = min(packing.max_document_length, packing.tokens_per_pack // 2)
+                smaller = replace(packing, max_document_length=longest, **{name: value // 2})
+                yield f"{flag} {value // 2}", replace(config, packing=smaller)
             except ConfigError:
                 continue
 
@@ -219,12 +221,12 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
     """What a step costs if packs are full.
 
     Raises:
-        ValueError: a document is longer than a pack and ``--overlong-policy`` is error, or all are dropped.
+        ValueError: a document is too long and ``--overlong-policy`` is error, or all are dropped.
     """
     packing = config.packing
-    pieces = Segments.cut(lengths, packing.tokens_per_pack, packing.overlong_policy).length
+    pieces = Segments.cut(lengths, packing.max_document_length, packing.overlong_policy).length
     if not pieces.size:
-        raise ValueError(f"no document fits in a pack of {packing.tokens_per_pack} tokens.")
+        raise ValueError(f"no document has at most --max-document-length ({packing.max_document_length}) tokens.")
     tokens = config.packs_per_step() * packing.tokens_per_pack
     counter = FlopCounter(config.model, vocab_size)
     flops = counter.training(pieces).scaled(tokens / float(pieces.sum()))

@@ -163,7 +163,7 @@ def _train(
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
     graphs = job.step.graphs = build_graphs(config, job, data.ladder, groups, console.say)
-    writers = _writers(config, groups, state, console)
+    writers = _writers(config, groups, state, data, console)
     profiler = None
     if config.profiling.profile:
         folder = profile_folder(config)
@@ -193,7 +193,7 @@ def _train(
         profiler=profiler,
         progress_log=progress_log,
     )
-    notes = [("Packing", "\n".join(data.packing.sentences()))]
+    notes = [("Packing", "\n".join(data.sentences()))]
     try:
         with released(graphs):
             if graphs is not None:
@@ -368,7 +368,9 @@ def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job
     console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
 
 
-def _writers(config: RunConfig, groups: ParallelGroups, state: RunState, console: Console) -> list[Writer]:
+def _writers(
+    config: RunConfig, groups: ParallelGroups, state: RunState, data: RunData, console: Console
+) -> list[Writer]:
     """Of rank 0; none on the others."""
     options = config.logging
     writers: list[Writer] = []
@@ -376,7 +378,7 @@ def _writers(config: RunConfig, groups: ParallelGroups, state: RunState, console
         return writers
     first = state.progress.iteration + 1
     if options.log_jsonl:
-        writers.append(JsonlWriter(options.log_jsonl, first))
+        writers.append(JsonlWriter(options.log_jsonl, first, opening={"data": data.accounts}))
     if options.tensorboard_dir:
         writers.append(TensorBoardWriter(options.tensorboard_dir, first))
     tracked = services(options, save=config.checkpoint.save, run_id=state.run_id, config=state.config)

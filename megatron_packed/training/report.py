@@ -149,7 +149,21 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     if tests:
         text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"
         rows.insert(4 if validations else 3, ("test loss", text))
-    return rows
+    return rows + _target_rows(records)
+
+
+def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Targets of each data set as the first line of the log accounts for them; none in older logs."""
+    accounts = next((record["data"] for record in records if isinstance(record.get("data"), dict)), {})
+    return [
+        (
+            f"{name} targets",
+            f"{of['targets_kept']:,} of {of['targets_in']:,} kept; {of['documents_without_targets']:,} of "
+            f"{of['documents_in']:,} documents keep none",
+        )
+        for name, of in accounts.items()  # type: ignore[attr-defined]
+        if "targets_in" in of
+    ]
 
 
 def _dropped(steps: Sequence[Record]) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -33,10 +34,14 @@ class JsonlWriter:
         path: the file; its folder is made. A line cut off by a killed run is removed before the first write.
         first_iteration: lines of this step and later are from a run that was killed after its last checkpoint; they are
             dropped, so that a resumed run's file reads like the file of a run that was never stopped.
+        opening: what the first line of the file has beside the numbers of its step.
     """
 
-    def __init__(self, path: str | os.PathLike[str], first_iteration: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], first_iteration: int, opening: Mapping[str, object] | None = None
+    ) -> None:
         self._path = Path(path)
+        self._opening = opening or {}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._keep_lines_before(first_iteration)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  one write per line, no buffer
@@ -61,8 +66,9 @@ class JsonlWriter:
         Raises:
             OSError: the line could not be written; the file holds whole lines still.
         """
-        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False).encode() + b"\n"
         size = os.fstat(self._file.fileno()).st_size
+        whole = {**record, **({} if size else self._opening)}
+        line = json.dumps({key: _finite(value) for key, value in whole.items()}, allow_nan=False).encode() + b"\n"
         written = self._file.write(line)
         if written != len(line):  # a disk that has just become full takes what fits
             os.ftruncate(self._file.fileno(), size)

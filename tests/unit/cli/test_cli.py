@@ -60,13 +60,19 @@ def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
 
 def test_packing_reports_the_data_and_its_packs(data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64]) == 0
-    lines, documents, packs, per_pack, tokens, epoch = capsys.readouterr().out.splitlines()
-    # One end-of-document token each: 101 + 32 + 31 + 21 + 6. The first is cut to 64, the others' 90 need two.
+    lines, documents, packs, per_pack, tokens, targets, epoch = capsys.readouterr().out.splitlines()
+    # One end-of-document token each: 101 + 32 + 31 + 21 + 6. The first is split into 64 and 37.
     assert lines.startswith("5 lines in 1 file: 5 used (5 text)")
     assert documents.startswith("5 documents, 191 tokens")
-    assert packs.startswith("3 packs of 64 slots, 80.21% full")
+    assert packs.startswith("3 packs of 64 slots, 99.48% full")
     assert per_pack.startswith("Documents per pack: P50 2, ")
-    assert tokens.startswith("191 tokens of 5 documents in = 154 kept + 37 truncated (1 documents) + 0 dropped")
+    assert tokens == (
+        "191 tokens of 5 documents in = 191 kept + 0 truncated (0 documents) + 0 dropped (0 documents); 1 documents split."
+    )
+    assert targets == (
+        "186 targets of 5 documents in = 185 kept + 0 lost by truncation + 1 by splitting + 0 by dropping; "
+        "0 documents keep none."
+    )
     assert epoch == "An epoch takes 3.0 steps of 1 pack."
 
 
@@ -99,12 +105,12 @@ def test_packing_obeys_the_packing_flags(data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64, "--overlong-policy", "drop"]) == 0
     assert "+ 101 dropped (1 documents)" in capsys.readouterr().out
     assert exit_code(["packing", *data, "--seq-length", 64, "--max-documents-per-pack", 1]) == 0
-    assert "5 packs of 64 slots" in capsys.readouterr().out
+    assert "6 packs of 64 slots" in capsys.readouterr().out
 
 
 def test_packing_of_a_run_of_several_processes(data, capsys):
     """As its ranks pack: documents of 64, 32, 31, 21 and 6 tokens take 64, 32, 32, 24 and 8 of 64 slots."""
-    ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p"]
+    ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p", "--overlong-policy", "truncate"]
     assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
     *_, padding, _ = capsys.readouterr().out.splitlines()
     assert padding.startswith("Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents")
@@ -116,7 +122,7 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "5 documents, 191 tokens" in said and f"written: {tmp_path}/out/d_text_document.bin" in said
     assert exit_code(["packing", "--data-path", tmp_path / "out" / "d_text_document", "--seq-length", 64]) == 0
-    assert "3 packs of 64 slots, 80.21% full" in capsys.readouterr().out
+    assert "3 packs of 64 slots, 99.48% full" in capsys.readouterr().out
     assert exit_code([*made, "--json-keys", "title"]) == 3
     assert "5 missing_key" in capsys.readouterr().err
     assert exit_code([*made, "--split-sentences"]) == 2

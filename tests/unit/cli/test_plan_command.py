@@ -130,8 +130,8 @@ def test_flops_follow_the_lengths(capsys, tmp_path):
     file.write_text("100\n300\n\n5000\n")
     work = plan(capsys, *SMALL, "--lengths", file, "--world-size", 2)["step"]
     counter = FlopCounter(parse([*SMALL, "--data-path", str(file), "--lr", "0", "--train-iters", "1"]).model, 260)
-    kept = np.array([100, 300, 2048])  # the longest is cut at the end
-    assert work["tokens"] == 2 * 2048 and work["longest"] == 2048 and work["p50"] == 300
+    kept = np.array([100, 300, 2048, 2048, 904])  # the longest is split
+    assert work["tokens"] == 2 * 2048 and work["longest"] == 2048 and work["p50"] == 904
     assert work["total_flops"] == pytest.approx(counter.training(kept).total * 4096 / kept.sum())
     assert work["flops_per_rank"] == work["total_flops"] / 2
 

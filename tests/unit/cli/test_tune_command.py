@@ -133,6 +133,7 @@ def test_prediction_from_exact_times(tmp_path, lengths, capsys):
     costs_of(lambda c: (10 + c / 8, 1e-5), eager=99.0).save(tmp_path / "costs.json")
     assert StepCosts.load(tmp_path / "costs.json").document_cost() == pytest.approx((60 / 8) / (10.5 + 0.32) / 60)
     flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json"]
+    flags += ["--overlong-policy", "truncate"]
     found = tune(capsys, *flags, "--packing-method", "sequential", "--capacities", 30, "--global-batch-size", 4)
     assert found["measured"] and found["update_ms"] == 3
     stream = Packs(long_tailed(3000))

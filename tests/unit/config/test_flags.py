@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_packed.config.blend import Blend
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, PROMPT_FORMATS
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse, parse_with_sources
+from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.registry import every_field, known_flags, spellings, usable_flags
 from megatron_packed.config.suggest import edit_distance, nearest
 
@@ -216,6 +218,22 @@ def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
     assert config.micro_batches_per_step(config.data_parallel_size(4)) == 3
     assert config.packs_per_step() == 12
     assert config.packing.tokens_per_pack == 256
+
+
+def test_documents_fill_a_sample_and_text_is_split(right) -> None:
+    """Of a pack of several samples, unless more is asked for; conversations are not split."""
+    samples = ("--micro-batch-size", "4")
+    packing = parse([*words(right), *samples]).packing
+    assert (packing.tokens_per_pack, packing.max_document_length, packing.overlong_policy) == (512, 128, "split")
+    longest = parse([*words(right), *samples, "--max-document-length", "512"])
+    assert longest.max_positions == longest.packing.max_document_length == 512
+    assert parse([*words(right), "--max-position-embeddings", "300"]).max_positions == 300
+    assert parse([*words(right), "--sft"]).packing.overlong_policy != "split"
+    assert parse([*words(right), "--sft", "--overlong-policy", "split"]).packing.overlong_policy == "split"
+    of_a_program = replace(parse(words(right)), packing=PackingConfig(seq_length=64))
+    assert (of_a_program.packing.overlong_policy, of_a_program.packing.max_document_length) == ("split", 64)
+    origin = parse_with_sources(words(right)).sources["packing.overlong_policy"]
+    assert origin.startswith("derived: split, which loses no token; with --sft ")
 
 
 def test_documents_are_aligned_to_the_chunks_of_a_zigzag(right) -> None:

@@ -43,6 +43,13 @@ INVALID = [
     ("--position-embedding-type yarn", {"--position-embedding-type": "rope"}),
     ("--position-embedding-type rope --rotary-percent 0.02", {"--rotary-percent": "even"}),
     ("--position-embedding-type rope --max-position-embeddings 64", {"--max-position-embeddings": "128"}),
+    ("--max-document-length 129", {"--max-document-length": "at most 128"}),
+    ("--max-document-length 257 --micro-batch-size 2", {"--max-document-length": "at most 256"}),
+    ("--max-document-length 1", {"--max-document-length": ">= 2"}),
+    (
+        "--position-embedding-type rope --max-position-embeddings 128 --micro-batch-size 2 --max-document-length 256",
+        {"--max-position-embeddings": "give --max-document-length 128"},
+    ),
     ("--norm-epsilon nan", {"--norm-epsilon": "finite"}),
     ("--hidden-dropout 1", {"--hidden-dropout": "< 1"}),
     ("--attention-dropout 0.1", {"--attention-dropout": "--hidden-dropout"}),

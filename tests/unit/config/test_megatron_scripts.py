@@ -72,6 +72,8 @@ LEFT_OUT = {
 
 def test_a_functional_test_of_megatron_as_it_is(right) -> None:
     assert problems(TRAINING.split()) == ()
+    # As many positions as --seq-length: documents of a micro-batch of several samples are no longer than one.
+    assert problems([*TRAINING.split(), "--position-embedding-type", "rope"]) == ()
     rest = [word for flag, value in LEFT_OUT.items() for word in (flag, value) if word]
     found = problems([*TRAINING.split(), *rest])
     assert {problem.option for problem in found} >= {flag for flag in LEFT_OUT if flag in REFUSAL_OF}

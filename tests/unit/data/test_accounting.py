@@ -56,7 +56,7 @@ def test_targets_of_one_document(policy, longest, expected):
     none = expected.pop("none")
     segments, targets = cut_documents(Masks([PROMPT_AND_ANSWER]), longest, policy, only_with_targets=False)
     named = {f"targets_{name}": number for name, number in expected.items()}
-    assert segments.targets == TargetCounts(targets_in=3, documents_without_targets=none, **named)
+    assert segments.targets == TargetCounts(documents_in=1, targets_in=3, documents_without_targets=none, **named)
     assert targets.sum() == expected["kept"]
 
 
@@ -98,7 +98,7 @@ def test_pieces_without_a_target_are_left_out_and_counted():
     assert list(pieces) == [(0, 10, 3), (2, 0, 2)]
     assert targets.tolist() == [2, 1]
     counts = segments.counts
-    assert (counts.pieces_without_targets, counts.documents_without_targets) == (3, 2)
+    assert (counts.pieces_without_targets, counts.documents_of_pieces_without_targets) == (3, 2)
     assert counts.tokens_without_targets == 14
     assert (counts.tokens_kept, counts.tokens_in) == (5, 19)
 

@@ -51,6 +51,15 @@ def test_tables_of_the_pack_replace_its_positions():
     assert not torch.allclose(layer(x, packed), layer(x, stretched))
 
 
+def test_a_tail_beyond_the_rotary_tables_keeps_real_rows_as_they_are():
+    """Tables of 32 positions, a pack of 100 slots: without tables of the pack, too."""
+    layer = build(position_embedding_type="rope")
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
+    out = layer(x, PackedSeqParams.from_lengths([32, 6], 100))
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out[32:38], layer(x[32:38], PackedSeqParams.from_lengths([6], 6)))
+
+
 def test_biases():
     assert build().qkv.bias is None
     layer = build(add_qkv_bias=True)

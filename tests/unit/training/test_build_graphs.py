@@ -119,6 +119,14 @@ def test_a_dummy_of_a_cell_that_cannot_be_full_leaves_a_tail():
     assert list(made.packed.document_lengths) == [40, 40] and made.packed.max_seqlen == 40
 
 
+def test_a_dummy_is_no_longer_than_the_rotary_tables():
+    """A pack may be longer than every document in it."""
+    made = dummy_pack(Cell(3, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, longest=30)
+    assert list(made.packed.document_lengths) == [30, 30, 30] and made.packed.max_seqlen == 96
+    aligned = dummy_pack(Cell(1, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, alignment=8, longest=30)
+    assert list(aligned.packed.document_lengths) == [24]
+
+
 def state_hash(job):
     """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random states."""
     digest = hashlib.sha256()

@@ -210,6 +210,16 @@ def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
         assert part in page, part
 
 
+def test_report_says_what_became_of_the_targets(tmp_path):
+    counts = {"targets_in": 12000, "targets_kept": 9000, "documents_in": 100, "documents_without_targets": 30}
+    writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1, opening={"data": {"training": counts}})
+    for iteration in (1, 2):
+        writer.write(record(iteration).as_dict())
+    writer.close()
+    page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
+    assert "<th>training targets</th><td>9,000 of 12,000 kept; 30 of 100 documents keep none</td>" in page
+
+
 def test_report_says_rates_and_how_long_steps_waited(tmp_path):
     """Medians without the first five steps, which compile; the share of those that say how long they waited."""
     lines = [{**record(i).as_dict(), "tokens_per_second": 100.0 * i, "step_time_ms": 10.0 * i} for i in range(1, 11)]

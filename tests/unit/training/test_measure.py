@@ -45,11 +45,11 @@ def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
     assert costs.capacities == (2, 5) and costs.knows_eager and costs.tokens == SLOTS
     graphed = [pack for pack in costs.packs if pack.capacity is not None]
     assert [(pack.capacity, pack.documents) for pack in graphed] == [
-        (capacity, len(lengths)) for capacity in (2, 5) for lengths in shapes(SLOTS, capacity)
+        (capacity, len(lengths)) for capacity in (2, 5) for lengths in shapes(SLOTS, capacity, SLOTS)
     ]
     assert engine.graphs and all(graph.gone and graph.replays for graph in engine.graphs)
     assert all(pack.ms > 0 for pack in costs.packs)
-    for pack, lengths in zip(graphed, [*shapes(SLOTS, 2), *shapes(SLOTS, 5)]):
+    for pack, lengths in zip(graphed, [*shapes(SLOTS, 2, SLOTS), *shapes(SLOTS, 5, SLOTS)]):
         assert pack.squares == sum(length**2 for length in lengths)
     costs.save(tmp_path / "costs.json")
     assert StepCosts.load(tmp_path / "costs.json") == costs
@@ -58,9 +58,17 @@ def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
 
 def test_shapes_fill_a_pack():
     for tokens, capacity in ((512, 16), (64, 64), (7, 3), (64, 1)):
-        found = shapes(tokens, capacity)
+        found = shapes(tokens, capacity, tokens)
         assert all(sum(lengths) == tokens and min(lengths) >= 1 and len(lengths) <= capacity for lengths in found)
         assert [tokens] in found and max(map(len, found)) == capacity
+
+
+def test_shapes_keep_to_the_longest_document():
+    """Where the capacity has no room for as many as fill the pack, the rest is tail."""
+    for capacity, filled in ((16, 512), (4, 512), (3, 384), (1, 128)):
+        found = shapes(512, capacity, 128)
+        assert all(max(lengths) <= 128 and len(lengths) <= capacity for lengths in found)
+        assert max(map(sum, found)) == filled
 
 
 def test_one_process_is_measured(config):

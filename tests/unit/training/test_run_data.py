@@ -40,6 +40,7 @@ def of_lengths(lengths: np.ndarray) -> SimpleNamespace:
 
 
 def run_config(graphs: dict | None = None, data: dict | None = None, seq_length: int = SLOTS, **packing) -> RunConfig:
+    packing = {"overlong_policy": "truncate", **packing}
     packing = {"seq_length": seq_length, "global_batch_size": 4, "packing_window": 256, **packing}
     training = {"train_iters": 10, "seed": SEED, "eval_interval": 5} if data else {"train_iters": 10, "seed": SEED}
     return RunConfig(

@@ -142,9 +142,10 @@ def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
     config = SimpleNamespace(logging=logging, checkpoint=SimpleNamespace(save=str(tmp_path)))
     state = SimpleNamespace(progress=SimpleNamespace(iteration=0), run_id="abc", config={})
     console = SimpleNamespace(say=lambda text: None, warn=pytest.fail)
+    data = SimpleNamespace(accounts={"training": {"targets_in": 5}})
     for begun in (0, 2):
         state.progress.iteration = begun
-        writers = _writers(config, SimpleNamespace(rank=rank), state, console)
+        writers = _writers(config, SimpleNamespace(rank=rank), state, data, console)
         for line in LINES[begun:] if writers else ():
             for writer in writers:
                 writer.write(line)
@@ -154,7 +155,9 @@ def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
     steps = [line["iteration"] for line in library.kept.get("abc", []) if line]
     assert steps == ([] if rank else [1, 2, 3, 3])
     if rank == 0:
-        assert [record["iteration"] for record in read_jsonl(logging.log_jsonl)] == [1, 2, 3]
+        records = read_jsonl(logging.log_jsonl)
+        assert [record["iteration"] for record in records] == [1, 2, 3]
+        assert [record.get("data") for record in records] == [data.accounts, None, None]
 
 
 class FakeMlflowClient:

@@ -1,0 +1,116 @@
+"""Where tokens and targets of the data go, as ``packing`` and ``tune`` report it, and data in which nothing is learned."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_packed.cli.main import main
+from megatron_packed.config.flags import parse
+from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.training.data import plan_training
+from megatron_packed.training.documents import open_documents
+
+SFT = ["--sft", "--seq-length", "64"]
+
+
+def answers(path, prompts, answer=10):
+    """Prompts of so many bytes, each with an answer; a template adds to both."""
+    lines = (json.dumps({"prompt": "p" * length, "completion": "c" * answer}) + "\n" for length in prompts)
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def packing(capsys, *argv):
+    code = main(["packing", *map(str, argv)])
+    return code, capsys.readouterr()
+
+
+def as_json(capsys, *argv):
+    code, output = packing(capsys, *argv, "--json")
+    assert code == 0
+    return json.loads(output.out)
+
+
+def adds_up(counts, targets):
+    parts = ("kept", "truncated", "dropped", "without_targets")
+    assert counts["tokens_in"] == sum(counts[f"tokens_{part}"] for part in parts)
+    parts = ("kept", "truncated", "split", "dropped")
+    assert targets["targets_in"] == sum(targets[f"targets_{part}"] for part in parts)
+
+
+@pytest.mark.parametrize("command", ["packing", "tune"])
+def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, command):
+    """Prompts are longer than what is kept of a document: no answer is left."""
+    data = answers(tmp_path / "data.jsonl", [300] * 20)
+    assert main([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
+    [line] = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("data error: the training data has no target left")
+    assert "targets of 20 documents in = 0 kept" in line and "20 documents keep none" in line and "raise" in line
+
+
+def test_validation_without_a_target_is_refused_by_its_name(tmp_path, capsys):
+    train, valid = answers(tmp_path / "train.jsonl", [5] * 40), answers(tmp_path / "valid.jsonl", [300] * 3)
+    argv = ["--train-data-path", train, *SFT, "--overlong-policy", "truncate", "--valid-data-path", valid]
+    code, output = packing(capsys, *argv, "--eval-interval", 2)
+    assert code == 3 and "data error: the validation data has no target left" in output.err
+
+
+def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
+    train, valid = answers(tmp_path / "train.jsonl", [5] * 40), answers(tmp_path / "valid.jsonl", [5] * 3)
+    argv = ["--train-data-path", train, *SFT, "--valid-data-path", valid, "--eval-interval", 2]
+    lines = packing(capsys, *argv)[1].out.splitlines()
+    [few] = [line for line in lines if "noisy" in line]
+    assert few.startswith("validation data: 33 targets are fewer than 1,000")  # 3 x (10 and the end)
+    assert "validation data: 33 targets of 3 documents in = 33 kept + 0 lost by truncation" in "\n".join(lines)
+    big = answers(tmp_path / "big.jsonl", [5] * 30, answer=40)
+    argv[argv.index(valid)] = big
+    assert "noisy" not in packing(capsys, *argv)[1].out
+
+
+@pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
+def test_mixed_data_adds_up(tmp_path, capsys, policy):
+    """Of the long prompts nothing is packed that holds no answer."""
+    data = answers(tmp_path / "data.jsonl", [5] * 30 + [300] * 10)
+    found = as_json(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)["training"]
+    counts, targets = found["counts"], found["targets"]
+    adds_up(counts, targets)
+    assert targets["targets_in"] == 40 * 11
+    assert targets["documents_without_targets"] == (0 if policy == "split" else 10)
+    assert (counts["pieces_without_targets"] > 0) == (policy != "drop")
+    assert found["packs"] * found["slots"] == counts["tokens_kept"] + found["padded_tokens"]
+    lines = packing(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)[1].out
+    assert ("of pieces without a target (" in lines) == (policy != "drop")
+    if policy == "truncate":
+        assert "330 kept + 110 lost by truncation + 0 by splitting + 0 by dropping; 10 documents keep none." in lines
+
+
+def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_path):
+    data = answers(tmp_path / "data.jsonl", [5] * 30 + [300] * 10)
+    short = answers(tmp_path / "short.jsonl", [5] * 30)
+
+    def plan(path, *more):
+        given = ["--hybrid-layer-pattern", "-", "--hidden-size", "8", "--lr", "0", "--train-iters", "1", *SFT]
+        config = parse([*given, "--overlong-policy", "truncate", "--data-path", path, *more])
+        documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False).train
+        return plan_training(config, documents)[0]
+
+    kept, dropped = plan(data, "--keep-pieces-without-targets"), plan(data)
+    assert (len(kept.segments), len(dropped.segments)) == (40, 30)
+    assert np.array_equal(kept.segments.document[:30], dropped.segments.document)
+    assert kept.hash != dropped.hash
+    assert plan(short, "--keep-pieces-without-targets").hash == plan(short).hash
+
+
+def test_text_loses_no_token_whatever_the_micro_batch_size(tmp_path, capsys):
+    """As of Megatron: how many samples make a pack does not decide what is trained on."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in (999, 10, 300, 64, 700)))
+    argv = ["--data-path", text, "--seq-length", 64]
+    for samples in (1, 4):
+        found = as_json(capsys, *argv, "--micro-batch-size", samples)["training"]
+        adds_up(found["counts"], found["targets"])
+        assert found["counts"]["tokens_kept"] == found["counts"]["tokens_in"] == 2078
+        assert (found["slots"], found["targets"]["targets_split"]) == (64 * samples, 15 + 0 + 4 + 1 + 10)
+    old = ["--micro-batch-size", 4, "--max-document-length", 256, "--overlong-policy", "truncate"]
+    assert as_json(capsys, *argv, *old)["training"]["counts"]["tokens_kept"] == 3 * 256 + 11 + 65
