@@ -41,7 +41,7 @@ class TokenCounts:
         without = ""
         if self.pieces_without_targets:
             without = (
-                f" + {self.tokens_without_targets:,} of pieces without a target ({self.pieces_without_targets:,} of "
+                f" + {self.tokens_without_targets:,} of pieces without a target ({self.pieces_without_targets:,} pieces of "
                 f"{self.documents_of_pieces_without_targets:,} documents)"
             )
         return (

@@ -330,7 +330,7 @@ def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments,
     assert segments.targets is not None
     if not segments.targets.targets_kept:
         raise DataError(
-            f"the {name} data has no target left, so there is nothing to learn or measure: "
+            f"the {name} data has no target left: "
             f"{segments.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
             f"{_cure(segments.targets)}."
         )

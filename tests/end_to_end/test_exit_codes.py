@@ -88,6 +88,16 @@ def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
     assert_ends(run(options, tmp_path), DATA, "--valid-data-path: the data holds no document: 2 lines, 2 blank")
 
 
+def test_data_in_which_nothing_is_learned(data: Data, tmp_path: Path) -> None:
+    """Of every document the prompt alone fits, so the run ends before its first step."""
+    line = json.dumps({"prompt": "p" * 300, "completion": "c" * 10})
+    (tmp_path / "long.jsonl").write_text(f"{line}\n" * 20)
+    options = tiny_options(data, train_iters=3, overlong_policy="truncate", **in_folder(tmp_path))
+    finished = run(options | {"train_data_path": tmp_path / "long.jsonl"}, tmp_path)
+    assert_ends(finished, DATA, "data error: the training data has no target left: 220 targets of 20", tmp_path)
+    assert "step 1/" not in finished.console
+
+
 def test_data_that_one_rank_alone_cannot_use(data: Data, tmp_path: Path) -> None:
     """The others neither wait for it nor die of its death: all end with the code of the cause."""
     options = tiny_options(data, train_iters=3, **in_folder(tmp_path))

@@ -89,6 +89,17 @@ def test_targets_are_the_answers(trained: list[dict[str, Any]], data: Data) -> N
     assert mean < learned < mean + 3
 
 
+def test_the_first_line_accounts_for_tokens_and_targets(lines: list[dict[str, Any]], data: Data) -> None:
+    assert ["data" in line for line in lines] == [True] + [False] * (len(lines) - 1)
+    for name, documents in (("training", 240), ("validation", 24)):
+        of = lines[0]["data"][name]
+        assert of["documents_in"] == documents and of["targets_in"] > 0
+        lost = ("kept", "truncated", "split", "dropped")
+        assert of["targets_in"] == sum(of[f"targets_{part}"] for part in lost)
+    [validated] = {line["valid_target_tokens"] for line in lines if "valid_loss" in line}
+    assert 0 < validated <= lines[0]["data"]["validation"]["targets_kept"]  # --eval-iters may end it before the last
+
+
 def test_validations_look_at_the_same_tokens_with_better_and_better_weights(lines: list[dict[str, Any]]) -> None:
     validations = [line for line in lines if "valid_loss" in line]
     assert len({(line["valid_target_tokens"], line["plan_hash"]) for line in validations}) == 1
@@ -134,6 +145,7 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     validations = [line["valid_loss"] for line in log if "valid_loss" in line]
     rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text))
     assert rows["steps"] == "6"
+    assert rows["training targets"].endswith("0 of 240 documents keep none") and "validation targets" in rows
     assert rows["first and last training loss"] == f"{trained[0]['lm_loss']:.4f} → {trained[-1]['lm_loss']:.4f}"
     assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
     assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"

@@ -1,4 +1,4 @@
-"""Where tokens and targets of the data go, as ``packing`` and ``tune`` report it, and data in which nothing is learned."""
+"""Where tokens and targets of the data go, as ``packing`` and ``tune`` report it; data without a target is refused."""
 
 import json
 
