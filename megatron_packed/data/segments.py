@@ -41,8 +41,8 @@ class TokenCounts:
         without = ""
         if self.pieces_without_targets:
             without = (
-                f" + {self.tokens_without_targets:,} of pieces without a target ({self.pieces_without_targets:,} pieces of "
-                f"{self.documents_of_pieces_without_targets:,} documents)"
+                f" + {self.tokens_without_targets:,} of pieces without a target ({self.pieces_without_targets:,} "
+                f"pieces of {self.documents_of_pieces_without_targets:,} documents)"
             )
         return (
             f"{self.tokens_in:,} tokens of {self.documents_in:,} documents in = {self.tokens_kept:,} kept "
