@@ -11,6 +11,13 @@ _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
     ("--data-path", "divided 969, 30, 1", "all of it trains", "nothing is cut off that --split does not ask for"),
     ("--moe-router-dtype", "the model's", "always fp32", "routing in bf16 changes which experts are chosen"),
     ("--calculate-per-token-loss", "off", "always on", "documents count by their target tokens, whatever their pack"),
+    ("--check-for-spiky-loss", "off; on: warns when a micro-batch's loss is 10 times the largest of the first 100",
+     "on, unless --loss-spike-policy off: warns when a step's loss is above --loss-spike-factor times its running "
+     "median",
+     "the first losses are the largest, and ten times those is seldom reached"),
+    ("--check-for-large-grads", "off; on: warns when a bucket's gradient norm is 10 times the largest of the first 100",
+     "on, unless --loss-spike-policy off: warns when the gradient norm is above --grad-norm-spike-factor times its "
+     "running median", "the norm of all gradients is at hand"),
     ("--exit-signal-handler", "off", "always on", "a job that is told to stop keeps its work"),
     ("--load", "a missing directory is ignored", "an error, unless it is also --save", "a typing error costs a run"),
 )

@@ -53,6 +53,12 @@ def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
     return "the only stack is the hybrid one (hybrid_stack_spec); layers are chosen by --hybrid-layer-pattern"
 
 
+def _spikes_ignored(values: tuple[str, ...], run: RunConfig) -> str:
+    if run.training.loss_spike_policy != "off":
+        return ""
+    return "contradicts --loss-spike-policy off; leave that out, its default is warn"
+
+
 ALWAYS: dict[str, Always] = {
     "--num-layers": Always("the pattern decides the number of layers", (), _other_number_of_layers),
     "--group-query-attention": Always("--num-query-groups decides", None, _no_query_groups),
@@ -89,6 +95,8 @@ ALWAYS: dict[str, Always] = {
     "--cross-entropy-fusion-impl": Always("the fused loss is our own", ("native",)),
     "--empty-unused-memory-level": Always("the allocator's cache is left alone", ("0",)),
     "--rerun-mode": Always("no step is computed twice", ("disabled",)),
+    "--check-for-spiky-loss": Always("--loss-spike-policy names loss spikes", None, _spikes_ignored),
+    "--check-for-large-grads": Always("--loss-spike-policy names spikes of the gradient norm", None, _spikes_ignored),
     "--optimizer": Always("the optimizer is AdamW", ("adam",)),
     "--override-opt-param-scheduler": Always("the schedule is a function of the options and the iteration"),
     "--override-opt_param-scheduler": Always("the schedule is a function of the options and the iteration"),
@@ -362,7 +370,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "these statistics are not collected", "use --log-jsonl for one object with every measured value per iteration",
         ("--log-energy", "--log-straggler", "--timing-log-level", "--timing-log-option", "--moe-per-layer-logging",
-         "--log-moe-overload-factor", "--check-for-large-grads"),
+         "--log-moe-overload-factor"),
     ),
     Refused(
         "what goes to TensorBoard is not chosen one by one", "use --tensorboard-dir",

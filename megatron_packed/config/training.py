@@ -59,6 +59,20 @@ class TrainingConfig(Section, title="training"):
         "stop", "After a step with a non-finite loss or gradient, which never changes a weight: stop, or skip it.",
         group=EXACT, choices=("stop", "skip"),
     )
+    loss_spike_policy: str = option(
+        "warn", "After a step whose loss or gradient norm is far above its running median: warn, or skip its update; "
+        "off does not compare.", group=EXACT, choices=("off", "warn", "skip"),
+    )
+    loss_spike_window: int = option(
+        128, "Steps that the running medians are taken over; nothing is a spike before half of them are there.",
+        unit="iterations", group=EXACT, minimum=2, maximum=4096,
+    )
+    loss_spike_factor: float = option(
+        3.0, "A loss above its running median times this is a spike.", group=EXACT, above=1
+    )
+    grad_norm_spike_factor: float = option(
+        10.0, "A gradient norm, before clipping, above its running median times this is a spike.", group=EXACT, above=1
+    )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None, "Compare the bits of the weights between data-parallel ranks, and with the rounded fp32 masters, every "
         "so many iterations: before the update and after it.", unit="iterations", group=EXACT, minimum=1,

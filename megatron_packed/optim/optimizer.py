@@ -16,6 +16,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Bucket, FlatRange, ParamSlot, Part
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
+from megatron_packed.optim.spikes import WATCHED, SpikeDetector
 from megatron_packed.optim.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class StepStats:
     """L2 norm of all parameters after the step; 0 where it is not asked for."""
     grad_zeros: Tensor
     """``(2,)``: gradients that are exactly zero, as `Statistics` holds them; 0 where they are not counted."""
+    spikes: Tensor
+    """``(2,)``: `SpikeDetector.medians`; 0 where nothing is compared."""
 
 
 class Optimizer:
@@ -60,6 +63,7 @@ class Optimizer:
         params_norm: whether steps tell the norm of the parameters.
         count_zeros_of: elements of the whole model, each once, if steps are to tell how many gradients are zero.
         implementation: 'auto' or a name of ``adamw.OP``.
+        spikes: compares each step with those before it; None for no comparison. Steps need a ``loss`` then.
     Raises:
         ValueError: a constant is out of range.
         NoBackendError: the implementation cannot serve; the message says why.
@@ -80,6 +84,7 @@ class Optimizer:
         params_norm: bool = False,
         count_zeros_of: int | None = None,
         implementation: str = "auto",
+        spikes: SpikeDetector | None = None,
     ) -> None:
         for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
             if not 0 <= beta < 1:
@@ -91,7 +96,7 @@ class Optimizer:
         backend = OP.select(Inputs(device_type=buffers.device.type), implementation)
         self.implementation = backend.name
         self._run = backend.load().run
-        self.buffers, self.clip_grad = buffers, clip_grad
+        self.buffers, self.clip_grad, self.spikes = buffers, clip_grad, spikes
         self._betas, self._eps = (beta1, beta2), eps
 
         device, layout = buffers.device, buffers.layout
@@ -133,6 +138,7 @@ class Optimizer:
             skipped=torch.zeros((), dtype=torch.float32, device=device),
             params_norm=self._statistics.params_norm,
             grad_zeros=self._statistics.grad_zeros,
+            spikes=torch.zeros(len(WATCHED), device=device) if spikes is None else spikes.medians,
         )
         self.reset_masters()
         ranges = buffers.owned_ranges()
@@ -153,6 +159,7 @@ class Optimizer:
         counted_elsewhere: Sequence[tuple[int, int]] = (),
         params_norm: bool = False,
         count_zeros_of: int | None = None,
+        spikes: SpikeDetector | None = None,
     ) -> Optimizer:
         """An optimizer with the values of ``config``."""
         return cls(
@@ -168,6 +175,7 @@ class Optimizer:
             params_norm=params_norm,
             count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
+            spikes=spikes,
         )
 
     def set_lr(self, lr: float) -> None:
@@ -191,6 +199,9 @@ class Optimizer:
             self.set_lr(lr)
         norm, nonfinite = norm_and_flag(self._gradients, loss, group=self._norm_group)
         skip = nonfinite if hold is None else nonfinite.maximum((hold > 0).to(torch.float32))
+        if self.spikes is not None:
+            assert loss is not None, "the loss of each step is watched"
+            skip = self.spikes.observe(loss, norm, skip)
         self.steps.add_(1.0 - skip)
         control = Control(
             lr=self.lr,

@@ -17,6 +17,7 @@ from megatron_packed.distributed.overlap import OverlappedGather
 from megatron_packed.memory.offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.spikes import SpikeDetector
 from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
 
 
@@ -137,6 +138,9 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         counted_elsewhere=counted_elsewhere(model, buffers),
         params_norm=config.logging.log_params_norm,
         count_zeros_of=elements_of(model) if config.logging.log_num_zeros_in_grad else None,
+        spikes=SpikeDetector.from_config(
+            config.training, groups.device, groups.world_group if groups.tp_size > 1 else None
+        ),
     )
     if config.parallel.overlap_param_gather:
         buffers.gather = OverlappedGather(buffers, model.stages)

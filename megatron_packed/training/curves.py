@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Record = dict[str, object]
-NON_FINITE, NO_TARGETS = "non-finite", "no targets"
+NON_FINITE, NO_TARGETS, SPIKE = "non-finite", "no targets", "spike"
 """Reasons why the update of a step was not applied: values of ``skip_reason`` in a log."""
 
 

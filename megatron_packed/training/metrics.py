@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -70,6 +70,11 @@ class MemoryFigures:
         return cls(used=used, reserved=reserved, host=host)
 
 
+_WHERE_THERE_IS_ONE = (
+    "expert_load", "expert_dropped", "expert_dropped_share", "expert_dropped_by_layer", "params_norm", "num_zeros",
+    "skip_reason", "loss_median", "grad_norm_median",
+)  # fmt: skip
+"""Fields of a line of the log that most lines do not have."""
 LOADS_PER_LINE = 512
 """Loads of single experts that a line of the log holds on average, at most."""
 
@@ -224,6 +229,10 @@ class StepRecord:
     """Gradients that are exactly zero; None where they are not counted."""
     skip_reason: str | None = None
     """Why the update was not applied; None where it was."""
+    loss_median: float | None = None
+    """The running median that a loss spike was compared with; None for a loss that is none."""
+    grad_norm_median: float | None = None
+    """As ``loss_median``, of the gradient norm."""
 
     def as_dict(self) -> dict[str, object]:
         """One flat object; nothing about what there is not."""
@@ -231,8 +240,7 @@ class StepRecord:
         groups = {"expert": values.pop("experts"), "graph": values.pop("graphs"), "offload": values.pop("offload")}
         for prefix, group in groups.items():
             values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
-        dropped = ("expert_dropped", "expert_dropped_share", "expert_dropped_by_layer")
-        for name in ("expert_load", *dropped, "params_norm", "num_zeros", "skip_reason"):
+        for name in _WHERE_THERE_IS_ONE:
             if values.get(name, ()) is None:
                 del values[name]
         return values
@@ -252,6 +260,7 @@ def step_record(
     params_norm: float | None = None,
     num_zeros: int | None = None,
     skip_reason: str | None = None,
+    medians: Mapping[str, float] | None = None,
 ) -> StepRecord:
     """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of this one."""
     flops_per_second = facts.flops / seconds / world_size
@@ -286,4 +295,5 @@ def step_record(
         params_norm=params_norm,
         num_zeros=num_zeros,
         skip_reason=skip_reason,
+        **{f"{name}_median": median for name, median in (medians or {}).items()},
     )

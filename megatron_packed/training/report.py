@@ -11,7 +11,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_packed.training.curves import NO_TARGETS, NON_FINITE, Panel, Record, Run, panels_of, points, read_run
+from megatron_packed.training.curves import (
+    NO_TARGETS,
+    NON_FINITE,
+    SPIKE,
+    Panel,
+    Record,
+    Run,
+    panels_of,
+    points,
+    read_run,
+)
 from megatron_packed.training.page import write_html
 from megatron_packed.training.svg import COLOURS, DASHES, Line, heat_map, line_chart
 
@@ -122,6 +132,11 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     without_targets = _steps_skipped(steps, NO_TARGETS)
     if without_targets:
         rows.append(("steps without target tokens, not taken", without_targets))
+    spikes = [step for step in steps if "loss_median" in step or "grad_norm_median" in step]
+    if spikes:
+        left_out = _steps_skipped(steps, SPIKE)
+        rows.append(("steps with a spike of loss or gradient norm", _listed(spikes)))
+        rows.append(("of these skipped", left_out or "0"))
     if last.get("mfu") is not None:
         rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
     imbalances = sorted(_number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)

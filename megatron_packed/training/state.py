@@ -33,7 +33,10 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.sharding import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.spikes import is_spike_window
 
+SPIKE_WINDOW = "spike_window"
+"""Key of the metadata: the recent losses and gradient norms that spikes are found by."""
 _DECIDES_THE_DATA = ("data", "packing", "cuda_graph", "training.seed")
 """Sections and options that a run's data and their order may depend on."""
 
@@ -54,6 +57,10 @@ class Progress:
     """Steps with a non-finite loss or gradient; their updates were not applied."""
     steps_without_targets: int = 0
     """Steps without a target token; they were not taken."""
+    spikes: int = 0
+    """Steps whose loss or gradient norm was far above its running median."""
+    skipped_spikes: int = 0
+    """Of these the steps whose updates were not applied."""
     validated_at: int = 0
     """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
 
@@ -144,6 +151,13 @@ def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | No
         f"has tables of other rows: --make-vocab-size-divisible-by is {now.make_vocab_size_divisible_by}, and the "
         f"checkpoint was made with {before}; give {before}"
     )
+
+
+def spikes_refusal(metadata: Mapping[str, Any]) -> str | None:
+    """Return why the running medians of a run with this metadata cannot be taken over; older ones have none."""
+    if SPIKE_WINDOW not in metadata or is_spike_window(metadata[SPIKE_WINDOW]):
+        return None
+    return f"holds no losses and gradient norms as its {SPIKE_WINDOW}: it was changed; load another checkpoint"
 
 
 def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
@@ -254,6 +268,7 @@ class RunState:
             "layout": self._layout,
             "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
+            **({} if self.optimizer.spikes is None else {SPIKE_WINDOW: self.optimizer.spikes.state()}),
         }
 
     def _write(
@@ -318,6 +333,8 @@ class RunState:
             return loaded
         self._reset_masters(loaded.missing)
         self.progress = progress_of(loaded.metadata)
+        if self.optimizer.spikes is not None and SPIKE_WINDOW in loaded.metadata:
+            self.optimizer.spikes.load_state(loaded.metadata[SPIKE_WINDOW])
         if self.plan is not None:
             self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
         self.run_id = loaded.run_id
@@ -355,6 +372,7 @@ class RunState:
         return (
             precision_refusal(metadata, self.model.dtype)
             or model_refusal(metadata, self.model.config)
+            or spikes_refusal(metadata)
             or self._data_refusal(metadata)
             or self._schedule_refusal(metadata)
         )

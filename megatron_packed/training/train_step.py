@@ -31,12 +31,21 @@ from megatron_packed.distributed.overlap import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.output import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.spikes import WATCHED
 from megatron_packed.optim.statistics import ZEROS_UNIT
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.replicas import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`. The last one is another part only where sums overlap with it."""
+
+
+class Spike(NamedTuple):
+    """A value far above its running median."""
+
+    name: str
+    """Of a field of `StepValues`: ``loss`` or ``grad_norm``."""
+    median: float
 
 
 class StepValues(NamedTuple):
@@ -60,6 +69,8 @@ class StepValues(NamedTuple):
     """Gradients that are exactly zero; 0 where they are not counted."""
     no_targets: bool = False
     """No micro-batch of any rank had a target token: the step changed nothing."""
+    spikes: tuple[Spike, ...] = ()
+    """The values of this step that lie far above their running medians."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
@@ -80,6 +91,7 @@ class StepValues(NamedTuple):
             params_norm=of["params_norm"][0],
             grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
             no_targets=of["targets"][0] == 0,
+            spikes=tuple(Spike(*found) for found in zip(WATCHED, of["spikes"]) if found[1] != 0),
         )
 
 
@@ -94,6 +106,7 @@ _SLOTS = {
     "held": 1,
     "params_norm": 1,
     "grad_zeros": 2,
+    "spikes": len(WATCHED),
     "signs": _SIGNS,
 }
 """The metrics vector: name -> number of elements, in its order. After them comes the sign of each rank."""
@@ -345,6 +358,7 @@ class TrainStep:
             "held": self._held,
             "params_norm": stats.params_norm,
             "grad_zeros": stats.grad_zeros,
+            "spikes": stats.spikes,
         }
         torch.cat([numbers[name].reshape(-1) for name in _SLOTS], out=self.metrics)
 
@@ -367,13 +381,14 @@ class TrainStep:
 
     def places(self) -> list[tuple[Mapping[str, Any], str]]:
         """Where the tensors are kept that parts of a step read or write, other than in local variables."""
-        optimizer, buffers = vars(self.optimizer), vars(self.buffers)
+        optimizer, buffers, spikes = vars(self.optimizer), vars(self.buffers), self.optimizer.spikes
         parameters = self.buffers.parameters.values()
         modules = (place for part in self.model.modules() for place in (part._parameters, part._buffers))
         return [
             *((place, name) for place in modules for name in place),
             *((vars(parameter), "main_grad") for parameter in parameters),
             *((optimizer, name) for name in ("exp_avg", "exp_avg_sq", "lr", "steps")),
+            *((vars(spikes), name) for name in ("recent", "medians") if spikes is not None),
             (buffers, "storage"),
         ]
 

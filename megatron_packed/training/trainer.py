@@ -387,6 +387,7 @@ class Trainer:
         """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
         if arrived is None:
             return None
+        training, progress = self.config.training, self.state.progress
         values, counts = self._values(arrived), self.step.counts_of(arrived.values)
         self._weights_moved |= values.weights_moved
         record = step_record(
@@ -394,7 +395,8 @@ class Trainer:
             loss=values.loss,
             aux_loss=values.aux_loss,
             grad_norm=values.grad_norm,
-            skip_reason=skip_reason(values),
+            skip_reason=skip_reason(values, training),
+            medians={spike.name: spike.median for spike in values.spikes},
             seconds=max(arrived.seconds, 1e-9),
             world_size=self.groups.world_size,
             peak=self._peak,
@@ -410,11 +412,10 @@ class Trainer:
         )
         self.console.step(record)
         self._write(record.as_dict())
-        progress = self.state.progress
-        count_incidents(progress, values)
-        for sentence in sentences(record.iteration, values, progress, self.groups.tp_cp_size):
+        count_incidents(progress, values, training)
+        for sentence in sentences(record.iteration, values, progress, training, self.groups.tp_cp_size):
             self.console.warn(sentence)
-        if values.nonfinite and self.config.training.on_nonfinite == "stop":
+        if values.nonfinite and training.on_nonfinite == "stop":
             self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
             return ExitCode.NONFINITE
         return ExitCode.PREEMPTED if values.stop_requested else None

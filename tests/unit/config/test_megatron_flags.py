@@ -88,7 +88,8 @@ TRUE_ANYWAY = [
     "--optimizer adam", "--main-grads-dtype fp32",
     "--te-rng-tracker", "--cuda-graph-dynamic-microbatches", "--cuda-graph-granularity layer",
     "--cpu-offloading-num-layers 0", "--activation-offload-fraction 1.0", "--delta-offload-bytes-across-pp-ranks 0",
-    "--rerun-mode disabled", "--override-opt_param-scheduler", "--exit-signal-handler",
+    "--rerun-mode disabled", "--check-for-spiky-loss", "--check-for-large-grads",
+    "--override-opt_param-scheduler", "--exit-signal-handler",
     "--ckpt-fully-parallel-save",
 ]  # fmt: skip
 

@@ -78,7 +78,7 @@ def test_more_zeros_than_float32_counts() -> None:
     statistics = Statistics(counted, counted, elements=elements, params_norm=False, group=None, device=grads.device)
     statistics.before_update()
     statistics.after_update()
-    vector = [2.0, 0.0, 1.0, 0.0, 9.0, 0.0, 7.5, *statistics.grad_zeros.tolist(), 0.0, 0.0, 0.0]
+    vector = [2.0, 0.0, 1.0, 0.0, 9.0, 0.0, 7.5, *statistics.grad_zeros.tolist(), *[0.0] * 5]
     values = StepValues.from_list(vector)
     assert (values.grad_zeros, values.params_norm, values.held) == (elements - 3, 7.5, False)
 

@@ -44,7 +44,7 @@ def config_of(**graphs):
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
         optim=OptimizerConfig(lr=1e-2),
-        training=TrainingConfig(train_iters=5, device="cpu"),
+        training=TrainingConfig(train_iters=5, device="cpu", loss_spike_policy="skip", loss_spike_window=4),
         cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
         logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
@@ -133,6 +133,7 @@ def state_hash(job):
     tensors = {held.shard.name: held.shard.tensor for held in held_state(job.model, job.optimizer)}
     tensors |= {f"buffer {name}": tensor for name, tensor in job.model.named_buffers()}
     tensors |= {"storage": job.buffers.storage, "metrics": job.step.metrics, "rng": torch.get_rng_state()}
+    tensors["spikes"] = job.optimizer.spikes.recent
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     digest.update(pickle.dumps((np.random.get_state(), random.getstate(), job.model.training)))

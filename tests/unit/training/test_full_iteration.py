@@ -3,6 +3,7 @@
 With the stand-in for capture, which runs a captured function again; on a GPU: `tests/gpu/test_full_iteration_gpu.py`.
 """
 
+import hashlib
 import math
 import re
 import sys
@@ -19,6 +20,7 @@ from megatron_packed.cuda_graphs.full_iteration import FullIteration, StaticMicr
 from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.state import held_state
 from megatron_packed.training.train_step import StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
@@ -170,6 +172,59 @@ def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gr
     assert state_hash_of_weights(graphed) != before and graphed.job.optimizer.steps.item() == 3
 
 
+def spike(job):
+    """Step in which a micro-batch has a hundred times the loss and the gradient of others."""
+    batches = [micro_batch([20, 9, 3]), micro_batch([9, 9])]
+    batches[1].scales[0] *= 100
+    return StepValues.from_list(job.step(batches, 1e-2).tolist())
+
+
+def test_a_spike_is_skipped_alike_by_replay_and_eagerly():
+    """Weights, moments, step count and experts' biases are those of the step before; the window has the spike."""
+    graphed, eager = captured(), Job()
+    assert_same_steps(graphed, eager, [[[20, 9, 3], [9, 9]]] * 4)
+    before = [weights(job) for job in (graphed, eager)]
+    found = [spike(job) for job in (graphed, eager)]
+    assert found[0] == found[1] and [name for name, _ in found[0].spikes] == ["loss", "grad_norm"]
+    assert [weights(job) for job in (graphed, eager)] == before
+    assert graphed.job.optimizer.spikes.recent[0, -1] == found[0].loss > 10 * graphed.job.optimizer.spikes.recent[0, 0]
+    assert state_hash(graphed.job) == state_hash(eager.job)
+    assert_same_steps(graphed, eager, [[[20, 9, 3], [9, 9]]])
+    assert weights(graphed) != before[0]
+
+
+def test_a_warning_changes_no_bit():
+    jobs = [Job(), Job(), Job()]
+    jobs[1].job.optimizer.spikes.skip = False
+    jobs[2].job.optimizer.spikes = None
+    for job in jobs:
+        for _ in range(4):
+            job.run([[20, 9, 3], [9, 9]])
+    skipped, warned, off = (spike(job) for job in jobs)
+    assert warned.spikes == skipped.spikes != () and off == warned._replace(spikes=off.spikes)
+    assert weights(jobs[1]) == weights(jobs[2]) != weights(jobs[0])
+
+
+def test_a_held_step_is_no_observation_and_is_compared_when_it_is_done_again():
+    job = Job()
+    for _ in range(4):
+        job.run([[20, 9, 3], [9, 9]])
+    spikes, before = job.job.optimizer.spikes, job.job.optimizer.spikes.recent.clone()
+    job.step._held.fill_(1.0)
+    assert spike(job).spikes == () and torch.equal(spikes.recent, before)
+    batches = [micro_batch([20, 9, 3])]
+    batches[0].scales[0] *= 100
+    assert StepValues.from_list(job.step.redo(batches, 1e-2).tolist()).spikes
+    assert torch.equal(spikes.recent[:, :-1], before[:, 1:])
+
+
+def weights(job):
+    """Return a hash of each tensor that an update changes."""
+    states = {held.shard.name: held.shard.tensor for held in held_state(job.job.model, job.job.optimizer)}
+    parts = {name: tensor.view(-1).view(torch.uint8).numpy() for name, tensor in states.items()}
+    return {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
+
+
 def state_hash_of_weights(job):
     """All but what a step reports and adds up."""
     job.job.buffers.zero_grad()
@@ -223,6 +278,7 @@ def test_all_that_graphs_use_is_watched():
     parameter = job.buffers.parameters["embedding.weight"]
     places = [(optimizer, name) for name in ("exp_avg", "exp_avg_sq", "lr", "steps")]
     places += [(vars(parameter), "main_grad"), (vars(job.buffers), "storage")]
+    places += [(vars(job.optimizer.spikes), name) for name in ("recent", "medians")]
     places.append((job.model.embedding._parameters, "weight"))
     places.append((job.model.moe_layers[0].mixer.router._buffers, "expert_bias"))
     for place, name in places:

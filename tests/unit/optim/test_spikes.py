@@ -1,0 +1,113 @@
+"""Running medians on the device against `statistics`, what enters the window, and its way through a checkpoint."""
+
+import json
+import math
+import random
+from statistics import median_low
+
+import pytest
+import torch
+
+from megatron_packed.config.training import TrainingConfig
+from megatron_packed.optim.spikes import SpikeDetector, is_spike_window
+
+FACTORS = (3.0, 10.0)
+
+
+def detector(window: int = 8, *, skip: bool = True) -> SpikeDetector:
+    return SpikeDetector(window=window, factors=FACTORS, skip=skip, device=torch.device("cpu"))
+
+
+def observed(one: SpikeDetector, loss: float, norm: float, skip: float = 0.0) -> tuple[list[float], bool]:
+    """The medians of what is a spike, and whether the step is skipped."""
+    result = one.observe(torch.tensor([loss]), torch.tensor(norm), torch.tensor(skip))
+    return one.medians.tolist(), bool(result)
+
+
+@pytest.mark.parametrize("window", [2, 7, 8])
+def test_decisions_are_those_of_plain_lists(window: int) -> None:
+    one, draw = detector(window), random.Random(window)
+    seen: list[tuple[float, float]] = []
+    spikes = 0
+    for _ in range(300):
+        pair = tuple(torch.tensor(draw.lognormvariate(0, 1.2)).item() for _ in FACTORS)
+        invalid = draw.random() < 0.1
+        medians = [median_low(column) for column in zip(*seen[-window:])] if len(seen[-window:]) * 2 >= window else []
+        above = [not invalid and value > k * middle for value, k, middle in zip(pair, FACTORS, medians)]
+        expected = [middle if spike else 0.0 for spike, middle in zip(above, medians)] or [0.0, 0.0]
+        assert observed(one, *pair, skip=float(invalid)) == (expected, invalid or any(above))
+        seen += [] if invalid else [pair]  # a spike enters too
+        spikes += any(above)
+    assert spikes > 20
+
+
+def test_warn_decides_the_same_and_skips_nothing() -> None:
+    warns, skips = detector(4, skip=False), detector(4)
+    for loss, spike in ((1.0, False), (1.0, False), (9.0, True), (1.0, False)):
+        assert observed(warns, loss, 1.0) == ([1.0 * spike, 0.0], False)
+        assert observed(skips, loss, 1.0) == ([1.0 * spike, 0.0], spike)
+    assert torch.equal(warns.recent, skips.recent)
+
+
+def test_a_lasting_new_level_is_skipped_for_at_most_half_a_window() -> None:
+    for window in (2, 7, 8, 128):
+        one = detector(window)
+        for _ in range(window):
+            observed(one, 1.0, 1.0)
+        skipped = [observed(one, 100.0, 100.0)[1] for _ in range(2 * window)]
+        assert skipped == sorted(skipped, reverse=True) and 0 < sum(skipped) <= window // 2 + 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_steps_skipped_for_another_reason_leave_no_trace(value: float) -> None:
+    one = detector(4)
+    observed(one, 1.0, 1.0), observed(one, 2.0, 1.0)
+    before = one.recent.clone()
+    assert observed(one, value, value, skip=1.0) == ([0.0, 0.0], True)
+    assert torch.equal(one.recent, before)
+
+
+def test_zeros_have_no_spikes() -> None:
+    """Where the median is zero every value is infinitely above it."""
+    one = detector(4)
+    for _ in range(4):
+        observed(one, 0.0, 0.0)
+    assert observed(one, 1.0, 1.0) == ([0.0, 0.0], False)
+
+
+@pytest.mark.parametrize("filled", [0, 3, 8, 20])
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_window_comes_back_from_json_bit_for_bit(filled: int, size: int) -> None:
+    one, other, draw = detector(8), detector(size), random.Random(filled)
+    for _ in range(filled):
+        observed(one, draw.random() / 3, 1e10 * draw.random())
+    state = json.loads(json.dumps(one.state()))
+    assert is_spike_window(state)
+    other.load_state(state)
+    kept = min(filled, 8, size)
+    assert torch.equal(other.recent[:, size - kept :], one.recent[:, 8 - kept :])
+    assert other.recent[:, : size - kept].isinf().all()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [None, [], {}, {"loss": [1.0]}, {"loss": [1.0], "grad_norm": []}, {"loss": 1.0, "grad_norm": 1.0},
+     {"loss": ["1"], "grad_norm": ["1"]}, {"loss": [math.nan], "grad_norm": [1.0]},
+     {"loss": [True], "grad_norm": [1.0]}, {"loss": [10**9], "grad_norm": [1.0]},
+     {"loss": [math.inf], "grad_norm": [1.0]}, {"loss": [1.0], "grad_norm": [1.0], "more": [1.0]}],
+)  # fmt: skip
+def test_what_is_no_window_is_known(forged: object) -> None:
+    assert not is_spike_window(forged)
+
+
+def test_the_policy_makes_the_detector() -> None:
+    made = {
+        policy: SpikeDetector.from_config(
+            TrainingConfig(train_iters=1, loss_spike_policy=policy, loss_spike_window=6, loss_spike_factor=2.5),
+            torch.device("cpu"),
+        )
+        for policy in ("off", "warn", "skip")
+    }
+    assert made["off"] is None and made["warn"] is not None and made["skip"] is not None
+    assert (made["warn"].skip, made["skip"].skip) == (False, True)
+    assert made["skip"].recent.shape == (2, 6) and made["skip"]._factors.tolist() == [2.5, 10.0]
