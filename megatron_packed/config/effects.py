@@ -61,12 +61,14 @@ _EXPERT_OPTIONS = _in(
     "moe_token_drop_policy moe_pad_expert_input_to_capacity moe_token_dispatcher_type "
     "moe_expert_rank_capacity_factor",
 )  # fmt: skip
+_SPIKE_OPTIONS = _in("training", "loss_spike_window loss_spike_factor grad_norm_spike_factor")
 _STEP_OPTIONS = (
     *_in("optim", "min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
          "lr_warmup_fraction lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style weight_decay "
          "clip_grad adam_beta1 adam_beta2 adam_eps"),
     *_in("training", "train_samples exit_interval exit_duration_in_mins on_nonfinite "
-         "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval"),
+         "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval loss_spike_policy"),
+    *_SPIKE_OPTIONS,
     *_in("checkpoint", "save_interval save_retain save_retain_interval async_save save_optim save_rng"),
     *_in("logging", "log_interval log_params_norm log_num_zeros_in_grad"),
     *_in("profiling", "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_shapes"),
@@ -131,6 +133,10 @@ IDLE: tuple[Idle, ...] = (
          ("data.tokenizer_vocab_size",)),
 
     Idle("--skip-train takes no training step", lambda run, _: run.training.skip_train, _STEP_OPTIONS),
+    Idle("--loss-spike-policy is off", lambda run, _: run.training.loss_spike_policy == "off", _SPIKE_OPTIONS),
+    Idle("the run ends before half of --loss-spike-window is filled",
+         lambda run, _: run.training.train_iters <= -(-run.training.loss_spike_window // 2),
+         ("training.loss_spike_policy", *_SPIKE_OPTIONS)),
     Idle("--lr-decay-style is constant", lambda run, _: run.optim.lr_decay_style == "constant", ("optim.min_lr",)),
     Idle("--lr-decay-style is constant, and the warm-up is no share of the decay",
          lambda run, _: run.optim.lr_decay_style == "constant" and run.optim.lr_warmup_fraction is None
