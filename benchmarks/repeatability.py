@@ -38,8 +38,8 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.explain import op_inputs
 from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.kernels import op_inputs
 from megatron_packed.training.train_step import StepValues
 from model_step import CONFIGS, begin_alone, packings
 from workloads import device_from

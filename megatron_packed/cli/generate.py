@@ -66,10 +66,12 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.training.data import build_tokenizer
     from megatron_packed.training.implementation import check_implementation
     from megatron_packed.training.inference import load_model
+    from megatron_packed.training.kernels import chosen_kernels
 
     try:
         device = device_of(config)
         check_implementation(config, device)
+        chosen_kernels(config, device)
     except ValueError as error:
         raise UsageError(str(error)) from None
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)

@@ -203,7 +203,7 @@ EFFECTIVE: frozenset[str] = frozenset({
          "sft_tokenizer_prompt_format chat_template"),
     *_in("optim", "lr optimizer_backend"),
     *_in("training", "train_iters skip_train manual_gc seed bf16 deterministic_mode isolation_self_test device "
-         "transformer_impl"),
+         "transformer_impl require_fast_kernels"),
     "cuda_graph.cuda_graph_impl",
     *_in("memory", "recompute_granularity offload_layer_inputs fine_grained_activation_offloading"),
     *_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),

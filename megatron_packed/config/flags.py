@@ -21,6 +21,7 @@ from megatron_packed.config.effects import without_effect
 from megatron_packed.config.environment import environment_problems
 from megatron_packed.config.errors import ConfigError, Problem, format_problems
 from megatron_packed.config.gather import Given, gather
+from megatron_packed.config.kernels import kernel_surroundings
 from megatron_packed.config.megatron_flags import ALWAYS
 from megatron_packed.config.offload import forced_buffers
 from megatron_packed.config.options import problems_of, unchecked
@@ -169,6 +170,8 @@ def _resolve(
         problems += environment_problems(run.training)
         if run.memory.offloads:
             forced_buffers(environ, problems)
+    if here and launched:  # a program that looks at a run from outside runs none of its kernels
+        problems += kernel_surroundings(run, environ, sound)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}

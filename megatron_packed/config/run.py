@@ -9,6 +9,7 @@ from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules, whole_step_rules
 from megatron_packed.config.data import TRAINING_DATA, DataConfig, vocabulary_rules
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.kernels import kernel_rules
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.layout import Layout
 from megatron_packed.config.logging import LoggingConfig
@@ -235,6 +236,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
         yield Problem("--cuda-graph-impl", run.cuda_graph.cuda_graph_impl,
                       "TransformerEngine captures on GPUs only, and --device is cpu",
                       "give local, which runs eagerly there, or leave it out")
+    yield from kernel_rules(run, sound)
     yield from vocabulary_rules(data, model.vocab_size, sound)
     yield from _schedule_rules(run, optim, sound)
     yield from graph_rules(run.cuda_graph, model, packing, sound)

@@ -12,6 +12,7 @@ from megatron_packed.config.blend import Blend
 from megatron_packed.config.cuda_graph import ENGINE
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE, SENTENCEPIECE, TIKTOKEN, TRAINING_DATA
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.packages import is_installed
 from megatron_packed.config.parallel import NOT_BUILT, SIZES, processes_rules
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
@@ -100,7 +101,7 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield Problem(flag, ENGINE, "needs TransformerEngine, which is not installed",
                       "pip install 'megatron-packed[gpu]', or give local, which computes the same", node_dependent=True)
     reads_with = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}.get(run.data.tokenizer_type)
-    if reads_with is not None and sound("data.tokenizer_type") and not _installed(reads_with):
+    if reads_with is not None and sound("data.tokenizer_type") and not is_installed(reads_with):
         yield Problem("--tokenizer-type", run.data.tokenizer_type, f"needs {reads_with}, which is not installed",
                       f"pip install 'megatron-packed[data]', or give {HUGGING_FACE} a tokenizer.json",
                       node_dependent=True)
@@ -110,15 +111,9 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         ("mlflow_experiment", "mlflow", "mlflow"),
     ):
         value = getattr(run.logging, name)
-        if value is not None and sound(f"logging.{name}") and not _installed(package):
+        if value is not None and sound(f"logging.{name}") and not is_installed(package):
             yield Problem(run.logging.flag(name), value, f"needs {package}, which is not installed",
                           f"pip install 'megatron-packed[{extra}]', or leave it out", node_dependent=True)
-
-
-def _installed(package: str) -> bool:
-    """A mere folder of this name, such as the one in which W&B keeps its files, is no package."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
 
 
 def _tried(check: Callable[..., tuple[str, str] | None], *arguments: str | None) -> tuple[str, str] | None:
@@ -173,7 +168,7 @@ def _tables(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _pyarrow() -> tuple[str, str] | None:
-    if _installed("pyarrow"):
+    if is_installed("pyarrow"):
         return None
     return "needs pyarrow, which is not installed", "pip install 'megatron-packed[data]', or give the data as JSONL"
 

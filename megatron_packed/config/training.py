@@ -106,6 +106,9 @@ class TrainingConfig(Section, title="training"):
     conv_backend: str = option(
         "auto", "Causal convolution kernel.", group=KERNELS, choices=("auto", "reference", "causal_conv1d")
     )
+    require_fast_kernels: bool = option(
+        False, "End the run before its first step where an op would run its plain PyTorch reference.", group=KERNELS
+    )
 
     @property
     def validation_interval(self) -> int | None:

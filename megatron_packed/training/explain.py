@@ -16,34 +16,21 @@ from typing import NamedTuple
 import torch
 
 from megatron_packed.config.cuda_graph import MODULE_LAYERS
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, MOE
 from megatron_packed.config.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.surroundings import environment_number
 from megatron_packed.cuda_graphs.transformer_engine import maker
-from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import LOCAL_NAME, engine_refusal
-from megatron_packed.ops.activation import api as activation
-from megatron_packed.ops.causal_conv1d import api as causal_conv1d
-from megatron_packed.ops.cross_entropy import api as cross_entropy
 from megatron_packed.ops.dispatch import NoBackendError, Op
-from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
-from megatron_packed.ops.grouped_mlp import api as grouped_mlp
-from megatron_packed.ops.permute import api as permute
-from megatron_packed.ops.rms_norm import api as rms_norm
-from megatron_packed.ops.rope import api as rope
-from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.ops.zigzag_attention import api as zigzag_attention
-from megatron_packed.training.build import backends_of, device_of, dtype_of
+from megatron_packed.training.build import device_of, dtype_of
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.kernels import Kernel, asked_of, op_inputs
 from megatron_packed.training.metrics import peak_flops
 
 ON, PARTIAL, OFF = "on", "partial", "off"
-UNKNOWN_VOCABULARY = 32_768
-"""Entries to ask the loss's kernels about while no tokenizer was read."""
-
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
 """Room in documents from which FlexAttention was faster than these in some measured size (`capacity_cost.py`)."""
 
@@ -86,7 +73,7 @@ def capabilities(config: RunConfig, device: torch.device, world_size: int = 1) -
     yield from _machine(config, device)
     yield _layers(config, device)
     for op, inputs in op_inputs(config, device):
-        yield kernel(op, inputs, str(getattr(_backends(config), op.name)), device)
+        yield kernel(op, inputs, asked_of(config, op, device), device)
     yield from _graphs(config, device)
     yield _recomputation(config)
     yield _offload(config, device)
@@ -119,10 +106,6 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         yield Capability("isolation self-test", OFF, "--no-isolation-self-test", "leave it out")
 
 
-def _backends(config: RunConfig) -> Backends:
-    return Backends.of(backends_of(config))  # type: ignore[arg-type]
-
-
 def _layers(config: RunConfig, device: torch.device) -> Capability:
     """Whose linear layers and norms."""
     name, impl = "layers", config.training.transformer_impl
@@ -135,80 +118,18 @@ def _layers(config: RunConfig, device: torch.device) -> Capability:
     return Capability(name, ON, f"{impl}: its parallel linear layers and norms; experts and router are this package's")
 
 
-def op_inputs(config: RunConfig, device: torch.device) -> Iterator[tuple[Op, Hashable]]:
-    """Every op that the model runs on a rank, with the inputs by which it chooses its kernel."""
-    model, tokens, parallel = config.model, config.packing.tokens_per_pack, config.parallel
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    dtype, kind, engine = dtype_of(config), device.type, config.training.transformer_impl == "transformer_engine"
-    by_heads = cp == 1 or parallel.cp_comm_type == "a2a"
-    if ATTENTION in model.hybrid_layer_pattern:
-        heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
-        deterministic = config.training.deterministic_mode
-        room = config.cuda_graph.capacities or (1,)  # what the pack plan will ask for is not known yet
-        if by_heads:
-            yield varlen_attention.OP, varlen_attention.inputs_of_pack(
-                tokens=tokens, num_heads=heads // cp, num_kv_heads=max(kv_heads // cp, 1), head_dim=model.head_dim,
-                dtype=dtype, device=device, deterministic=deterministic,
-                automatic=_backends(config).varlen_attention == "auto", documents=room[-1],
-            )  # fmt: skip
-        else:
-            yield zigzag_attention.OP, zigzag_attention.Inputs(
-                num_heads=heads, num_kv_heads=kv_heads, head_dim=model.head_dim, dtype=dtype, device_type=kind,
-                comm_type=parallel.cp_comm_type, deterministic=deterministic,
-            )  # fmt: skip
-        if model.position_embedding_type == "rope":
-            yield rope.OP, rope.Inputs(
-                dtype=dtype, device_type=kind, head_dim=model.head_dim, rotary_dim=model.rotary_dim
-            )
-    if MAMBA in model.hybrid_layer_pattern:
-        heads, groups = model.mamba_num_heads // tp // cp, max(max(model.mamba_num_groups // tp, 1) // cp, 1)
-        inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
-        channels = inner + 2 * states
-        yield causal_conv1d.OP, causal_conv1d.Inputs(
-            tokens=tokens, channels=channels, width=model.mamba_d_conv,
-            row_stride=(inner if cp == 1 else 0) + channels + heads, dtype=dtype, weight_dtype=dtype,
-            bias_dtype=dtype, device_type=kind,
-        )  # fmt: skip
-        yield ssd.OP, ssd.Inputs(
-            tokens=tokens, heads=heads, head_dim=model.mamba_head_dim, groups=groups, state_dim=model.mamba_state_dim,
-            chunk_size=model.mamba_chunk_size, row_stride=channels, dtype=dtype, device_type=kind,
-        )  # fmt: skip
-        yield gated_rms_norm.OP, gated_rms_norm.Inputs(
-            channels=inner * cp, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True,
-            dtype=dtype, device_type=kind, split_group=model.mamba_num_groups < tp,
-        )  # fmt: skip
-    if model.normalization == "RMSNorm" and not engine:
-        yield rms_norm.OP, rms_norm.Inputs(
-            features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
-        )
-    if MLP in model.hybrid_layer_pattern:
-        width = model.ffn_hidden_size // tp * (2 if model.activation == "swiglu" else 1)
-        yield activation.OP, activation.Inputs(kind=model.activation, features=width, dtype=dtype, device_type=kind)
-    if MOE in model.hybrid_layer_pattern:
-        width = model.moe_ffn_hidden_size // config.parallel.expert_tensor_parallel_size
-        yield grouped_mlp.OP, grouped_mlp.Inputs(
-            channels=model.hidden_size, experts=model.num_experts // config.parallel.expert_model_parallel_size,
-            hidden_in=width * (2 if model.activation == "swiglu" else 1), hidden_out=width, dtype=dtype,
-            weight_dtype=dtype, device_type=kind,
-        )  # fmt: skip
-        yield permute.OP, permute.Inputs(
-            channels=model.hidden_size, routes=model.moe_router_topk, dtype=dtype, device_type=kind
-        )
-    rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY, tp) // tp
-    yield cross_entropy.OP, cross_entropy.Inputs(vocab_rows=rows, dtype=dtype, device_type=kind)
-
-
 def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capability:
-    """Which backend of an op runs, and why no faster one."""
+    """Return which backend of an op runs, and why no faster one."""
     name = f"kernel {op.name}"
     try:
         chosen = op.select(inputs, asked).name
     except NoBackendError as error:
         return Capability(name, OFF, str(error), "another backend, or auto")
-    if asked != "auto":
-        return Capability(name, ON, f"{chosen}, as asked")
     if device.type == "cpu" and chosen == "reference":
         return Capability(name, PARTIAL, "reference: plain PyTorch, as on every CPU")
+    cost = Kernel(op, inputs, chosen, "").cost if device.type == "cuda" else ""
+    if asked != "auto":
+        return Capability(name, PARTIAL if cost else ON, f"{chosen}, as asked{cost}", "auto" if cost else "")
     automatic = [backend for backend in op.backends if backend.automatic]
     reasons = op.explain(inputs)
     faster = [backend.name for backend in automatic[: [b.name for b in automatic].index(chosen)]]
@@ -216,7 +137,8 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
         return Capability(name, ON, f"{chosen}, the fastest there is")
     why = "; ".join(f"{other}: {reasons[other][0]}" for other in faster)
     missing = any("does not import" in reasons[other][0] for other in faster)
-    return Capability(name, PARTIAL, f"{chosen}, because not {why}", "install the extra 'gpu'" if missing else "")
+    advice = "install the extra 'gpu'" if missing else ""
+    return Capability(name, PARTIAL, f"{chosen}{cost}, because not {why}", advice)
 
 
 def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
@@ -294,7 +216,7 @@ def _attention_of_graphs(config: RunConfig, device: torch.device, capacity: int)
     if inputs is None:  # a zigzag has one kernel for GPUs
         return
     try:
-        chosen = varlen_attention.OP.select(inputs, _backends(config).varlen_attention).name
+        chosen = varlen_attention.OP.select(inputs, asked_of(config, varlen_attention.OP, device)).name
     except NoBackendError:
         return
     if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):

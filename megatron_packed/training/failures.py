@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config.errors import ConfigError
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.errors import DataError
@@ -54,6 +55,8 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     """Exit code, name and cure of an error."""
+    if isinstance(error, ConfigError):
+        return ExitCode.USAGE, "configuration error", ""
     if isinstance(error, DataError):
         return ExitCode.DATA, "data error", ""
     if isinstance(error, CheckpointError):

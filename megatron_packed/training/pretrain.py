@@ -54,6 +54,7 @@ from megatron_packed.training.graphs import (
     what_is_captured,
 )
 from megatron_packed.training.implementation import check_implementation
+from megatron_packed.training.kernels import check_kernels, kernel_block, kernel_names, slow_kernel_warnings
 from megatron_packed.training.profiling import StepProfiler, memory_history, profile_folder
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.report import write_report
@@ -138,6 +139,7 @@ def _train(
     lock: RootLock | None,
 ) -> ExitCode:
     refuse_eager(config.cuda_graph, groups.device)
+    check_kernels(config, groups.device)  # before the data is opened, which may take hours
     history = memory_history(config.profiling, groups, console.warn)
     data = build_data(config, groups, console.say)
     # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.
@@ -160,10 +162,12 @@ def _train(
     _restore(config, state, console)
     last = console.total_steps = config.last_iteration(data.train.plan.origin)
     _describe(config, groups, job, data, console)
+    kernels = _name_kernels(config, groups, data, console)
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
     graphs = job.step.graphs = build_graphs(config, job, data.ladder, groups, console.say)
-    writers = _writers(config, groups, state, data, console)
+    opening = {"data": data.accounts, "kernels": kernels}
+    writers = _writers(config, groups, state, opening, console)
     profiler = None
     if config.profiling.profile:
         folder = profile_folder(config)
@@ -300,10 +304,7 @@ def _some(names: Sequence[str]) -> str:
 def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console) -> None:
     precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
     parameters = sum(sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values())
-    console.say(
-        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}, "
-        f"optimizer kernel {job.optimizer.implementation}"
-    )
+    console.say(f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}")
     console.say(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
@@ -316,6 +317,21 @@ def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData
             f"experts of a rank have room for {buffer.rows:,} rows ({room:,.1f} MiB in front of them in each E layer); "
             f"the worst case is {buffer.worst_rows:,}"
         )
+
+
+def _name_kernels(config: RunConfig, groups: ParallelGroups, data: RunData, console: Console) -> dict[str, str]:
+    """Say which kernels the packs will run, and warn of slow ones.
+
+    Raises:
+        ConfigError: with ``--require-fast-kernels``, for the documents of these packs some op has no kernel.
+    """
+    largest = data.packing.documents_max if data.ladder is None else data.ladder.largest
+    kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
+    names = kernel_names(config, kernels)
+    console.say(kernel_block(names))
+    for sentence in slow_kernel_warnings(config, kernels, groups.device):
+        console.warn(sentence)
+    return names
 
 
 def _shared(config: RunConfig, groups: ParallelGroups) -> str:
@@ -369,7 +385,7 @@ def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job
 
 
 def _writers(
-    config: RunConfig, groups: ParallelGroups, state: RunState, data: RunData, console: Console
+    config: RunConfig, groups: ParallelGroups, state: RunState, opening: Mapping[str, object], console: Console
 ) -> list[Writer]:
     """Of rank 0; none on the others."""
     options = config.logging
@@ -378,7 +394,7 @@ def _writers(
         return writers
     first = state.progress.iteration + 1
     if options.log_jsonl:
-        writers.append(JsonlWriter(options.log_jsonl, first, opening={"data": data.accounts}))
+        writers.append(JsonlWriter(options.log_jsonl, first, opening))
     if options.tensorboard_dir:
         writers.append(TensorBoardWriter(options.tensorboard_dir, first))
     tracked = services(options, save=config.checkpoint.save, run_id=state.run_id, config=state.config)

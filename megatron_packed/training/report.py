@@ -160,6 +160,9 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     if validations:
         losses = [_number(r, "valid_loss") for r in validations]
         rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    kernels = [r["kernels"] for r in records if isinstance(r.get("kernels"), dict)]
+    if kernels:
+        rows.append(("kernels", " · ".join(f"{op} {name}" for op, name in kernels[-1].items())))  # type: ignore[attr-defined]
     tests = [r for r in records if "test_loss" in r]
     if tests:
         text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"

@@ -34,14 +34,15 @@ class JsonlWriter:
         path: the file; its folder is made. A line cut off by a killed run is removed before the first write.
         first_iteration: lines of this step and later are from a run that was killed after its last checkpoint; they are
             dropped, so that a resumed run's file reads like the file of a run that was never stopped.
-        opening: what the first line of the file has beside the numbers of its step.
+        opening: what the first line has beside the numbers of its step, where the lines that are kept do not say the
+            same.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], first_iteration: int, opening: Mapping[str, object] | None = None
     ) -> None:
         self._path = Path(path)
-        self._opening = opening or {}
+        self._opening = json.loads(json.dumps(dict(opening or {})))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._keep_lines_before(first_iteration)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  one write per line, no buffer
@@ -50,13 +51,17 @@ class JsonlWriter:
         if not self._path.exists():
             return
         kept = []
+        said: dict[str, object] = {}
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
-                iteration = json.loads(line)["iteration"]
+                record = json.loads(line)
+                iteration = record["iteration"]
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             if line.endswith(b"\n") and iteration < first_iteration:
                 kept.append(line)
+                said |= {name: record[name] for name in self._opening if name in record}
+        self._opening = {name: value for name, value in self._opening.items() if said.get(name) != value}
         part = self._path.with_name(self._path.name + ".part")
         part.write_bytes(b"".join(kept))
         os.replace(part, self._path)
@@ -67,12 +72,13 @@ class JsonlWriter:
             OSError: the line could not be written; the file holds whole lines still.
         """
         size = os.fstat(self._file.fileno()).st_size
-        whole = {**record, **({} if size else self._opening)}
+        whole = {**record, **self._opening}
         line = json.dumps({key: _finite(value) for key, value in whole.items()}, allow_nan=False).encode() + b"\n"
         written = self._file.write(line)
         if written != len(line):  # a disk that has just become full takes what fits
             os.ftruncate(self._file.fileno(), size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._opening = {}
 
     def close(self, *, failed: bool = False) -> None:
         self._file.close()

@@ -37,8 +37,8 @@ from megatron_packed.models.output import HybridOutput
 from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.explain import op_inputs
 from megatron_packed.training.incidents import bad_places
+from megatron_packed.training.kernels import op_inputs
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
 from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues
@@ -397,7 +397,7 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
 
     with mock.patch.object(Op, "select", select):
         model(packs_of(way, 0, 1)[0]).loss.backward()
-    told = {op.name: inputs for op, inputs in op_inputs(config, torch.device("cpu"))}
+    told = {op.name: inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op.name != "adamw"}
     return set(told) == set(seen) and all(inputs in seen[name] for name, inputs in told.items())
 
 

@@ -263,8 +263,9 @@ def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
 
 
 def steps(log: Path) -> list[dict[str, Any]]:
-    """The lines of the log without what differs from run to run: times, memory, and how even ranks are."""
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    """The lines of steps, validations and tests without what differs from run to run: times, memory, and how even
+    ranks are."""
+    records = [record for line in log.read_text().splitlines() if "kernels" not in (record := json.loads(line))]
     return [{name: value for name, value in record.items() if name not in _TIMINGS} for record in records]
 
 

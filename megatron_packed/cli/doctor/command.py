@@ -20,9 +20,9 @@ from typing import Any
 from megatron_packed import __version__
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
-from megatron_packed.cli.doctor.packages import PACKAGES, Package, strangers, version_of
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.errors import UsageError
+from megatron_packed.config.packages import PACKAGES, Package, strangers, version_of
 
 NAME = "doctor"
 HELP = "say what works on this machine, and what helps"
@@ -197,13 +197,14 @@ def _kernels(answers: Answers) -> list[Finding]:
                  for name, answer in ran.items() if "error" not in answer]  # fmt: skip
         refused = [f"{name}: {'; '.join(why)}" for name, why in reasons.items() if why]
         slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
+        cost = [found.get("cost", "").removeprefix(", ")] if slow else []
         state = State.BROKEN if failed else State.SLOW if slow else State.WORKS if ran else State.FOUND
         healthy = [name for name, answer in ran.items() if "error" not in answer]
         instead = (healthy or ["reference"])[0] if failed and chosen not in healthy else ""
         fix = f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..." if instead and op in FORCED_BY else ""
         findings.append(
-            Finding(name=op, state=state, found=chosen, detail=" | ".join([*failed, *times, *refused]), instead=instead,
-                    fix=fix)
+            Finding(name=op, state=state, found=chosen, detail=" | ".join([*failed, *cost, *times, *refused]),
+                    instead=instead, fix=fix)
         )  # fmt: skip
     return findings
 

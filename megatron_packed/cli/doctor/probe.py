@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -87,14 +86,12 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from megatron_packed.config.flags import parse_or_exit
-    from megatron_packed.optim import adamw
-    from megatron_packed.training.explain import op_inputs
+    from megatron_packed.training.kernels import op_inputs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags = [*FLAGS, "--seq-length", str(TOKENS), *(["--bf16"] if device.type == "cuda" else [])]
     config = parse_or_exit(flags, launched=False, here=False)
     ops = {op.name: (op, inputs) for op, inputs in op_inputs(config, device)}
-    ops["adamw"] = adamw.OP, adamw.Inputs(device_type=device.type)
     return config, device, ops
 
 
@@ -102,23 +99,18 @@ def _kernels() -> dict[str, Any]:
     """For each op the backend that 'auto' takes here, all in their order, and why those that cannot serve cannot."""
     from megatron_packed.layers.implementation import engine_refusal
     from megatron_packed.training.build import dtype_of
+    from megatron_packed.training.kernels import Kernel, without_module
 
     config, device, ops = _job()
-    found = {}
+    found: dict[str, Any] = {}
     for name, (op, inputs) in ops.items():
-        found[name] = {"chosen": op.select(inputs).name, "reasons": _short(op.explain(inputs))}
+        reasons = {backend: [without_module(why) for why in whys] for backend, whys in op.explain(inputs).items()}
+        kernel = Kernel(op, inputs, op.select(inputs).name, "")
+        found[name] = {"chosen": kernel.name, "reasons": reasons, "cost": kernel.cost}
     refusal = engine_refusal(device, dtype_of(config))
     reasons = {"local": [], "transformer_engine": [] if refusal is None else [refusal]}
     found["layers"] = {"chosen": "local", "reasons": reasons}
     return {"device": device.type, "ops": found}
-
-
-def _short(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Without the names of this package's own modules, which say nothing to a user."""
-    return {
-        backend: [re.sub(r"^megatron_packed\S* does not import: \w+: ", "", why).rstrip(".") for why in found]
-        for backend, found in reasons.items()
-    }
 
 
 def _kernel(name: str) -> dict[str, Any]:

@@ -87,8 +87,7 @@ def zigzag_attention(
     Raises:
         NoBackendError: no backend, or not the one that was asked for, can serve.
     """
-    if backend == "auto" and q_RNH.device.type == "cuda":
-        backend = "transformer_engine"  # the reference would be slow without a word: on a GPU it must be asked for
+    backend = resolved_backend(backend, q_RNH.device.type)
     inputs = Inputs(
         num_heads=q_RNH.shape[1],
         num_kv_heads=k_RKH.shape[1],
@@ -114,3 +113,8 @@ def zigzag_attention(
         deterministic=deterministic,
     )
     return out_RNH
+
+
+def resolved_backend(backend: str, device_type: str) -> str:
+    """Return what ``auto`` means on a device: on a GPU the reference, which would be slow there, must be named."""
+    return "transformer_engine" if backend == "auto" and device_type == "cuda" else backend

@@ -9,11 +9,13 @@ from megatron_packed.config.environment import DETERMINISTIC, FASTEST
 
 @pytest.fixture
 def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """Flags and values of a small valid run, in a directory of its own."""
+    """Flags and values of a small valid run, in a directory of its own, on a machine that could have every kernel."""
     monkeypatch.chdir(tmp_path)
     # The last ones are set where tests of GPUs are collected, before any test runs.
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", *DETERMINISTIC, *FASTEST):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("megatron_packed.config.kernels.may_have_gpu", lambda environ: True)
+    monkeypatch.setattr("megatron_packed.config.kernels.is_installed", lambda module: True)
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "nothing.jsonl").touch()

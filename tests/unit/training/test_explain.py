@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse
 from megatron_packed.ops.dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
@@ -15,8 +16,8 @@ from megatron_packed.training import explain as explain_module
 from megatron_packed.training import pretrain
 from megatron_packed.training.build import build_model
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.explain import capabilities, explain, kernel, op_inputs
-from megatron_packed.training.implementation import check_implementation
+from megatron_packed.training.explain import capabilities, explain, kernel
+from megatron_packed.training.kernels import chosen_kernels, op_inputs
 
 ROOT = Path(__file__).parents[3]
 FLAGS = [
@@ -48,7 +49,7 @@ def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
     from megatron_packed.packed.micro_batch import MicroBatch
 
     model(MicroBatch.build([(torch.arange(128).numpy(), None)], 128)).loss.backward()
-    told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
+    told = {op.name: inputs for op, inputs in op_inputs(config, CPU) if op.name != "adamw"}
     assert set(told) == set(asked)
     assert {name: inputs for name, inputs in told.items() if inputs not in asked[name]} == {}
 
@@ -86,23 +87,22 @@ def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, 
     )
 
 
-def test_attention_that_comes_along_is_asked_too(monkeypatch):
-    """Another one that is named beside it need not be TransformerEngine's."""
-    refuse = {"transformer_engine": ["the workspace is too large"]}
-    monkeypatch.setattr("megatron_packed.training.implementation.implementation", lambda *arguments: None)
-    monkeypatch.setattr(Op, "explain", lambda self, inputs: refuse)
-    with pytest.raises(ValueError, match=r"cannot serve: the workspace is too large; name another --attention-backend"):
-        check_implementation(by_transformer_engine(), CPU)
-    check_implementation(by_transformer_engine(attention_backend="flash_attn_2"), CPU)
+def test_attention_that_comes_along_is_asked_too():
+    """The option that chose it is the one that is refused."""
+    with pytest.raises(ConfigError, match=r"^--transformer-impl transformer_engine: its attention cannot serve: .*name "
+                                          r"another --attention-backend beside it, or give local\.$"):  # fmt: skip
+        chosen_kernels(by_transformer_engine(), CPU)
+    with pytest.raises(ConfigError, match=r"^--attention-backend flash_attn_2: cannot serve as attention: "):
+        chosen_kernels(by_transformer_engine(attention_backend="flash_attn_2"), CPU)
 
 
 @pytest.mark.parametrize("capacity, refused", [(14, False), (15, True)])
 def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
     """Where it takes memory for every document, a run whose first capture would find out is refused at the start."""
-    flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity),
-             "--attention-backend", "transformer_engine"]  # fmt: skip
+    flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity)]
     config = parse([*("4096" if flag == "128" else flag for flag in FLAGS), *flags], world_size=1)
-    config = replace(config, training=replace(config.training, deterministic_mode=True))
+    chosen = {"deterministic_mode": True, "attention_backend": "transformer_engine", "device": "auto"}
+    config = replace(config, training=replace(config.training, **chosen))
     told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
     assert bool(told["varlen_attention"].oversized_square) == refused  # 2^30 / (4 heads x 4096^2) = 16, with the tail
 

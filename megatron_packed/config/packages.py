@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import PathFinder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ PACKAGES = (
     Package(
         name="transformer-engine", module="transformer_engine.pytorch", use="layers, attention, context parallelism",
         install=f"{_BUILD} 'transformer-engine[pytorch]'",
-        kernels=("varlen_attention.transformer_engine", "layers.transformer_engine", "adamw.transformer_engine"),
+        kernels=("varlen_attention.transformer_engine", "zigzag_attention.transformer_engine",
+                 "layers.transformer_engine", "adamw.transformer_engine"),
     ),
     Package(name="flash-attn-4", module="flash_attn.cute", use="attention, the fastest on Hopper and Blackwell",
             install="pip install --pre flash-attn-4", kernels=("varlen_attention.flash_attn_4",)),
@@ -74,6 +77,25 @@ PACKAGES = (
     Package(name="mlflow-skinny", module="mlflow", use="--mlflow-experiment"),
     Package(name="matplotlib", module="matplotlib", use="images of curves (plot --png)"),
 )  # fmt: skip
+
+
+def package_of_kernel(op: str, backend: str) -> Package | None:
+    """Return the package that a backend of an op needs; None if it needs no optional one."""
+    return next((package for package in PACKAGES if f"{op}.{backend}" in package.kernels), None)
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module could be imported, without importing it or the packages that it lies in.
+
+    A directory without code, such as the one in which W&B keeps its files, is no package.
+    """
+    first, *rest = module.split(".")
+    spec = importlib.util.find_spec(first)
+    for name in rest:
+        if spec is None:
+            return False
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True, kw_only=True)

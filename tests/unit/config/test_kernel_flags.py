@@ -1,0 +1,153 @@
+"""Kernels that options name, before torch is imported: what other options and this machine exclude."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_packed.config import kernels
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.flags import parse, parse_or_exit
+from megatron_packed.config.kernels import ON_ANY_DEVICE, OPTION_OF, may_have_gpu
+from megatron_packed.config.packages import PACKAGES, is_installed, package_of_kernel
+from megatron_packed.config.registry import every_field
+
+ROOT = Path(__file__).parents[3]
+CHOICES = {field.flag: field.option.choices for field in every_field() if field.flag in OPTION_OF.values()}
+NAMED = [(op, name) for op, flag in OPTION_OF.items() if op not in ("layers", "zigzag_attention")
+         for name in CHOICES[flag] if name != "auto"]  # fmt: skip
+MODULES = {"varlen_attention": "ops.varlen_attention.api", "ssd": "ops.ssd.api", "adamw": "optim.adamw",
+           "causal_conv1d": "ops.causal_conv1d.api"}  # fmt: skip
+
+
+def problems(right, text: str, world_size: int = 1) -> list[tuple[str, str, str, str]]:
+    argv = [part for pair in right.items() for part in pair]
+    try:
+        parse([*argv, *text.split()], world_size)
+    except ConfigError as error:
+        return [(one.option, one.value, one.rule, one.cure) for one in error.problems]
+    return []
+
+
+def op_of(name: str):
+    return importlib.import_module(f"megatron_packed.{MODULES[name]}").OP
+
+
+def test_every_choice_of_every_option_is_a_backend_of_its_op() -> None:
+    assert set(CHOICES) == set(OPTION_OF.values())
+    for op in MODULES:
+        assert set(CHOICES[OPTION_OF[op]]) <= {"auto", *op_of(op).names()}
+
+
+@pytest.mark.parametrize(("op", "name"), NAMED)
+def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name: str) -> None:
+    """By --device cpu, by a machine without a GPU, and by a machine without the package: one problem each."""
+    given = f"--bf16 {OPTION_OF[op]} {name}"
+    if name in ON_ANY_DEVICE:
+        assert problems(right, f"{given} --device cpu") == []
+        monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
+        assert problems(right, given) == []
+        return
+    (by_device,) = problems(right, f"{given} --device cpu")
+    assert by_device == (OPTION_OF[op], name, "runs on GPUs only, and --device is cpu", "leave it out")
+    assert problems(right, given) == []
+    package = package_of_kernel(op, name)
+    if package is not None:
+        monkeypatch.setattr(kernels, "is_installed", lambda module: module != package.module)
+        (by_package,) = problems(right, given)
+        assert by_package[:3] == (OPTION_OF[op], name, f"needs {package.name}, which is not installed")
+        assert by_package[3] == f"{package.command}, or leave it out"
+    monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
+    (by_machine,) = problems(right, given)
+    assert by_machine == (OPTION_OF[op], name, "runs on GPUs only, and none is visible here", "leave it out")
+
+
+def test_layers_of_transformer_engine_need_a_gpu(right, monkeypatch) -> None:
+    given = "--bf16 --transformer-impl transformer_engine"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    assert problems(right, given) == []
+    monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
+    ((option, value, rule, cure),) = problems(right, given)
+    assert (option, value) == ("--transformer-impl", "transformer_engine") and "none is visible here" in rule
+    assert cure == "give local, which computes the same"
+
+
+def test_a_kernel_that_the_model_does_not_use_is_not_asked_for(right) -> None:
+    right["--hybrid-layer-pattern"] = "--"
+    unused = "--ssd-backend mamba_ssm --conv-backend causal_conv1d --attention-backend flash_attn_2"
+    assert problems(right, f"{unused} --device cpu") == []
+
+
+def test_fast_kernels_are_required_where_there_are_some(right, monkeypatch) -> None:
+    assert problems(right, "--require-fast-kernels") == []
+    ((option, _, rule, _),) = problems(right, "--require-fast-kernels --device cpu")
+    assert option == "--require-fast-kernels" and "--device is cpu" in rule
+    ((option, value, _, cure),) = problems(right, "--require-fast-kernels --ssd-backend reference")
+    assert (option, value, cure) == ("--ssd-backend", "reference", "leave one of the two out")
+    monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
+    ((option, _, rule, _),) = problems(right, "--require-fast-kernels")
+    assert option == "--require-fast-kernels" and "none is visible here" in rule
+
+
+def test_a_program_that_runs_no_kernels_takes_the_flags_of_a_gpu(right, monkeypatch) -> None:
+    """``packing`` and ``plan`` look at a GPU's run from a machine without one."""
+    monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
+    argv = [part for pair in right.items() for part in pair]
+    config = parse_or_exit([*argv, "--ssd-backend", "mamba_ssm", "--require-fast-kernels"], launched=False)
+    assert config.training.ssd_backend == "mamba_ssm"
+
+
+@pytest.mark.parametrize(("visible", "driver", "expected"), [
+    (None, True, True), ("0,1", True, True), ("GPU-5a", True, True), (None, False, False),
+    ("", True, False), ("-1", True, False), (" ,0", True, False),
+])  # fmt: skip
+def test_whether_there_may_be_a_gpu(monkeypatch, visible: str | None, driver: bool, expected: bool) -> None:
+    def load(name: str) -> None:
+        if not driver:
+            raise OSError(name)
+
+    monkeypatch.setattr(kernels.ctypes, "CDLL", load)
+    assert may_have_gpu({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_no_gpu_is_denied_that_torch_sees() -> None:
+    assert may_have_gpu(os.environ) or not torch.cuda.is_available()
+
+
+def test_what_is_installed_is_found_without_importing_it(tmp_path: Path, monkeypatch) -> None:
+    for name in ("parcel/cute/__init__.py", "empty/readme"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("raise SystemExit")
+    (tmp_path / "parcel/__init__.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert is_installed("parcel") and is_installed("parcel.cute")
+    assert not is_installed("parcel.other") and not is_installed("empty") and not is_installed("absent.cute")
+
+
+def test_every_kernel_of_a_package_is_one_of_an_op() -> None:
+    for name in (name for package in PACKAGES for name in package.kernels):
+        op, _, backend = name.partition(".")
+        assert op not in MODULES or backend in op_of(op).names(), name
+
+
+def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
+    """One sentence each, no traceback, and torch is not imported."""
+    words = [part for pair in right.items() for part in pair]
+    words += ["--device", "cpu", "--attention-backend", "flash", "--ssd-backend", "mamba_ssm"]
+    program = (
+        f"import runpy, sys; sys.argv = ['pretrain_hybrid.py', *{words}]\n"
+        "try:\n    runpy.run_path(sys.argv[0].replace('pretrain', sys.path[-1] + '/pretrain'), run_name='__main__')\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r})\n{program}"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == "False\n", done.stderr
+    assert "Traceback" not in done.stderr
+    for line in ("1. --attention-backend flash_attn_2", "2. --ssd-backend mamba_ssm"):
+        assert line in done.stderr
+    assert done.stderr.count("rule: runs on GPUs only, and --device is cpu") == 2

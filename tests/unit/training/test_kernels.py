@@ -1,0 +1,236 @@
+"""The kernels that a run names at its start: the ones that run, what slow ones cost, and what is refused."""
+
+import json
+from dataclasses import replace
+from inspect import isfunction
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.flags import parse
+from megatron_packed.config.kernels import ON_ANY_DEVICE, PLAIN
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training import kernels, pretrain
+from megatron_packed.training.build import build_job
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.kernels import (
+    LABELS,
+    MEASURED,
+    Kernel,
+    check_kernels,
+    chosen_kernels,
+    kernel_block,
+    kernel_names,
+    op_inputs,
+    slow_kernel_warnings,
+)
+
+ROOT = Path(__file__).parents[3]
+FLAGS = [
+    "--hidden-size", "64", "--num-attention-heads", "4", "--kv-channels", "16",
+    "--mamba-num-heads", "4", "--mamba-head-dim", "16", "--mamba-num-groups", "1", "--mamba-state-dim", "16",
+    "--disable-bias-linear", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
+    "--train-data-path", str(ROOT / "README.md"), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
+]  # fmt: skip
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+ACROSS = ("--context-parallel-size", "2", "--global-batch-size", "1", "--cp-comm-type", "p2p")
+
+
+def config_of(pattern="M*-E", flags=(), **training):
+    words = [*FLAGS, "--hybrid-layer-pattern", pattern, *flags]
+    words += ["--num-experts", "4"] if "E" in pattern else []
+    words += [] if "--swiglu" in flags else ["--squared-relu"]
+    words += [] if "--normalization" in flags else ["--normalization", "RMSNorm"]
+    words += [] if "--position-embedding-type" in flags else ["--position-embedding-type", "rope"]
+    config = parse(words, world_size=2 if flags == ACROSS else 1)
+    return replace(config, training=replace(config.training, **training))
+
+
+def recorded(monkeypatch, config, device):
+    """Names of the backends whose functions a step of the real model and optimizer calls, by op."""
+    called = {}
+    for op, _ in op_inputs(config, device):
+        for backend in op.backends:
+            try:
+                module = backend.load()
+            except Exception:  # an optional package that is not installed cannot be called either
+                continue
+            for name, function in list(vars(module).items()):
+                own = isfunction(function) and function.__module__ == module.__name__
+                if own and name not in ("not_supported_reasons", "tune") and not name.startswith("_"):
+                    monkeypatch.setattr(module, name, _noting(called, op.name, backend.name, function))
+    groups = ParallelGroups.single(device)
+    step = build_job(config, groups, 256).step
+    pack = MicroBatch.build([(torch.arange(100).numpy(), None), (torch.arange(28).numpy(), None)], 128, scales=(0.01, 1))
+    step([pack.to(device)], 1e-3)
+    return called
+
+
+def _noting(called, op, backend, function):
+    def run(*arguments, **options):
+        called.setdefault(op, set()).add(backend)
+        return function(*arguments, **options)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags"),
+    [
+        ("M*-E", ()),
+        ("M*-E", ("--attention-backend", "sdpa", "--swiglu")),
+        ("*", ("--position-embedding-type", "none", "--optimizer-backend", "torch")),
+        ("ME", ()),
+        ("E-", ("--moe-shared-expert-intermediate-size", "32", "--conv-backend", "reference")),
+    ],
+)
+def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
+    """Every kernel that is named is called in a step, no other one is, and none runs without a name."""
+    config = config_of(pattern, flags)
+    called = recorded(monkeypatch, config, CPU)
+    chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, CPU)}
+    assert called == chosen
+    names = kernel_names(config, chosen_kernels(config, CPU))
+    assert set(names) == {LABELS[op] for op in called}
+
+
+@pytest.mark.parametrize("field", ["attention_backend", "ssd_backend", "conv_backend", "optimizer_backend"])
+def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
+    """The rules that hold before torch is imported are no others than those of the ops."""
+    config = config_of(device="auto")
+    section = "optim" if field == "optimizer_backend" else "training"
+    op_name = {"attention_backend": "varlen_attention", "ssd_backend": "ssd", "conv_backend": "causal_conv1d",
+               "optimizer_backend": "adamw"}[field]  # fmt: skip
+    op, inputs = next(pair for pair in op_inputs(config, CPU) if pair[0].name == op_name)
+    oracles = {"adamw": "reference", "ssd": "recurrence"}  # that no option names
+    for backend in (backend for backend in op.backends if backend.name != oracles.get(op_name)):
+        changed = replace(config, **{section: replace(getattr(config, section), **{field: backend.name})})
+        assert (backend.name in ON_ANY_DEVICE) == (not backend.reasons(inputs))
+        assert (backend.name in PLAIN) == Kernel(op, inputs, backend.name, "").is_plain
+        if backend.reasons(inputs):
+            with pytest.raises(ConfigError, match=f"^--{field.replace('_', '-')} {backend.name}: cannot serve as "):
+                chosen_kernels(changed, CPU)
+        else:
+            assert backend.name in {kernel.name for kernel in chosen_kernels(changed, CPU)}
+
+
+def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_opened(monkeypatch, capsys):
+    def open_data(*arguments, **options):
+        raise AssertionError("data was opened")
+
+    monkeypatch.setattr(pretrain, "build_data", open_data)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = config_of(attention_backend="flash_attn_2", ssd_backend="mamba_ssm", device="auto")
+    assert pretrain._run(config, None) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("configuration error: --attention-backend flash_attn_2: cannot serve as attention: ")
+    assert "--ssd-backend mamba_ssm: cannot serve as scan: " in said and said.count("leave it out, or name another") == 2
+    assert "Traceback" not in said
+
+
+def test_the_block_is_short_and_names_come_in_order():
+    names = kernel_names(config_of(), chosen_kernels(config_of(), CPU))
+    assert list(names) == ["attention", "rope", "convolution", "scan", "gated norm", "norm", "grouped product", "permute",
+                           "activation", "loss", "optimizer"]  # fmt: skip
+    lines = kernel_block(names).splitlines()
+    assert lines[0].startswith("kernels: attention reference · rope reference · convolution reference · ")
+    assert len(lines) <= 3 and max(map(len, lines)) <= 118
+    assert all(line.endswith(" ·") for line in lines[:-1])  # nothing breaks between an op and its kernel
+    assert " ".join(line.strip() for line in lines).count("·") == len(names) - 1
+
+
+def test_norms_and_context_parallelism_are_named():
+    config = config_of("*", ACROSS)
+    assert kernel_names(config, chosen_kernels(config, CPU))["attention"] == "reference (p2p)"
+    config = config_of("M", ("--normalization", "LayerNorm"))
+    assert kernel_names(config, chosen_kernels(config, CPU))["norm"] == "torch"
+    assert kernel_names(config_of(device="auto", bf16=True, transformer_impl="transformer_engine"), [])["norm"] == "transformer_engine"
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """An op's choice on a GPU that is made up: packages in ``missing`` are not installed, all else serves."""
+    missing = set()
+    monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        Backend, "reasons",
+        lambda self, inputs: [f"{self.module} does not import: ModuleNotFoundError: No module named {self.name!r}"]
+        if self.name in missing else [],
+    )  # fmt: skip
+    monkeypatch.setattr(Op, "select", Op._select)  # which remembers nothing
+    monkeypatch.setattr(kernels, "is_installed", lambda module: module.split(".")[0] not in ("flash_attn", "mamba_ssm"))
+    return missing
+
+
+def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h200):
+    config = config_of(bf16=True, device="auto")
+    assert slow_kernel_warnings(config, chosen_kernels(config, GPU), GPU) == []
+    h200 |= {"mamba_ssm", "flash_attn_4", "transformer_engine", "flex", "flash_attn_2", "torch_varlen"}
+    attention, scan = slow_kernel_warnings(config, chosen_kernels(config, GPU), GPU)
+    assert attention == (
+        "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200): flash_attn_4 "
+        "cannot serve: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
+    )
+    assert scan == (
+        "scan runs reference, plain PyTorch, 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm cannot "
+        "serve: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
+    )
+    assert slow_kernel_warnings(config, chosen_kernels(config, GPU), CPU) == []  # where references are the kernels
+
+
+def test_a_reference_that_an_option_names_is_slow_too(h200):
+    config = config_of(bf16=True, device="auto", attention_backend="sdpa", deterministic_mode=True)
+    (said,) = slow_kernel_warnings(config, chosen_kernels(config, GPU), GPU)
+    assert said.endswith("is not measured: --attention-backend names it; leave --attention-backend out.")
+    (said,) = slow_kernel_warnings(
+        config, chosen_kernels(replace(config, training=replace(config.training, deterministic_mode=False)), GPU), GPU
+    )
+    assert "sdpa, plain PyTorch, 16 times as long as flash_attn_4" in said
+
+
+def test_fast_kernels_can_be_required(h200):
+    config = config_of(bf16=True, device="auto", require_fast_kernels=True)
+    check_kernels(config, GPU)
+    h200 |= {"grouped_mm", "mamba_ssm"}
+    with pytest.raises(ConfigError) as caught:
+        check_kernels(config, GPU)
+    scan, product = caught.value.problems
+    assert str(scan).startswith("--require-fast-kernels: scan runs reference, plain PyTorch, 7.1 times as long")
+    assert str(scan).endswith("; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm.")
+    assert "grouped product runs reference" in str(product)
+    with pytest.raises(ConfigError, match="^--require-fast-kernels: needs a GPU, and torch sees none here"):
+        check_kernels(config, CPU)
+
+
+def test_attention_across_ranks_needs_transformer_engine_on_a_gpu(h200):
+    config = config_of("*", ACROSS, bf16=True, device="auto")
+    assert kernel_names(config, chosen_kernels(config, GPU))["attention"] == "transformer_engine (p2p)"
+    h200.add("transformer_engine")
+    with pytest.raises(ConfigError, match=r"^--cp-comm-type p2p: .* No module named 'transformer_engine'; give a2a,"):
+        chosen_kernels(config, GPU)
+    by_name = replace(config, training=replace(config.training, attention_backend="reference"))
+    assert kernel_names(by_name, chosen_kernels(by_name, GPU))["attention"] == "reference (p2p)"
+
+
+def test_factors_are_those_of_the_benchmark():
+    measured = json.loads((ROOT / "benchmarks/results/op_backends.json").read_text())["results"]
+
+    def time(case, name):
+        found = measured[case].get(name)
+        replay = found.get("replay") if isinstance(found, dict) else None
+        return replay["forward_backward_ms"][0] if isinstance(replay, dict) else None
+
+    fastest = {case: min(filter(None, (time(case, name) for name in measured[case]))) for case in measured}
+    slow = {
+        case: {name: float(f"{taken / fastest[case]:.2g}")
+               for name in ("reference", "sdpa") if (taken := time(case, name)) is not None}
+        for case in measured
+    }  # fmt: skip
+    assert slow == MEASURED
