@@ -24,8 +24,10 @@ SLOTS = 4 * 128
 
 @pytest.fixture(scope="module")
 def lines(uninterrupted: Callable[[int], Path]) -> list[dict[str, Any]]:
-    """Of two processes, as they are in the file."""
-    return [json.loads(line) for line in (uninterrupted(2) / "log.jsonl").read_text().splitlines()]
+    """Of two processes, as they are in the file after the line that names the kernels."""
+    first, *lines = [json.loads(line) for line in (uninterrupted(2) / "log.jsonl").read_text().splitlines()]
+    assert first["iteration"] == 0 and first["kernels"]["attention"] == "reference"
+    return lines
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,8 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
     assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"
     assert rows["plan hash"] == trained[-1]["plan_hash"]
+    assert rows["kernels"].startswith("attention reference · rope reference · convolution reference · scan reference")
+    assert finished.console.count("kernels: attention reference · rope reference · ") == 1
     assert "<h2>Kernels of steps 3 to 4 on rank 0</h2><pre>operations: " in text and "  aten::mm" in text
     for rank in (0, 1):
         trace = json.loads(gzip.decompress((tmp_path / "profile" / f"trace_rank{rank}.json.gz").read_bytes()))
