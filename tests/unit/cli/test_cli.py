@@ -256,6 +256,14 @@ def test_a_gpu_that_is_not_here_is_told(command, run_flags, tmp_path, capsys):
     assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
+    flags = ["auto" if word == "cpu" else word for word in run_flags]
+    assert exit_code(["generate", *flags, "--attention-backend", "torch_varlen", "--prompt", "a"]) == 2
+    said = capsys.readouterr().err
+    assert "--attention-backend torch_varlen: cannot serve as attention: it needs CUDA capability 8 or later" in said
+
+
 def test_generate_without_a_checkpoint(run_flags, capsys):
     assert exit_code(["generate", *run_flags, "--prompt", "the"]) == 4
     assert "checkpoint error" in capsys.readouterr().err

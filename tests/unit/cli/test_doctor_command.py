@@ -99,6 +99,13 @@ def test_what_is_broken_ends_with_1_and_has_a_command(examined, changes, name, w
         assert lines["ssd"]["instead"] == "reference" and "--ssd-backend reference" in lines["ssd"]["fix"]
 
 
+def test_what_a_plain_reference_costs_is_said(examined):
+    made_up = answers()
+    made_up["kernels"]["ops"]["ssd"] |= {"chosen": "reference", "cost": ", 7.1 times as long as mamba_ssm"}
+    _, lines = examined(made_up)
+    assert lines["ssd"]["state"] == "slower" and lines["ssd"]["detail"].startswith("7.1 times as long as mamba_ssm")
+
+
 def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
     """A container's library path may put another one in front: GPUs and kernels are looked at all the same."""
 

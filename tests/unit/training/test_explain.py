@@ -271,6 +271,15 @@ def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
     assert kernel(op, 4, "auto", gpu).state == "on"
 
 
+def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatch):
+    monkeypatch.setattr(Backend, "reasons", lambda self, inputs: [] if self.name == "reference" else ["too old"])
+    inputs = {op.name: (op, inputs) for op, inputs in op_inputs(parse(FLAGS, world_size=1), CPU)}
+    for asked in ("auto", "reference"):
+        found = kernel(*inputs["ssd"], asked, torch.device("cuda"))
+        assert found.state == "partial" and "7.1 times as long as mamba_ssm (measured on an H200)" in found.reason
+        assert "times as long" not in kernel(*inputs["ssd"], asked, CPU).reason
+
+
 def test_the_table_is_for_people():
     text = explain(parse(FLAGS, world_size=1))
     assert max(map(len, text.splitlines())) <= 118

@@ -2,21 +2,17 @@
 
 import json
 from dataclasses import replace
-from inspect import isfunction
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_calls import ACROSS, called_in_a_step, config_of
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse
 from megatron_packed.config.kernels import ON_ANY_DEVICE, PLAIN
-from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.ops.dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training import kernels, pretrain
-from megatron_packed.training.build import build_job
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.kernels import (
     LABELS,
@@ -31,54 +27,7 @@ from megatron_packed.training.kernels import (
 )
 
 ROOT = Path(__file__).parents[3]
-FLAGS = [
-    "--hidden-size", "64", "--num-attention-heads", "4", "--kv-channels", "16",
-    "--mamba-num-heads", "4", "--mamba-head-dim", "16", "--mamba-num-groups", "1", "--mamba-state-dim", "16",
-    "--disable-bias-linear", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
-    "--train-data-path", str(ROOT / "README.md"), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
-]  # fmt: skip
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-ACROSS = ("--context-parallel-size", "2", "--global-batch-size", "1", "--cp-comm-type", "p2p")
-
-
-def config_of(pattern="M*-E", flags=(), **training):
-    words = [*FLAGS, "--hybrid-layer-pattern", pattern, *flags]
-    words += ["--num-experts", "4"] if "E" in pattern else []
-    words += [] if "--swiglu" in flags else ["--squared-relu"]
-    words += [] if "--normalization" in flags else ["--normalization", "RMSNorm"]
-    words += [] if "--position-embedding-type" in flags else ["--position-embedding-type", "rope"]
-    config = parse(words, world_size=2 if flags == ACROSS else 1)
-    return replace(config, training=replace(config.training, **training))
-
-
-def recorded(monkeypatch, config, device):
-    """Names of the backends whose functions a step of the real model and optimizer calls, by op."""
-    called = {}
-    for op, _ in op_inputs(config, device):
-        for backend in op.backends:
-            try:
-                module = backend.load()
-            except Exception:  # an optional package that is not installed cannot be called either
-                continue
-            for name, function in list(vars(module).items()):
-                own = isfunction(function) and function.__module__ == module.__name__
-                if own and name not in ("not_supported_reasons", "tune") and not name.startswith("_"):
-                    monkeypatch.setattr(module, name, _noting(called, op.name, backend.name, function))
-    groups = ParallelGroups.single(device)
-    step = build_job(config, groups, 256).step
-    documents = [(torch.arange(length).numpy(), None) for length in (100, 28)]
-    step([MicroBatch.build(documents, 128, scales=(0.01, 1)).to(device)], 1e-3)
-    return called
-
-
-def _noting(called, op, backend, function):
-    def run(*arguments, **options):
-        called.setdefault(op, set()).add(backend)
-        return function(*arguments, **options)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -94,7 +43,7 @@ def _noting(called, op, backend, function):
 def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     """Every kernel that is named is called in a step, no other one is, and none runs without a name."""
     config = config_of(pattern, flags)
-    called = recorded(monkeypatch, config, CPU)
+    called = called_in_a_step(monkeypatch, config, CPU)
     chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, CPU)}
     assert called == chosen
     names = kernel_names(config, chosen_kernels(config, CPU))
@@ -235,3 +184,6 @@ def test_factors_are_those_of_the_benchmark():
         for case in measured
     }  # fmt: skip
     assert slow == MEASURED
+    page = (ROOT / "docs/training.md").read_text()
+    assert f"up to {MEASURED['attention']['reference']} times as long" in page
+    assert f", {MEASURED['ssd']['reference']} times as long as mamba_ssm" in page

@@ -1,0 +1,47 @@
+"""The kernels that a run names on a GPU are those that run there, and what no kernel serves is said or refused."""
+
+import pytest
+import torch
+from kernel_calls import called_in_a_step, config_of
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.training.kernels import check_kernels, chosen_kernels, slow_kernel_warnings
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags", "training"),
+    [
+        ("M*-E", (), {"bf16": True}),
+        ("M*-E", (), {"bf16": True, "attention_backend": "sdpa", "ssd_backend": "reference"}),
+        ("M*-E", (), {"bf16": True, "attention_backend": "reference", "conv_backend": "reference"}),
+        ("ME", ("--swiglu",), {"bf16": True}),
+        ("ME", (), {}),
+        ("*-", (), {"bf16": True, "deterministic_mode": True}),
+    ],
+)
+def test_what_is_named_is_what_runs(monkeypatch, pattern, flags, training) -> None:
+    config = config_of(pattern, flags, device="auto", **training)
+    called = called_in_a_step(monkeypatch, config, DEVICE)
+    assert called == {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, DEVICE)}
+
+
+def test_products_in_float32_have_no_fast_kernels() -> None:
+    """Attention and experts then run references, which is said with the cure, or refused."""
+    config = config_of(device="auto")
+    said = "\n".join(slow_kernel_warnings(config, chosen_kernels(config, DEVICE), DEVICE))
+    assert "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200)" in said
+    assert "grouped product runs reference, plain PyTorch, 7 times as long as grouped_mm" in said
+    with pytest.raises(ConfigError, match=r"^--require-fast-kernels: attention runs reference"):
+        check_kernels(config_of(device="auto", require_fast_kernels=True), DEVICE)
+
+
+def test_a_head_that_a_named_kernel_does_not_take_is_refused() -> None:
+    config = config_of("*", device="auto", bf16=True, attention_backend="torch_varlen", deterministic_mode=True)
+    with pytest.raises(ConfigError, match=r"^--attention-backend torch_varlen: .*no deterministic flag; leave it out"):
+        chosen_kernels(config, DEVICE)
+    wide = config_of("*", ("--kv-channels", "264"), device="auto", bf16=True, attention_backend="torch_varlen")
+    with pytest.raises(ConfigError, match=r"the head dimension \(264\) must be a multiple of 8 up to 256; leave"):
+        chosen_kernels(wide, DEVICE)

@@ -1,0 +1,65 @@
+"""The backends whose functions a training step calls, for tests of the kernels that a run names."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import isfunction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_packed.config.flags import parse
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build import build_job
+from megatron_packed.training.kernels import op_inputs
+
+FLAGS = [
+    "--hidden-size", "64", "--num-attention-heads", "4", "--kv-channels", "16",
+    "--mamba-num-heads", "4", "--mamba-head-dim", "16", "--mamba-num-groups", "1", "--mamba-state-dim", "16",
+    "--disable-bias-linear", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
+    "--train-data-path", str(Path(__file__)), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
+]  # fmt: skip
+ACROSS = ("--context-parallel-size", "2", "--global-batch-size", "1", "--cp-comm-type", "p2p")
+
+
+def config_of(pattern: str = "M*-E", flags: tuple[str, ...] = (), **training: Any) -> RunConfig:
+    """Return a small run, on a CPU unless ``training`` changes its device."""
+    words = [*FLAGS, "--hybrid-layer-pattern", pattern, *flags]
+    words += ["--num-experts", "4"] if "E" in pattern else []
+    words += [] if "--swiglu" in flags else ["--squared-relu"]
+    words += [] if "--normalization" in flags else ["--normalization", "RMSNorm"]
+    words += [] if "--position-embedding-type" in flags else ["--position-embedding-type", "rope"]
+    config = parse(words, world_size=2 if flags == ACROSS else 1)
+    return replace(config, training=replace(config.training, **training))
+
+
+def called_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, device: torch.device
+) -> dict[str, set[str]]:
+    """Return the backends of each op that forward, backward and update of the real model call."""
+    called: dict[str, set[str]] = {}
+    for op, _ in op_inputs(config, device):
+        for backend in op.backends:
+            try:
+                module = backend.load()
+            except Exception:  # an optional package that is not installed cannot be called either
+                continue
+            for name, function in list(vars(module).items()):
+                own = isfunction(function) and function.__module__ == module.__name__
+                if own and name not in ("not_supported_reasons", "tune") and not name.startswith("_"):
+                    monkeypatch.setattr(module, name, _noting(called, op.name, backend.name, function))
+    step = build_job(config, ParallelGroups.single(device), 256).step
+    documents = [(torch.arange(length).numpy(), None) for length in (100, 28)]
+    step([MicroBatch.build(documents, 128, scales=(0.01, 1)).to(device)], 1e-3)
+    return called
+
+
+def _noting(called: dict[str, set[str]], op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        called.setdefault(op, set()).add(backend)
+        return function(*arguments, **options)
+
+    return run
