@@ -70,18 +70,18 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
     assert lines[-1]["lm_loss"] == "nan"
 
 
-def test_facts_of_a_run_are_written_once_and_again_when_they_change(tmp_path):
+def test_the_opening_of_a_log_is_said_again_only_when_it_changes(tmp_path):
     """A resumed run repeats nothing, so its file reads like that of a run that was never stopped."""
-    path, facts = tmp_path / "log.jsonl", {"iteration": 0, "kernels": {"scan": "mamba_ssm"}}
-    for first, kernels in ((1, {"scan": "mamba_ssm"}), (3, {"scan": "mamba_ssm"}), (3, {"scan": "reference"})):
-        writer = JsonlWriter(path, first_iteration=first)
-        writer.write_facts({"iteration": first - 1, "kernels": kernels})
+    path = tmp_path / "log.jsonl"
+    for first, kernel in ((1, "mamba_ssm"), (3, "mamba_ssm"), (5, "reference")):
+        opening = {"data": {"training": {"documents_in": 3}}, "kernels": {"scan": kernel}}
+        writer = JsonlWriter(path, first_iteration=first, opening=opening)
         for iteration in (first, first + 1):
             writer.write(record(iteration).as_dict())
         writer.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[0] == facts and lines[3] == {"iteration": 2, "kernels": {"scan": "reference"}}
-    assert [line["iteration"] for line in lines] == [0, 1, 2, 2, 3, 4]
+    assert [line["iteration"] for line in lines if "kernels" in line] == [1, 5]
+    assert [line["iteration"] for line in lines if "data" in line] == [1]
     page = write_report(path, tmp_path / "page.html").read_text()
     assert "<th>kernels</th><td>scan reference</td>" in page
 
@@ -120,7 +120,6 @@ def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
     try:
         with pytest.raises(OSError):
             writer.write({"iteration": 2})
-        writer.write_facts({"iteration": 2, "kernels": {}})  # the warning comes with the next step
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.write({"iteration": 3})
