@@ -1,0 +1,11 @@
+"""Import paths of the helpers that other tests have."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+TESTS = Path(__file__).parents[1]
+for folder in (TESTS.parent, TESTS, TESTS / "end_to_end", TESTS / "unit" / "models"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
