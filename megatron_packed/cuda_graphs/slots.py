@@ -49,7 +49,7 @@ _IN_THE_SLOT = frozenset({"cu_seqlens", "seq_idx", "position_ids", "valid", "tab
 _OF_ONE_PACK = frozenset({"num_seqs", "cu_seqlens_cpu"})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SlotPackedSeqParams(PackedSeqParams):
     """The documents of the micro-batch that lies in a slot, as long as it lies there.
 
@@ -79,7 +79,7 @@ class SlotPackedSeqParams(PackedSeqParams):
             )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StaticPackedSeqParams(PackedSeqParams):
     """What a module sees while it is captured: the slot's tensors, and no number that only one pack has.
 

@@ -23,7 +23,7 @@ def collate(
     *,
     total_tokens: int,
     capacity: int | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[float, float] | None = None,
     max_seqlen: int | None = None,
     alignment: int = 1,
 ) -> MicroBatch:

@@ -8,9 +8,9 @@ no label ever crosses a boundary; the tail predicts nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from megatron_packed.packed.params import PackedSeqParams, bounded_max_seqlen, p
 
 NO_LABEL = 0
 """Label of a slot that predicts nothing: a real token number, so that no kernel indexes out of range."""
+
+_FIT_INT32 = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))
 
 
 class Document(NamedTuple):
@@ -61,11 +63,11 @@ def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MicroBatch:
     """One pack: views into ``buffer``, and what the host knows about it without asking the device."""
 
-    buffer: Tensor = field(repr=False)
+    buffer: Tensor
     """``(num_bytes,)`` uint8 that holds every tensor below except host twins."""
     layout: MicroBatchLayout
     tokens: Tensor
@@ -76,7 +78,7 @@ class MicroBatch:
     """``(T,)`` float32, 1 where the label counts, else 0."""
     packed: PackedSeqParams
     scales: Tensor
-    """``(2,)`` float32: 1 / target tokens and 1 / non-empty packs of the whole step, over all ranks."""
+    """``(2,)`` float32: 1 / target tokens and 1 / non-empty packs of what is summed, for training the whole step."""
     num_real_tokens: int
     """Tokens of real documents, host integer."""
     num_target_tokens: int
@@ -88,19 +90,23 @@ class MicroBatch:
         documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
         total_tokens: int,
         capacity: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[float, float] | None = None,
         max_seqlen: int | None = None,
         alignment: int = 1,
+        vocab_size: int | None = None,
     ) -> MicroBatch:
         """Lay ``documents`` out in order in ``total_tokens`` slots, on the host; no documents give an all-tail pack.
 
         Args:
             capacity: real documents to leave room for; None for exactly as many as there are.
-            scales: see the field.
+            scales: see the field; None for those of this pack alone, so that its loss is a mean over its targets.
             max_seqlen: upper bound to report instead of the exact longest row.
             alignment: documents begin and end at multiples of it; what a document does not fill is padding.
+            vocab_size: the model's; with it, a token number that the model does not have is refused. Without it such a
+                token gives a NaN loss, since the device cannot raise an error.
         Raises:
-            ValueError: the documents do not fit, one is empty, or a mask has another length than its tokens.
+            ValueError: the documents do not fit, one is empty, a mask has another length than its tokens, or a token
+                is no integer from 0 to ``vocab_size``, or to 2^31, exclusive.
         """
         lengths = [len(tokens) for tokens, _ in documents]
         cu_seqlens = metadata.cu_seqlens_from_lengths(metadata.aligned(lengths, alignment), total_tokens, capacity)
@@ -108,8 +114,9 @@ class MicroBatch:
         buffer = layout.buffer.allocate()
         views = layout.buffer.views(buffer)
         write_packed(views, cu_seqlens, metadata.as_lengths(lengths))
-        _write_documents(views, documents, cu_seqlens)
-        views["scales"].numpy()[:] = scales
+        _write_documents(views, documents, cu_seqlens, vocab_size)
+        num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
+        views["scales"].numpy()[:] = (1 / max(num_target_tokens, 1), 1.0) if scales is None else scales
         return cls._from_buffer(
             buffer,
             layout,
@@ -117,7 +124,7 @@ class MicroBatch:
             max_seqlen=bounded_max_seqlen(cu_seqlens, max_seqlen),
             cu_seqlens_cpu=torch.from_numpy(cu_seqlens),
             num_real_tokens=sum(lengths),
-            num_target_tokens=int(np.count_nonzero(views["loss_mask"].numpy())),
+            num_target_tokens=num_target_tokens,
         )
 
     @classmethod
@@ -145,6 +152,13 @@ class MicroBatch:
             ),
             num_real_tokens=num_real_tokens,
             num_target_tokens=num_target_tokens,
+        )
+
+    def __repr__(self) -> str:
+        facts = vars(self)
+        return (
+            f"{type(self).__name__}({facts['num_real_tokens']} tokens, {facts['num_target_tokens']} targets, "
+            f"{facts['packed']!r})"
         )
 
     def with_buffer(self, buffer: Tensor) -> MicroBatch:
@@ -180,10 +194,14 @@ def _write_documents(
     views: dict[str, Tensor],
     documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
     cu_seqlens: metadata.Int32Array,
+    vocab_size: int | None,
 ) -> None:
     """Tokens, shifted labels and loss mask of every document; the buffer is zeroed: padding and tail need nothing."""
     tokens_T, labels_T, mask_T = (views[name].numpy() for name in ("tokens", "labels", "loss_mask"))
-    for number, (tokens, target_mask) in enumerate(documents):
+    for number, (given, target_mask) in enumerate(documents):
+        tokens = np.asarray(given)
+        if tokens.dtype not in _FIT_INT32 or tokens.ndim != 1:
+            _check_tokens(number, tokens, None)
         start = int(cu_seqlens[number])
         end = start + len(tokens)
         tokens_T[start:end] = tokens
@@ -199,3 +217,27 @@ def _write_documents(
         counts = np.asarray(target_mask[1:]) != 0
         labels_T[start : end - 1][~counts] = NO_LABEL
         mask_T[start : end - 1] = counts
+    # Over the whole pack, not by document: two passes of some microseconds each.
+    if tokens_T.min() < 0 or (vocab_size is not None and tokens_T.max() >= vocab_size):
+        for number, (given, _) in enumerate(documents):
+            _check_tokens(number, np.asarray(given), vocab_size)
+
+
+def _check_tokens(number: int, tokens: NDArray[Any], vocab_size: int | None) -> None:
+    """
+    Raises:
+        ValueError: the tokens of document ``number`` are no row of integers, or one is out of range.
+    """
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"document {number} has tokens of type {tokens.dtype} and shape {tokens.shape}, beginning with "
+            f"{tokens.flat[0]}; token numbers are one row of integers."
+        )
+    limit, rule = (2**31, "is stored as int32") if vocab_size is None else (vocab_size, f"is below {vocab_size=}")
+    outside = (tokens < 0) | (tokens >= limit)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ValueError(
+            f"document {number} has token {tokens[at]} at position {at}; a token number is 0 or more and {rule}. "
+            "Encode with the model's tokenizer."
+        )

@@ -34,7 +34,7 @@ def packed_fields(total_tokens: int, capacity: int) -> list[tuple[str, torch.dty
     ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedSeqParams:
     """The documents of one pack of T slots with room for N documents (see `metadata` for the layout and an example).
 
@@ -60,6 +60,14 @@ class PackedSeqParams:
     """Token slots T of the pack."""
     tables: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """What kernels derive once per micro-batch (block tables, chunk tables), by name."""
+
+    def __repr__(self) -> str:
+        facts = vars(self)  # past the guards of subclasses: what is stale can be shown
+        return (
+            f"{type(self).__name__}({facts['num_seqs']} documents in {facts['total_tokens']} slots, "
+            f"room for {facts['cu_seqlens'].shape[0] - 2}, longest row {facts['max_seqlen']}, "
+            f"{facts['cu_seqlens'].device})"
+        )
 
     @property
     def capacity(self) -> int:

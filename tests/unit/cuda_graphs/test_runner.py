@@ -326,6 +326,7 @@ def test_an_old_micro_batch_cannot_be_read_through_the_slot(jobs):
     old = runner.place(pack([T])).packed
     assert old.num_seqs == 1 and old.seq_idx.shape == (1, T)
     runner.place(pack([30, 34]))
+    assert repr(old).startswith(f"SlotPackedSeqParams(1 documents in {T} slots, ")
     with pytest.raises(StaleMetadataError, match="seq_idx of micro-batch"):
         old.seq_idx  # noqa: B018
     assert old.num_seqs == 1

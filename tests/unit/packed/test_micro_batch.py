@@ -135,6 +135,48 @@ def test_wrong_documents_are_refused():
         MicroBatch.build([(np.arange(2), None)] * 3, 8, capacity=2)
 
 
+def test_without_scales_a_pack_is_normalised_by_its_own_targets():
+    documents = [(np.arange(1, 6), None), (np.arange(1, 5), np.array([0, 0, 1, 1]))]
+    assert MicroBatch.build(documents, 12).scales.tolist() == pytest.approx([1 / 6, 1.0])
+    assert MicroBatch.build([(np.arange(1, 6), np.zeros(5))], 12).scales.tolist() == [1.0, 1.0]
+    assert MicroBatch.build([], 12).scales.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (np.array([1, 2**33, 3]), "token 8589934592 at position 1; .* 0 or more and is stored as int32"),
+        (np.array([1, 2**33], np.uint64), "token 8589934592 at position 1"),
+        (np.array([2**31], np.uint32), "token 2147483648 at position 0"),
+        (np.array([4, -100, 3], np.int32), "token -100 at position 1; a token number is 0 or more"),
+        (np.array([4, -1]), "token -1 at position 1"),
+        (np.array([1.5, 2.0]), r"tokens of type float64 and shape \(2,\), beginning with 1.5; .* one row of integers"),
+        (np.array([True, False]), "tokens of type bool"),
+        (np.array(["a", "b"]), "tokens of type <U1"),
+        (np.array([[1, 2]]), r"tokens of type int64 and shape \(1, 2\)"),
+        (torch.tensor([3.0]), "tokens of type float32"),
+    ],
+)
+def test_tokens_that_are_no_token_numbers_are_refused(tokens, found):
+    with pytest.raises(ValueError, match=f"document 1 has {found}"):
+        MicroBatch.build([(np.arange(3), None), (tokens, None)], 8)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4", list])
+def test_tokens_of_any_integer_type_are_taken(dtype):
+    tokens = [0, 5, 100] if dtype is list else np.array([0, 5, 100], dtype)
+    assert MicroBatch.build([(tokens, None)], 4, vocab_size=101).tokens.tolist() == [0, 5, 100, 0]
+    with pytest.raises(ValueError, match=r"document 0 has token 100 at position 2; .* is below vocab_size=100"):
+        MicroBatch.build([(tokens, None)], 4, vocab_size=100)
+
+
+def test_a_pack_is_shown_in_one_short_line():
+    batch = MicroBatch.build([(np.arange(1, 6), None), (np.arange(3), None)], 10, capacity=4)
+    packed = "PackedSeqParams(2 documents in 10 slots, room for 4, longest row 5, cpu)"
+    assert repr(batch.packed) == packed
+    assert repr(batch) == f"MicroBatch(8 tokens, 6 targets, {packed})"
+
+
 @pytest.mark.gpu
 def test_one_copy_to_the_gpu_from_pinned_memory():
     from torch.profiler import ProfilerActivity, profile
