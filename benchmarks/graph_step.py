@@ -126,9 +126,7 @@ class Ours:
         return self._run(self.runner.place(micro_batch))
 
     def _run(self, micro_batch: MicroBatch) -> Tensor:
-        loss = self.model(micro_batch).loss
-        loss.backward()
-        return loss.detach()
+        return self.model.forward_backward(micro_batch).loss
 
     def results(self, run: Callable[[MicroBatch], Tensor], micro_batch: MicroBatch) -> tuple[float, Tensor]:
         """Loss and all gradients."""

@@ -166,10 +166,12 @@ class Run:
         self.rebuild.path = path
         harness.synchronize()
         start = time.perf_counter()
-        output = self.model(batch.to(self.device, non_blocking=True))
+        placed = batch.to(self.device, non_blocking=True)
+        loss_scale = placed.scales[0]
+        output = self.model(placed, grad_scale=loss_scale)
         harness.synchronize()
         middle = time.perf_counter()
-        output.loss.backward()
+        output.loss_sum.backward(loss_scale)
         harness.synchronize()
         return middle - start, time.perf_counter() - middle
 

@@ -135,7 +135,7 @@ def measure(case: RunCase, device: torch.device, *, padded_slots: int, passes: i
 
     def run_pass(name: str) -> None:
         for batch in sides[name]:
-            model(batch.to(device, non_blocking=True)).loss.backward()
+            model.forward_backward(batch.to(device, non_blocking=True))
 
     @torch.no_grad()
     def summed_loss(name: str) -> float:

@@ -117,3 +117,33 @@ def test_logits_of_the_whole_pack_never_exist(case):
     grown = torch.cuda.max_memory_allocated() - before
     chunk_bytes = 128 * ROWS * 2
     assert chunk_bytes <= grown < chunk_bytes + 2**24 < T * ROWS * 2
+
+
+@pytest.mark.parametrize("in_forward", [True, False], ids=["gradients in forward", "gradients in backward"])
+def test_gradients_need_no_buffer_of_the_weights_size_and_no_host_wait(case, in_forward):
+    hidden, weight, labels, mask = case
+    scale = torch.tensor(1 / 800, device="cuda")
+
+    def run(main_grad, in_forward):
+        parameter = torch.nn.Parameter(weight)
+        parameter.main_grad, x = main_grad, hidden.clone().requires_grad_()
+        loss_sum, _ = linear_cross_entropy(
+            x, parameter, labels, mask, vocab_size=VOCAB, chunk_tokens=128, grad_scale=scale if in_forward else None
+        )
+        loss_sum.backward(scale) if in_forward else (loss_sum * scale).backward()
+        return loss_sum.detach(), x.grad
+
+    main_grads = [torch.ones(ROWS, D, device="cuda") for _ in range(3)]
+    expected = run(main_grads[0], not in_forward)
+    run(main_grads[1], in_forward)  # tunes
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(main_grads[2], in_forward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 128 * ROWS * 2 + 2**24 < ROWS * D * 2
+    for one, other in zip((*found, main_grads[2]), (*expected, main_grads[0])):
+        assert torch.equal(one, other)

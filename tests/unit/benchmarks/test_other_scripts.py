@@ -10,6 +10,7 @@ import harness
 import model_step
 import op_backends
 import packing_report
+import two_checkouts
 import workloads
 
 
@@ -27,6 +28,32 @@ def test_model_step_copies_every_parameter():
     model = workloads.build_model(shape, torch.device("cpu"), max_positions=64)
     names = {name.split(".", 2)[2] for name, _ in model.named_parameters() if name.startswith("layers.")}
     assert names == {mine for symbol in set(pattern) for mine in model_step._LAYER_NAMES[symbol]}
+
+
+def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkeypatch, capsys):
+    runs = []
+
+    def model_step_of(command, *, cwd, env, **options):
+        assert env["PYTHONPATH"] == str(cwd) and command[-4:] == ["--kernels", "0", "--name", "two_checkouts"]
+        runs.append(cwd)
+        slow = 2.0 if cwd == tmp_path else 1.0
+        eager = {"wall_ms": [slow * 3, 0, 9], "busy_ms": [slow, 0, 9], "launches": 10, "peak_gib": slow, "loss": 1.5,
+                 "grad_norm": slow}  # fmt: skip
+        found = {"shard8b": {"megatron_packed": eager, "graph": {"wall_ms": [4.0, 0, 9], "busy_ms": [4.0, 0, 9]}}}
+        results = cwd / "benchmarks" / "results"
+        results.mkdir(parents=True, exist_ok=True)
+        (results / "two_checkouts.json").write_text(json.dumps({"results": found}))
+
+    here = tmp_path / "here"
+    monkeypatch.setattr(two_checkouts, "HERE", here)
+    monkeypatch.setattr(two_checkouts.subprocess, "run", model_step_of)
+    monkeypatch.setattr(sys, "argv", ["two_checkouts.py", str(tmp_path), "shard8b", "--rounds", "2"])
+    two_checkouts.main()
+    assert runs == [here, tmp_path, tmp_path, here]
+    *_, eager, graph = (line.split() for line in capsys.readouterr().out.splitlines())
+    half = ["0.5", "[0.5,", "0.5]"]
+    assert eager == ["shard8b", "eager", *half, *half, "1", "[1,", "1]", *half, "True", "False"]
+    assert graph == ["shard8b", "one", "CUDA", "graph", "1", "[1,", "1]", "1", "[1,", "1]"]
 
 
 def test_op_backends_measures_an_op(monkeypatch):
