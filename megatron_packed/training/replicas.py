@@ -6,14 +6,14 @@ A defective GPU or link can change a weight or a gradient on one rank, and the l
 Between two updates nothing writes a weight: bf16 weights are the rounded float32 masters of their owner, and every
 replica holds the same bits. A checked step compares both when its gradients are complete and before it updates
 anything. So a weight that changed since the last update is found before the cast from the masters or the gather
-overwrites it, and before the gradient that it spoilt is applied. A second comparison follows the update, before
+overwrites it, and before the gradient that it spoiled is applied. A second comparison follows the update, before
 anything is saved.
 
 [Note: how a sum of gradients is checked]
 Sums of floating-point numbers depend on their order, so a second sum need not have the same bits. Rows of ``ROW``
 gradients are therefore added up in float64 on each rank before the collective, and these sums over ranks. Afterwards
 the rows of the result must add up to them but for the rounding of the collective: at most half an ulp of the sum of
-absolute values, for each rank beyond the first. Behind an all-reduce all replicas must hold the same bits besides.
+absolute values, for each rank beyond the first. After an all-reduce all replicas must hold the same bits, too.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ class ReplicaCheck:
         reduce()
         wrong_rows = self._wrong_rows(expected, self._sums_of_rows())
         summed = {
-            (slot.part.expert, f"gradient of {slot.name}"): bit_hash(self.buffers.grads[slot.start : slot.end])
+            (slot.part.expert, f"gradient of {slot.name}"): self._hash_of_sum(slot)
             for slot in self.buffers.layout.slots
             if self.buffers.owners(slot.part).size == 1
         }
-        summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail)
+        summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
         with self._resting():
             *numbers, count = _on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
@@ -195,10 +195,10 @@ class ReplicaCheck:
                 kinds = ("exp_avg", "exp_avg_sq", *(("master",) if slot.dtype == torch.bfloat16 else ()))
                 for kind in kinds:
                     yield (slot.part.expert, f"{kind}/{slot.name}"), state[f"{kind}/{slot.name}"]
-        parameters = dict(self.model.named_parameters())
-        for name, tensor in self.model.state_dict().items():
-            if name not in parameters:
-                yield (False, name), tensor
+        persistent = self.model.state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name in persistent:
+                yield (False, name), buffer
 
     def _masters_of(self, piece: Piece) -> str:
         """Return whose masters ``piece`` should equal, in words."""
@@ -208,6 +208,10 @@ class ReplicaCheck:
         return f"than the rounded masters of rank {dist.get_process_group_ranks(group)[piece.owner]}"
 
     # ---------------------------------------------------------------------------------------------------- gradients
+
+    def _hash_of_sum(self, slot: ParamSlot) -> Tensor:
+        # Which of two NaN an addition passes on depends on their order, and the step is skipped alike.
+        return bit_hash(self.buffers.grads[slot.start : slot.end], one_nan=True)
 
     def _sums_of_rows(self) -> Tensor:
         """Return ``(rows, 2)`` float64: the sum of each row of gradients, and of its absolute values."""
@@ -269,20 +273,23 @@ class ReplicaCheck:
         found += mismatches(others)
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ReplicaMismatchError(
-            f"{what} differ between ranks that should hold the same: {'; '.join(found[:_NAMED])}{more}. Load a "
-            "checkpoint from before the last check that passed, and look at the hardware of these ranks"
+            f"{what} have bits that they should not have: {'; '.join(found[:_NAMED])}{more}. Load a checkpoint from "
+            "before the last check that passed, and look at the hardware of these ranks"
         )
 
 
-def bit_hash(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def bit_hash(tensor: Tensor, dtype: torch.dtype | None = None, *, one_nan: bool = False) -> Tensor:
     """Return a 0-d int64 of the bits of ``tensor``, rounded to ``dtype``; one flipped bit makes it another one.
 
-    Every element counts with an odd factor that follows from its place, modulo 2^64.
+    Every element counts with an odd factor that follows from its place, modulo 2^64. With ``one_nan`` the bits of a NaN
+    do not matter.
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].to(dtype or flat.dtype)
+        if one_nan:
+            part = torch.where(part.isnan(), torch.nan, part)
         bits = part.view(_WORDS[part.element_size()]).to(torch.int64)
         places = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=flat.device)
         total = total + (bits * (2 * places + 1)).sum()

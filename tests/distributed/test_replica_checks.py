@@ -240,10 +240,19 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
         return said(lambda: job.step(packs, 1e-2, checks=checks))
 
     found = {f"{when} {bit}": with_flip(when, bit) for when, bit in (("before", 27), ("before", 21), ("after", 0))}
-    return {"equal": equal, **found}
+    job.step._reduce_over_replicas = reduce  # type: ignore[method-assign]
+    before = job.step._reduce_over_tp
+
+    def with_nan() -> None:
+        before()
+        for slot in job.buffers.layout.slots:  # of ranks, each with other bits
+            job.buffers.grads[slot.start : slot.start + 1].view(torch.int32).fill_(0x7FC00001 + groups.rank)
+
+    job.step._reduce_over_tp = with_nan  # type: ignore[method-assign]
+    return {"equal": equal, **found, "nan": said(lambda: job.step(packs, 1e-2, checks=checks))}
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: f"{case.way}{'-bf16' * case.bf16}")
 def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPools) -> None:
     """Where replicas hold the sum, its last bit counts; with one owner, what is beyond the rounding of the sum."""
     results = pools.run(sums_checked, case.way.world_size, case, layout=case.way.layout)
@@ -252,4 +261,5 @@ def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPool
         for name in ("before 27", "before 21"):
             assert "gradient of layers.3.mixer.experts.fc1" in result[name], name
             assert "than the sum of what was added" in result[name]
+        assert result["nan"] == "", "a step that is not finite is named and skipped elsewhere"
         assert bool(result["after 0"]) == (not case.way.distributed_optimizer)

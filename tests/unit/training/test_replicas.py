@@ -40,3 +40,10 @@ def test_those_that_differ_from_most_are_named():
         "dense: rank 3 of ranks 0, 2, 3, 4", "experts: rank 1 of ranks 0, 1, 2, 4"
     ]  # fmt: skip
     assert mismatches([{"dense": 1}, {"dense": 2}]) == ["dense: ranks 0, 1 have no majority"]
+
+
+def test_bits_of_a_nan_may_be_left_out():
+    bits = torch.tensor([[0x7FC00001, 0x3F800000], [0x7FC00002, 0x3F800000], [0x3F800000, 0x7FC00001]])
+    first, second, third = bits.to(torch.int32).view(torch.float32)
+    assert bit_hash(first, one_nan=True) == bit_hash(second, one_nan=True) != bit_hash(third, one_nan=True)
+    assert bit_hash(first) != bit_hash(second)
