@@ -207,7 +207,9 @@ def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: Worke
 
 def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
     """A step in which the last rank alone has something to say."""
-    job = build_job(config_of(way), groups, VOCAB)
+    config = config_of(way)
+    training = dataclasses.replace(config.training, loss_spike_policy="skip", loss_spike_window=2)
+    job = build_job(dataclasses.replace(config, training=training), groups, VOCAB)
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
     before, reduce, last = everything(job), job.step._reduce, groups.rank == groups.world_size - 1
 
@@ -216,6 +218,8 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
             job.buffers.grads[3] = float("inf")
         if last and where == "loss":
             job.buffers.extras["loss"].fill_(float("nan"))
+        if last and where == "spike":  # of one tensor-parallel rank: it has another loss than its neighbour
+            job.buffers.extras["loss"].add_(100)
         reduce()
 
     job.step._reduce = spoil  # type: ignore[method-assign]
@@ -225,7 +229,7 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
     return {"values": StepValues.from_list(values.tolist()), "unchanged": unchanged}
 
 
-@pytest.mark.parametrize("where", ["gradient", "loss", "stop"])
+@pytest.mark.parametrize("where", ["gradient", "loss", "stop", "spike"])
 @pytest.mark.parametrize(
     "way",
     [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4), Way(4, cp_size=2)],
@@ -234,7 +238,8 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
 def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, where: str, pools: WorkerPools) -> None:
     for found in pools.run(spoilt, way.world_size, way, where, layout=way.layout):
         values = found["values"]
-        assert (values.nonfinite, values.stop_requested) == (where != "stop", where == "stop")
+        assert (values.nonfinite, values.stop_requested) == (where in ("gradient", "loss"), where == "stop")
+        assert [spike.name for spike in values.spikes] == ["loss"] * (where == "spike")
         assert found["unchanged"] == (where != "stop")
 
 

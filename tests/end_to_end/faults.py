@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -24,6 +25,7 @@ from megatron_packed.distributed.heartbeat import Heartbeat
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.packed.micro_batch import NO_LABEL
 from megatron_packed.training import documents as run_documents
 from megatron_packed.training import failures, pretrain
 from megatron_packed.training import state as run_state
@@ -414,3 +416,27 @@ def flip_weight(step: int, rank: int, name: str, bit: int) -> None:
 
     if int(os.environ["RANK"]) == rank:
         on_call(TrainStep, "__call__", step, flip)
+
+
+def spoil_steps(spikes: tuple[int, ...], without_targets: tuple[int, ...]) -> None:
+    """Steps (from 1, of the whole run) with a hundred times the loss, and steps that have nothing to learn."""
+    original = Loader.micro_batches
+
+    def spoilt(self: Loader, number: int) -> list[Any]:
+        found = original(self, number)
+        for micro_batch in found if number + 1 in spikes else ():
+            micro_batch.scales[0] *= 100
+        if number + 1 not in without_targets:
+            return found
+        for micro_batch in found:
+            micro_batch.loss_mask.zero_()
+            micro_batch.labels.fill_(NO_LABEL)
+        return [dataclasses.replace(micro_batch, num_target_tokens=0) for micro_batch in found]
+
+    Loader.micro_batches = spoilt  # type: ignore[method-assign]
+
+
+def both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Two faults in one process."""
+    first()
+    second()

@@ -31,7 +31,7 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
 from megatron_packed.packed.capacity import Ladder
-from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.build import Job, build_job
 from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
 from megatron_packed.training.train_step import StepValues
@@ -52,7 +52,10 @@ def config_of(
         packing=PackingConfig(seq_length=tokens, global_batch_size=PACKS),
         optim=OptimizerConfig(lr=1e-3),
         parallel=ParallelConfig(**{name: value for name, value in parallel.items() if name not in GATHERED_LATER}),
-        training=TrainingConfig(train_iters=8, bf16=True, device="cuda", deterministic_mode=deterministic),
+        training=TrainingConfig(
+            train_iters=8, bf16=True, device="cuda", deterministic_mode=deterministic, loss_spike_policy="skip",
+            loss_spike_window=4,
+        ),
         logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
 
@@ -73,6 +76,8 @@ def build(config: RunConfig, groups: ParallelGroups, ladder: Ladder = LADDER) ->
 def state_of(job: Job) -> dict[str, torch.Tensor]:
     """Everything that the next step depends on; copies."""
     tensors = dict(job.model.state_dict()) | dict(job.model.named_buffers()) | job.optimizer.state_shards()
+    assert job.optimizer.spikes is not None
+    tensors["spikes"] = job.optimizer.spikes.recent
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -162,6 +167,36 @@ def test_a_nan_is_named_and_changes_nothing(jobs: tuple[Job, Job, FullIteration]
     metrics = [one.step(steps[1], 1e-3).clone() for one in (eager, job)]
     assert torch.equal(*metrics) and different(state_of(job), state_of(eager)) == []
     assert different(state_of(job), before) != []
+
+
+def without_targets(packs: list[MicroBatch]) -> list[MicroBatch]:
+    for pack in packs:
+        pack.loss_mask.zero_()
+        pack.labels.fill_(NO_LABEL)
+    return [dataclasses.replace(pack, num_target_tokens=0) for pack in packs]
+
+
+def test_spikes_and_steps_without_targets_are_left_out_by_replay_as_eagerly(
+    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+):
+    """The graph that ends a step reads the sum of the targets, and the medians."""
+    eager, job, graphs = jobs
+    steps = steps_of(groups, 1, overflow=False)
+    for micro_batches in steps[:5]:  # of one size, for medians of what comes next
+        for one in (eager, job):
+            one.step(micro_batches, 1e-3)
+    spike, empty = steps_of(groups, 1, overflow=False)[0], without_targets(steps_of(groups, 1, overflow=False)[1])
+    spike[1].scales[0] *= 1000
+    fallbacks = graphs.counters.fallbacks.total()
+    for micro_batches, left_out in ((spike, True), (steps[0], False), (empty, True), (steps[1], False)):
+        before = state_of(job)
+        metrics = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
+        values = StepValues.from_list(metrics[1].tolist())
+        assert torch.equal(*metrics) and different(state_of(job), state_of(eager)) == []
+        assert bool(values.spikes) == (micro_batches is spike) and values.no_targets == (micro_batches is empty)
+        changed = different(state_of(job), before)
+        assert set(changed) <= {"spikes"} if left_out else len(changed) > 10, changed
+    assert graphs.counters.fallbacks.total() == fallbacks
 
 
 def test_validation_by_replay_and_audit(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups):
@@ -307,10 +342,16 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
             bad[1].scales[0] = float("nan")
         values = StepValues.from_list(job.step(bad, 1e-3).tolist())
         changed = different(state_of(job), before)
+        spike = steps_of(groups, alignment, overflow=False)[1]
+        if groups.dp_rank == groups.dp_size - 1:
+            spike[1].scales[0] *= 1000
+        spikes = StepValues.from_list(job.step(spike, 1e-3).tolist()).spikes
+        left_out = set(different(state_of(job), before)) <= {"spikes"}
         audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=0)
         return waiting(job.step, steady) | {
             "steps": equal, "state": differing, "nonfinite": values.nonfinite, "bad": values.bad_micro_batches,
-            "changed": changed, "audited": audited, "fallbacks": dict(graphs.counters.fallbacks),
+            "changed": changed, "spikes": [one.name for one in spikes], "left_out": left_out,
+            "audited": audited, "fallbacks": dict(graphs.counters.fallbacks),
             "refusals": list(graphs.refusals.values()), "expected": sum(map(len, steady)) + len(steady),
             "graph_mib": graphs.counters.memory_mib,
         }  # fmt: skip
@@ -327,6 +368,7 @@ def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
         assert all(found["steps"]) and found["state"] == [], found
         assert found["nonfinite"] and set(found["bad"].values()) == {1} and max(found["bad"]) == 1, found
         assert found["changed"] == [] and found["refusals"] == [], found
+        assert "loss" in found["spikes"] and found["left_out"], found
         assert sum(found["fallbacks"].values()) == 1, found
         assert found["audited"].endswith("(largest difference 0.0e+00)"), found
         assert found["finite"] and found["launches"] == found["expected"] and found["nccl"] > 0, found

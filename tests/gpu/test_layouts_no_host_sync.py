@@ -85,7 +85,9 @@ def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, A
         packing=PackingConfig(seq_length=T, global_batch_size=4),
         optim=OptimizerConfig(lr=1e-4),
         parallel=ParallelConfig(**options),
-        training=TrainingConfig(train_iters=STEPS, bf16=True, device="cuda"),
+        training=TrainingConfig(
+            train_iters=STEPS, bf16=True, device="cuda", loss_spike_policy="skip", loss_spike_window=4
+        ),
     )
     job = build_job(config, groups, VOCAB)
     return waiting(job.step, batches(groups, config.parallel.document_alignment))

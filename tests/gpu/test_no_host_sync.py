@@ -10,6 +10,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.spikes import SpikeDetector
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
 
@@ -47,7 +48,8 @@ def job():
     groups = ParallelGroups.single(torch.device("cuda", 0))
     model = HybridModel(config, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16).train()
     buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
-    return TrainStep(model, buffers, Optimizer(buffers), groups)
+    spikes = SpikeDetector(window=128, factors=(3.0, 10.0), skip=True, device=groups.device)
+    return TrainStep(model, buffers, Optimizer(buffers, spikes=spikes), groups)
 
 
 @pytest.mark.shows("no host sync", "one process")

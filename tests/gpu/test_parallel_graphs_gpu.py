@@ -80,7 +80,10 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
         packing=PackingConfig(seq_length=T, global_batch_size=PACKS),
         optim=OptimizerConfig(lr=1e-3),
         parallel=ParallelConfig(**options),
-        training=TrainingConfig(train_iters=STEPS, bf16=True, device="cuda", deterministic_mode=True),
+        training=TrainingConfig(
+            train_iters=STEPS, bf16=True, device="cuda", deterministic_mode=True, loss_spike_policy="skip",
+            loss_spike_window=4,
+        ),
     )
     eager = build_job(config, groups, VOCAB)
     config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
