@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_packed import __version__
+from megatron_packed.checkpoint.errors import printable
 from megatron_packed.cli import convert, generate, packing, plan, plot, preprocess, report, tune
 from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import UsageError
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `| head` has seen enough; what is buffered still has nowhere to go at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.text_file import MOST_BYTES, read_text_file
 
 COMMAND_LINE = "flag"
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_.-]*(=.*)?", re.DOTALL)
 _PATTERN = re.compile(r"[-MGDE*+|/]+")  # "--M*" is two MLPs, a Mamba layer and attention, not a flag
 _MAX_NESTING = 8
+_LEAST_COST = 256  # of reading a file, so that the number of files is limited, too
 
 
 @dataclass(frozen=True)
@@ -43,36 +45,59 @@ class Occurrence:
 
 def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occurrence]:
     """Flags in order; files named by ``@`` are read in their place. Problems are appended."""
-    found: list[Occurrence] = []
-    for word in _expand(argv, COMMAND_LINE, (), problems):
+    found: list[tuple[Word, list[str]]] = []
+    for word in _expand(argv, COMMAND_LINE, (), problems, _Files()):
         if word.is_flag:
-            name, equals, attached = word.text.partition("=")
-            found.append(Occurrence(name, (), attached if equals else None, word.source))
+            found.append((word, []))
         elif not found:
             problems.append(Problem(word.text, "", "is no flag", "write --flag value; --help-all lists the flags"))
         else:
-            last = found[-1]
-            found[-1] = Occurrence(last.flag, (*last.texts, word.text), last.attached, last.source)
-    return found
+            found[-1][1].append(word.text)
+    return [_occurrence(flag, texts) for flag, texts in found]
 
 
-def _expand(words: Sequence[str], source: str, files: tuple[str, ...], problems: list[Problem]) -> Iterator[Word]:
+def _occurrence(flag: Word, texts: list[str]) -> Occurrence:
+    name, equals, attached = flag.text.partition("=")
+    return Occurrence(name, tuple(texts), attached if equals else None, flag.source)
+
+
+class _Files:
+    """The files of arguments of one command line, which may be read once more wherever one is named."""
+
+    def __init__(self) -> None:
+        self._left = MOST_BYTES
+
+    def words(self, path: str) -> list[str]:
+        """Return the words of a file.
+
+        Raises:
+            ValueError: a clause that says why it cannot be read.
+        """
+        if self._left <= 0:
+            raise ValueError(f"comes after {MOST_BYTES // 1024} KiB of others, which is all that is read")
+        self._left -= _LEAST_COST
+        text = read_text_file(path)
+        self._left -= len(text)
+        # A backslash at the end of a line continues it, so that a shell script's flags can be pasted.
+        return shlex.split(text.replace("\\\n", " "), comments=True)
+
+
+def _expand(
+    words: Sequence[str], source: str, within: tuple[str, ...], problems: list[Problem], files: _Files
+) -> Iterator[Word]:
     for text in words:
         if not text.startswith("@") or len(text) == 1:
             yield Word(text, source)
             continue
         path = text[1:]
-        if path in files or len(files) >= _MAX_NESTING:
-            problems.append(Problem(text, "", f"is read while it is being read ({' -> '.join((*files, path))})",
+        if path in within or len(within) >= _MAX_NESTING:
+            problems.append(Problem(text, "", f"is read while it is being read ({' -> '.join((*within, path))})",
                                     "remove the circle"))
             continue
         try:
-            with open(path, encoding="utf-8-sig") as file:
-                # A backslash at the end of a line continues it, so that a shell script's flags can be pasted.
-                inside = shlex.split(file.read().replace("\\\n", " "), comments=True)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            problems.append(Problem(text, "", f"the file of arguments cannot be read: {reason}",
+            inside = files.words(path)
+        except ValueError as error:
+            problems.append(Problem(text, "", f"the file of arguments {error}",
                                     "give @FILE with flags as on a command line"))
             continue
-        yield from _expand(inside, text, (*files, path), problems)
+        yield from _expand(inside, text, (*within, path), problems, files)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.text_file import read_text_file
+
+MOST_VALUES = 10_000
+"""Keys and values of a configuration file, some 50 times the options."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,14 @@ def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
     import yaml  # only a run with --config needs it
 
     try:
-        with open(path, encoding="utf-8") as file:
-            loader = yaml.SafeLoader(file.read())
-            root = loader.get_single_node()
-            return list(_entries(loader, root, path, problems)) if root is not None else []
-    except OSError as error:
-        problems.append(Problem("--config", path, f"cannot be read: {error.strerror}", "give the path of a YAML file"))
-    except UnicodeDecodeError:
-        problems.append(Problem("--config", path, "is not UTF-8 text", "give the path of a YAML file"))
+        text = read_text_file(path)
+    except ValueError as error:
+        problems.append(Problem("--config", path, str(error), "give the path of a YAML file"))
+        return []
+    try:
+        loader = _plain_loader()(text)
+        root = loader.get_single_node()
+        return list(_entries(loader, root, path, problems)) if root is not None else []
     except RecursionError:
         problems.append(Problem("--config", path, "is nested too deeply", "write sections with plain values"))
     except yaml.MarkedYAMLError as error:
@@ -48,6 +53,28 @@ def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist, a number that is too long
         problems.append(Problem("--config", path, f"is not valid YAML: {error}", "correct it"))
     return []
+
+
+@cache
+def _plain_loader() -> Any:
+    """PyYAML's safe loader without aliases, of which a few lines make gigabytes, and of a limited number of values."""
+    import yaml
+
+    class PlainLoader(yaml.SafeLoader):
+        nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.AliasEvent):
+                text = f"found *{event.anchor}, and aliases are not read; write the value itself"
+            elif self.nodes > MOST_VALUES:
+                text = f"found more than {MOST_VALUES:,} keys and values"
+            else:
+                return super().compose_node(parent, index)
+            raise yaml.composer.ComposerError(None, None, text, event.start_mark)
+
+    return PlainLoader
 
 
 def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iterator[Entry]:

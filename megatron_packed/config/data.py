@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -293,7 +294,7 @@ class DataConfig(Section, title="data"):
         if fault:
             yield Problem(flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths alone")
         if len(set(paths)) < len(paths):
-            twice = sorted({path for path in paths if paths.count(path) > 1})
+            twice = sorted(path for path, times in Counter(paths).items() if times > 1)
             yield Problem(flag, " ".join(twice), "is listed twice", "list every file once")
 
     def _split_rules(self, split: str) -> Iterator[Problem]:

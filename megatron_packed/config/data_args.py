@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from megatron_packed.config.options import MOST_VALUES
+from megatron_packed.config.text_file import read_text_file
+
 SPLITS = ("train", "valid", "test")
+MOST_BYTES = 2**20
+"""Of a file of data paths: more than MOST_VALUES words of usual length."""
 
 
 class NamedData(NamedTuple):
@@ -21,8 +26,8 @@ class NamedData(NamedTuple):
 def read_data_args(path: str) -> NamedData:
     """Training data from a file of words, ``WEIGHT PATH`` or paths alone, with any white space between them."""
     text, fault = _read(path)
-    if not fault and not text.split():
-        fault = "names no data"
+    if not fault:
+        fault = _number_fault(text.split()) or ("" if text.split() else "names no data")
     return NamedData(fault=fault) if fault else NamedData(train=tuple(text.split()))
 
 
@@ -52,10 +57,16 @@ def read_per_split_data_args(path: str) -> NamedData:
             found[split] = []
         elif not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
             return NamedData(fault=f"must name the data of {split!r} by a list of words, or by a text of them")
+        if fault := _number_fault(found[split]):
+            return NamedData(fault=fault)
     if not found.get("train"):
         return NamedData(fault="names no training data")
     train, valid, test = (tuple(found.get(split, ())) for split in SPLITS)
     return NamedData(train, valid, test)
+
+
+def _number_fault(words: list[str]) -> str:
+    return f"holds {len(words):,} words, and {MOST_VALUES:,} are read" if len(words) > MOST_VALUES else ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,9 +80,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read(path: str) -> tuple[str, str]:
     """The text of a file, and why there is none."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.read(), ""
-    except OSError as error:
-        return "", f"cannot be read: {error.strerror}"
+        return read_text_file(path, MOST_BYTES), ""
     except ValueError as error:
-        return "", f"is no text: {error}"
+        return "", str(error)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+MOST_SHOWN = 20
+"""Problems that a report lists."""
+_LONGEST_VALUE, _LONGEST_SENTENCE = 200, 1000
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -40,9 +44,18 @@ def format_problems(problems: Iterable[Problem]) -> str:
     """The report that rank 0 prints: one numbered block per problem with option, value, rule and cure."""
     listed = list(problems)
     noun = "problem" if len(listed) == 1 else "problems"
-    lines = [f"{len(listed)} {noun} in the configuration; nothing was started."]
-    for number, problem in enumerate(listed, 1):
-        lines.append(f"{number:3}. {problem.option} {problem.value}".rstrip())
-        lines.append(f"     rule: {problem.rule}")
-        lines.append(f"     cure: {problem.cure}")
+    lines = [f"{len(listed):,} {noun} in the configuration; nothing was started."]
+    for number, problem in enumerate(listed[:MOST_SHOWN], 1):
+        option, value = (printable(text, _LONGEST_VALUE) for text in (problem.option, problem.value))
+        lines.append(f"{number:3}. {option} {value}".rstrip())
+        lines.append(f"     rule: {printable(problem.rule, _LONGEST_SENTENCE)}")
+        lines.append(f"     cure: {printable(problem.cure, _LONGEST_SENTENCE)}")
+    if len(listed) > MOST_SHOWN:
+        lines.append(f"     and {len(listed) - MOST_SHOWN:,} more")
     return "\n".join(lines) + "\n"
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Return ``text`` for a message or log: control characters escaped, so that it forges no line; cut at ``limit``."""
+    cut = text if len(text) <= limit else text[:limit] + "..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO
 from megatron_packed.config.effects import sentence as idle_sentence
 from megatron_packed.config.effects import without_effect
 from megatron_packed.config.environment import environment_problems
-from megatron_packed.config.errors import ConfigError, Problem, format_problems
+from megatron_packed.config.errors import ConfigError, Problem, format_problems, printable
 from megatron_packed.config.gather import Given, gather
 from megatron_packed.config.kernels import kernel_surroundings
 from megatron_packed.config.megatron_flags import ALWAYS
@@ -117,7 +117,7 @@ def parse_or_exit(
             time.sleep(SILENT_SECONDS)
         raise SystemExit(EXIT_CODE) from None
     if speaks:
-        _write(sys.stderr, "".join(f"warning: {warning}\n" for warning in parsed.warnings))
+        _write(sys.stderr, "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings))
     if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
         _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     if "--print-config" in given.actions:

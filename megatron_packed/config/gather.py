@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_packed.config.command_line import COMMAND_LINE, Occurrence, read_command_line
 from megatron_packed.config.config_file import Entry, read_config_file
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import MOST_SHOWN, Problem
 from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
 from megatron_packed.config.options import Field, placeholder
 from megatron_packed.config.registry import META_FLAGS, Spelling, every_field, spellings, usable_flags
@@ -51,6 +51,10 @@ class Given:
             return False
         self._levels[key] = (level, shown)
         return True
+
+    def suggest(self, name: str, known: Iterable[str]) -> list[str]:
+        """Return the names that a wrong one may mean, as long as its problem is one of those that are shown."""
+        return nearest(name, known) if len(self.problems) < MOST_SHOWN else []
 
     def expect(self, keys: Iterable[str]) -> None:
         """Options that a misspelt name may have meant: nobody needs to hear that they are missing as well."""
@@ -117,7 +121,7 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
     elif flag in ALWAYS or flag in REFUSAL_OF:
         _apply_megatron(flag, _texts(occurrence), occurrence.source, level, given)
     else:
-        meant = nearest(flag, usable_flags())
+        meant = given.suggest(flag, usable_flags())
         given.expect(spellings()[name].field.key for name in meant if name in spellings())
         cure = did_you_mean(meant, "leave it out; --help-all lists the flags")
         given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is no flag", cure))
@@ -203,7 +207,7 @@ def _apply_entry(entry: Entry, path: str, given: Given) -> None:
             _apply_megatron_entry(flag, entry.value, where, given)
             return
         known = [f.name for f in every_field() if f.section == entry.section] if entry.section else _names()
-        meant = nearest(entry.name, known)
+        meant = given.suggest(entry.name, known)
         given.expect(f.key for f in every_field() if f.name in meant)
         cure = did_you_mean(meant, "remove it; --print-config shows all keys")
         place = f"is no option of {entry.section}" if entry.section else "is no option"

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.errors import MOST_SHOWN, ConfigError, Problem
 from megatron_packed.config.suggest import did_you_mean, nearest
 
 SectionType = TypeVar("SectionType", bound="Section")
 INT32_MAX = 2**31 - 1
+MOST_VALUES = 20_000
+"""Of one option, such as data paths and their weights: each is checked before anything starts."""
 PathUse = Literal[
     "input_file", "input_data", "data_args", "input_directory", "output_file", "output_directory", "log_file"
 ]
@@ -238,8 +240,17 @@ def _check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
     if kind.many:
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
             return value, [Problem(flag, repr(value), f"must be a list of {kind.word}", "give a list")]
-        checked = [_check_one(described, item) for item in value]
-        return tuple(item for item, _ in checked), [problem for _, problem in checked if problem is not None]
+        if len(value) > MOST_VALUES:
+            rule = f"has {len(value):,} values, and {MOST_VALUES:,} can be given"
+            return value, [Problem(flag, f"{value[0]} ...", rule, "give fewer")]
+        checked, wrong = [], []
+        for item in value:
+            one, problem = _check_one(described, item)
+            checked.append(one)
+            wrong += [] if problem is None else [problem]
+            if len(wrong) == MOST_SHOWN:
+                break
+        return tuple(checked), wrong
     one, problem = _check_one(described, value)
     return one, [] if problem is None else [problem]
 

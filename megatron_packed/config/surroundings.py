@@ -18,6 +18,7 @@ from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
 
 Sound = Callable[..., bool]
+_LONGEST_PATH = 4096
 _LOG_BEGINS = b'{"iteration"'
 
 
@@ -144,6 +145,8 @@ def _input_file(path: str) -> tuple[str, str] | None:
 def _input_data(path: str) -> tuple[str, str] | None:
     """A file, a directory that holds .jsonl, .jsonl.gz, .parquet or a Hugging Face data set, a pattern that matches
     something, or the prefix of an indexed data set."""
+    if len(path) > _LONGEST_PATH:
+        return f"has {len(path):,} characters, and no path has more than {_LONGEST_PATH:,}", "correct the path"
     if os.path.isdir(path):
         if any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
             return _pyarrow()

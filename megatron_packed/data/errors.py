@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_packed.config.errors import printable as printable
+
 REASONS: dict[str, str] = {
     # bytes
     "line_too_long": "the line is longer than the limit; it was skipped without being held in memory",
@@ -67,9 +69,3 @@ class BadLine(Exception):
 
     def __reduce__(self) -> tuple[type[BadLine], tuple[str, str]]:
         return (BadLine, (self.reason, self.detail))
-
-
-def printable(text: str, limit: int = 200) -> str:
-    """``text`` for a message or log: control characters escaped, so that data cannot forge lines; cut at ``limit``."""
-    cut = text if len(text) <= limit else text[:limit] + "..."
-    return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import temporary_name
-from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
@@ -95,7 +95,7 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
     """Says on standard error, and in ``STATUS.json``, why the run ends here."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
-    print(failure.reason, file=sys.stderr, flush=True)
+    print(printable(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.directory import RootLock
-from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.checkpoint.errors import NoCheckpointError, printable
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
 from megatron_packed.config.surroundings import environment_number
@@ -83,7 +83,7 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         check_implementation(config, device_of(config))
         groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
     except ValueError as error:  # of the launch: an environment, devices or libraries that do not fit
-        print(error, file=sys.stderr, flush=True)
+        print(printable(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
     watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)

@@ -1,0 +1,157 @@
+"""Files that are no files, and files made to take for ever: a sentence at once, and short messages on one's screen."""
+
+import os
+import time
+
+import pytest
+import yaml
+
+from megatron_packed.config.errors import MOST_SHOWN, ConfigError, Problem, format_problems
+from megatron_packed.config.flags import parse, parse_or_exit, parse_with_sources
+from megatron_packed.config.options import MOST_VALUES
+from megatron_packed.config.text_file import MOST_BYTES, read_text_file
+
+NAMED_BY = ["--config {}", "@{}", "--data-args-path {}", "--per-split-data-args-path {}"]
+
+
+def refused(right, words: str) -> str:
+    argv = [part for pair in right.items() for part in pair if "--data-path" not in pair or "data-args" not in words]
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit([*argv, *words.split()])
+    assert ended.value.code == 2
+    assert time.monotonic() - begun < 10
+    return words
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("named_by", NAMED_BY)
+@pytest.mark.parametrize(
+    ("file", "rule"),
+    [("pipe", "it is a pipe or a device"), ("/dev/zero", "it is a pipe or a device"), (".", "it is a directory"),
+     ("sparse", "it is larger than"), ("absent", "No such file"), ("bytes", "no text in UTF-8")],
+)  # fmt: skip
+def test_what_is_no_small_file_is_refused_at_once(right, tmp_path, capsys, named_by, file, rule) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "sparse", "wb") as sparse:
+        sparse.truncate(2**40)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    refused(right, named_by.format(file))
+    said = capsys.readouterr().err
+    assert said.startswith("1 problem ") and rule in said and f"{named_by.format(file)}\n" in said
+
+
+def test_a_link_to_a_file_is_a_file(right, tmp_path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbfseed: 5\r\nbf16: true\r\n")
+    (tmp_path / "link.yaml").symlink_to("run.yaml")
+    training = parse([*(part for pair in right.items() for part in pair), "--config", "link.yaml"]).training
+    assert (training.seed, training.bf16) == (5, True)
+    assert read_text_file(str(tmp_path / "link.yaml")) == "seed: 5\nbf16: true\n"
+
+
+def aliases(lines: int) -> str:
+    """Ten times as many values with each line."""
+    return "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(lines))
+
+
+def merges(lines: int) -> str:
+    return "a0: &a0 {x: 1}\n" + "".join(
+        f"a{i + 1}: &a{i + 1} {{<<: [{', '.join([f'*a{i}'] * 10)}]}}\n" for i in range(lines)
+    )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "text", "said"),
+    [
+        ("--config bomb", aliases(8) + "fp8-format: *a8\n", "found *a0, and aliases are not read"),
+        ("--config bomb", aliases(8) + "train-data-path: *a8\n", "found *a0, and aliases are not read"),
+        ("--config bomb", merges(8), "found *a0, and aliases are not read"),
+        ("--config bomb", "".join(f"key{i}: 1\n" for i in range(4000)), "and 3,980 more\n"),
+        ("--config bomb", f"data-path: [{'x, ' * 60_000}]", "more than 10,000 keys and values"),
+        ("--config bomb", "seed: " + "x" * 250_000, "must be a whole number"),
+        ("--config bomb", "[" * 100_000, "is nested too deeply"),
+        ("@bomb", "--nonsense " * 20_000, "is no flag"),
+        ("@bomb", " ".join(f"--n{i}" for i in range(20_000)), "and 19,980 more\n"),
+        ("@bomb", "--save-interval " + "1" * 250_000, "must fit into 32 bits"),
+        ("@bomb", "--offload-modules " + " ".join(f"mlp{i}" for i in range(20_000)), "must be one of"),
+        ("@bomb", "--profile-ranks " + "0 " * 100_000, "has 100,000 values, and 20,000 can be given"),
+        ("--data-args-path bomb", "a " * 400_000, "holds 400,000 words, and 20,000 are read"),
+        ("--data-args-path bomb", "[" * 900_000, "has 900,000 characters"),
+        ("--per-split-data-args-path bomb", '{"train": "' + "a " * 400_000 + '"}', "holds 400,000 words"),
+        ("--per-split-data-args-path bomb", "[" * 900_000, "is no JSON"),
+    ],
+)
+def test_a_bomb_is_a_short_sentence(right, tmp_path, capsys, words, text, said) -> None:
+    (tmp_path / "bomb").write_text(text)
+    refused(right, words)
+    printed = capsys.readouterr().err
+    assert said in printed and len(printed) < 12_000
+
+
+@pytest.mark.timeout(60)
+def test_files_that_name_others_many_times(right, tmp_path, capsys) -> None:
+    for depth in range(6):
+        (tmp_path / f"bomb{depth}").write_text(f"@bomb{depth + 1} " * 20)
+    (tmp_path / "bomb6").write_text("--seed 1 ")
+    refused(right, "@bomb0")
+    assert "comes after 256 KiB of others, which is all that is read" in capsys.readouterr().err
+    names = [f"@part{number}" for number in range(200)]
+    for name in names:
+        (tmp_path / name[1:]).write_text("--seed 7")
+    argv = [part for pair in right.items() for part in pair]
+    assert parse([*argv, *names]).training.seed == 7  # many small files are no bomb
+
+
+def test_limits_leave_room_for_what_people_write(right, tmp_path) -> None:
+    paths = [f"data/{number:05}_text_document" for number in range(MOST_VALUES // 2)]
+    (tmp_path / "paths").write_text(" ".join(f"1 {path}" for path in paths))
+    argv = [part for pair in right.items() if "--data-path" not in pair for part in pair]
+    with pytest.raises(ConfigError) as caught:
+        parse([*argv, "--data-args-path", "paths"])
+    assert len(caught.value.problems) == MOST_VALUES // 2
+    assert {problem.rule for problem in caught.value.problems} == {f"does not exist (looked in {tmp_path})"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": {"tokenizer_special_tokens": ["x" * 20] * 5000}}))
+    assert (tmp_path / "run.yaml").stat().st_size < MOST_BYTES
+    assert not any("YAML" in rule for rule in parse_problems([*argv, "--config", "run.yaml"]))
+
+
+def parse_problems(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    return [problem.rule for problem in caught.value.problems]
+
+
+ESCAPE = "a\x1b[31mred\nb\u202e"
+
+
+@pytest.mark.parametrize("flag", ["--nonsense", "--load", "--train-data-path", "--tokenizer-model", "--chat-template"])
+def test_control_characters_do_not_reach_the_screen(right, capsys, flag) -> None:
+    for argv in ([flag, ESCAPE], [f"{flag}={ESCAPE}"], [f"--{ESCAPE}"], ["--seed", ESCAPE], [f"@{ESCAPE}"]):
+        with pytest.raises(SystemExit):
+            parse_or_exit([*(part for pair in right.items() for part in pair), *argv])
+        said = capsys.readouterr().err
+        assert "\\x1b[31mred\\nb\\u202e" in said.replace("\\\\", "\\")
+        assert said.replace("\n", "").isprintable()
+
+
+def test_nor_do_those_of_a_file_or_of_a_warning(right, tmp_path, capsys) -> None:
+    (tmp_path / "run.yaml").write_text('"lr\\nnothing was wrong": 1\nsave: "\\e[31m"\n')
+    argv = [part for pair in right.items() for part in pair]
+    with pytest.raises(SystemExit):
+        parse_or_exit([*argv, "--config", "run.yaml"])
+    said = capsys.readouterr().err
+    assert "1. run.yaml:1 lr\\nnothing was wrong\n" in said and said.replace("\n", "").isprintable()
+    parse_or_exit([*argv, "--save", ESCAPE, "--save", "b"])
+    said = capsys.readouterr().err
+    assert "--save a\\x1b[31mred" in said and said.count("\n") == 1
+    long = parse_with_sources([*argv, "--log-jsonl", "x" * 10_000, "--log-jsonl", "y"])
+    assert max(map(len, long.warnings)) < 400
+
+
+def test_a_report_is_short_however_many_problems_there_are() -> None:
+    problems = [Problem(f"--flag{i}", "v" * 10_000, "r" * 10_000, "c" * 10_000) for i in range(10_000)]
+    report = format_problems(problems)
+    assert report.startswith("10,000 problems ") and report.endswith("     and 9,980 more\n")
+    assert report.count("rule: ") == MOST_SHOWN and len(report) < 60_000
+    assert "more" not in format_problems(problems[:MOST_SHOWN]).splitlines()[-1]
