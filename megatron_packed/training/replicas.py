@@ -264,7 +264,8 @@ class ReplicaCheck:
             if kept:
                 digests[self._called(expert, "experts" if expert else "dense")] = _digest(kept)
         brief = [cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})]
-        if not any(one.pop("wrong") for one in brief) and not mismatches(brief):
+        troubled = [rank for rank, one in enumerate(brief) if one.pop("wrong")]
+        if not troubled and not mismatches(brief):
             return
         everything = [cast(dict[str, dict], one) for one in ranks.gather({"held": held, "wrong": dict(wrong)})]
         found = _against_masters([one["wrong"] for one in everything])
