@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -147,6 +147,42 @@ def load_checkpoint(
             say(f"WARNING: checkpoint {name} is rejected, trying the one before it: {reason}")
     reasons = "".join(f"\n  {line}" for line in problems)
     raise CheckpointError(f"no checkpoint in {path} is sound, the tensors are not to be used; {_CURE}:{reasons}")
+
+
+def newest_metadata(
+    path: str | os.PathLike[str],
+    keys: Collection[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    step: int | None = None,
+    problem: Callable[[dict[str, Json]], str | None] = lambda metadata: None,
+) -> dict[str, Json] | None:
+    """Metadata of the checkpoint that `load_checkpoint` tries first, None if there is none; a collective of all ranks.
+
+    Rank 0 reads the manifest. The files are not looked at.
+
+    Args:
+        keys: what of the metadata is wanted.
+        problem: why the metadata is refused, or None.
+    Raises:
+        CheckpointError: on all ranks: it was refused, or the directory cannot be listed.
+    """
+
+    def read() -> Json:
+        names = _list_candidates(Path(path), step)["names"]
+        if not names:
+            return None
+        metadata = read_manifest(Path(names[0])).metadata
+        refusal = problem(metadata)
+        if refusal is not None:
+            raise CheckpointMismatchError(refusal, path=names[0])
+        return {key: metadata[key] for key in keys if key in metadata}
+
+    ranks = Ranks(rank=rank, world_size=world_size, group=group)
+    [found, *_] = ranks.agree(on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE)
+    return found
 
 
 def read_tensor(path: str | os.PathLike[str], name: str, manifest: Manifest | None = None) -> Tensor:

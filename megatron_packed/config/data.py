@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from megatron_packed.config.blend import Blend, blend_fault, split_shares
 from megatron_packed.config.data_args import NamedData, read_data_args, read_per_split_data_args
@@ -16,6 +17,8 @@ from megatron_packed.config.options import Section, Sound, option
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
 GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
 NULL = "NullTokenizer"
+SHUFFLED = "shuffled"
+"""Of --split-order."""
 MODEL_FILES = {HUGGING_FACE: "a tokenizer.json or its directory", TIKTOKEN: "a vocabulary of tiktoken",
                SENTENCEPIECE: "a SentencePiece .model"}  # fmt: skip
 """What --tokenizer-model names."""
@@ -68,6 +71,11 @@ class DataConfig(Section, title="data"):
     split: str | None = option(
         None, "Divide the documents of every --data-path by these proportions into training, validation and test, for "
         "example 969,30,1. Without it all of them train.", group="files",
+    )
+    split_order: str = option(
+        None, "Which documents --split puts together: those next to each other in the file, or shuffled, those that a "
+        "draw puts together, the same for as many documents.",
+        group="files", choices=("file", SHUFFLED), derived="shuffled with --sft and --split, else file",
     )
     sft: bool = option(
         False, "Fine-tuning: documents are conversations or prompts with answers, and only the answers are learned.",
@@ -201,6 +209,9 @@ class DataConfig(Section, title="data"):
     def has_test(self) -> bool:
         """Whether there are documents to test on; of --split there may be none in the end."""
         return bool(self.named.test) or bool(self.shares[2])
+
+    def derive(self, sound: Sound) -> dict[str, Any]:
+        return {"split_order": SHUFFLED if self.sft and self.split is not None else "file"}
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound(*_NAMES_TRAINING):

@@ -9,6 +9,7 @@ _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
     ("--distributed-backend", "nccl", "nccl on GPUs, gloo on CPUs", "the same command runs on a CPU"),
     ("--num-query-groups", "ignored without --group-query-attention", "always meant", "a number is given on purpose"),
     ("--data-path", "divided 969, 30, 1", "all of it trains", "nothing is cut off that --split does not ask for"),
+    ("--split", "in file order", "with --sft by a draw; --split-order file is theirs", "data is often sorted by task"),
     ("--moe-router-dtype", "the model's", "always fp32", "routing in bf16 changes which experts are chosen"),
     ("--calculate-per-token-loss", "off", "always on", "documents count by their target tokens, whatever their pack"),
     ("--check-for-spiky-loss", "off; on: warns when a micro-batch's loss is 10 times the largest of the first 100",

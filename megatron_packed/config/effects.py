@@ -127,6 +127,7 @@ IDLE: tuple[Idle, ...] = (
     Idle("no data is an indexed data set", lambda run, _: True not in _indexed(run), ("data.mmap_bin_files",)),
     Idle("all data is tokenised already", lambda run, _: False not in _indexed(run),
          _in("data", "max_bad_fraction data_cache_path")),
+    Idle("there is no --split", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(f"the tokenizer is no {TIKTOKEN}", lambda run, _: run.data.tokenizer_type != TIKTOKEN,
          _in("data", "tiktoken_num_special_tokens tiktoken_pattern")),
     Idle(f"the tokenizer is no {TRAINED_BPE}", lambda run, _: run.data.tokenizer_type != TRAINED_BPE,

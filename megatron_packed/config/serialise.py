@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
@@ -34,14 +34,17 @@ def as_flags(section: Section) -> list[str]:
     flags = []
     for about in section_fields(type(section)):
         value = getattr(section, about.name)
-        if value == about.default or value is None:
-            continue
-        if isinstance(value, bool):
-            flags.append(next(spelling for spelling, means in about.switches.items() if means is value))
-        else:
-            words = value if isinstance(value, tuple) else (value,)
-            flags.append(shlex.join([about.flag, *map(str, words)]))
+        if value != about.default and value is not None:
+            flags.append(as_flag(about, value))
     return flags
+
+
+def as_flag(about: Field, value: Any) -> str:
+    """The flag that gives an option this value, quoted for a shell or an @file; values of several may be a list."""
+    if isinstance(value, bool):
+        return next(spelling for spelling, means in about.switches.items() if means is value)
+    words = value if isinstance(value, (tuple, list)) else (value,)
+    return shlex.join([about.flag, *map(str, words)])
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
@@ -104,19 +107,38 @@ def changed_options(stored: Mapping[str, Any], current: Mapping[str, Any], keys:
         keys: of sections (``optim``) or single options (``training.seed``).
     """
     found = []
+    for about, then, now in _differing(stored, current, keys):
+        before, after = (_as_given(about, value) for value in (then, now))
+        found.append(f"{about.flag} {after}, was {before}")
+    return found
+
+
+def restoring_words(stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]) -> str:
+    """What to do for the options of a checkpoint: ``give --lr 0.2 and leave out --seed``; arguments as above."""
+    differing = list(_differing(stored, current, keys))
+    by_default = [about.flag for about, then, _ in differing if then in (None, [], about.default)]
+    given = [as_flag(about, then) for about, then, _ in differing if about.flag not in by_default]
+    both = (("give", given), ("leave out", by_default))
+    return " and ".join(f"{verb} {' '.join(flags)}" for verb, flags in both if flags)
+
+
+def _differing(
+    stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
+) -> Iterator[tuple[Field, Any, Any]]:
+    """Options of these sections and keys whose values differ: each with that of the checkpoint and that of now."""
     for about in every_field():
         then, now = (config.get(about.section, {}) for config in (stored, current))
         if {about.section, about.key}.isdisjoint(keys) or about.name not in then or about.name not in now:
             continue
         if then[about.name] != now[about.name]:
-            before, after = (_as_given(about, values[about.name]) for values in (then, now))
-            found.append(f"{about.flag} {after}, was {before}")
-    return found
+            yield about, then[about.name], now[about.name]
 
 
 def _as_given(about: Field, value: object) -> str:
     """A value as its flag means it: a switch is on or off, ``--disable-bias-linear`` the other way round."""
-    return ("on" if value != about.option.negated else "off") if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "on" if value != about.option.negated else "off"
+    return " ".join(map(str, value)) or "not given" if isinstance(value, (list, tuple)) else str(value)
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:

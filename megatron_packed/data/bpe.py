@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatron_packed.data.build import BuildOptions, documents_of_lines
 from megatron_packed.data.cache import get_or_build
 from megatron_packed.data.chat import ChatFormat
-from megatron_packed.data.documents import border_of
+from megatron_packed.data.documents import border_of, drawing_order
 from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
@@ -45,7 +45,8 @@ class TrainingShare(NamedTuple):
     """The documents that a vocabulary is learned from, where the others of the same files validate and test."""
 
     of_documents: Fraction
-    """Of each path, from its first document on."""
+    """Of each path, from its first document on or, ``shuffled``, of those that come first in `drawing_order`."""
+    shuffled: bool
     sft: bool
     chat: ChatFormat
     """Made with an `Untrained` tokenizer."""
@@ -85,6 +86,7 @@ def train_bpe(
     if share is not None:
         each = [len(expand_paths([path])) for path in paths]
         identity += [each, str(share.of_documents), share.sft, share.chat.fingerprint]
+        identity += ["shuffled"] * share.shuffled
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     directory = Path(cache_root) / f"tokenizer-{key}"
 
@@ -111,9 +113,14 @@ def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, N
     chosen = {}
     for path in paths:
         counts = documents_of_lines(expand_paths([path]), encoder, options)
-        before, stop = 0, border_of(share.of_documents, sum(int(count.sum()) for count in counts.values()))
+        documents = sum(int(count.sum()) for count in counts.values())
+        trained = np.zeros(documents, np.int64)
+        order = drawing_order(documents) if share.shuffled else np.arange(documents)
+        trained[order[: border_of(share.of_documents, documents)]] = 1
+        before, trained_before = 0, np.concatenate([[0], np.cumsum(trained)])
         for file, count in counts.items():
-            chosen[file] = (count > 0) & (before + np.cumsum(count) <= stop)
+            ends = before + np.cumsum(count)
+            chosen[file] = (count > 0) & (trained_before[ends] - trained_before[ends - count] == count)
             before += int(count.sum())
     return chosen
 

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.data.keyed_random import KeyedRandom
+
 
 class Documents(Protocol):
     """Tokenised documents, numbered from 0. Usable from several threads."""
@@ -64,6 +66,47 @@ def border_of(share: Fraction, count: int) -> int:
     """Where a share of ``count`` documents ends, if it begins with the first: at the nearest one, half to even, as
     Megatron rounds."""
     return round(share * count)
+
+
+def drawing_order(count: int) -> NDArray[np.int64]:
+    """Return the order in which ``count`` documents are drawn into parts: always the same of as many."""
+    return KeyedRandom(0, "split", count).permutation(count)
+
+
+class ShuffledDocuments:
+    """The documents of a source in `drawing_order`. A `Documents`."""
+
+    def __init__(self, source: Documents) -> None:
+        self._source, self._order = source, drawing_order(len(source))
+        self.lengths: NDArray[np.int64] = source.lengths[self._order]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def source_lengths(self) -> NDArray[np.int64]:
+        return self._source.source_lengths[self._order]
+
+    @property
+    def source_targets(self) -> NDArray[np.int64]:
+        return self._source.source_targets[self._order]
+
+    @property
+    def content_hash(self) -> str:
+        return hashlib.sha256(f"shuffled {self._source.content_hash}".encode()).hexdigest()
+
+    def document(
+        self, index: int, start: int = 0, length: int | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        return self._source.document(int(self._order[index]), start, length)
+
+    def count_targets(
+        self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
+    ) -> NDArray[np.int64]:
+        return self._source.count_targets(self._order[documents], starts, lengths)
+
+    def sentences(self) -> list[str]:
+        return self._source.sentences()
 
 
 class JoinedDocuments:

@@ -14,7 +14,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -214,6 +214,11 @@ class PackPlan:
         return self._table.packer.alignment
 
     @property
+    def room(self) -> int | None:
+        """Documents that packs keep to; see `Packer.room`."""
+        return self._table.packer.room
+
+    @property
     def epoch_starts(self) -> tuple[int, ...]:
         """Place in the stream of the first pack of each epoch known so far; see the argument of the same name."""
         with self._lock:
@@ -223,6 +228,16 @@ class PackPlan:
         """All packs of one epoch, in training order. Two epochs are kept, since a step may reach into the next."""
         with self._lock:
             return self._epoch(epoch)
+
+    def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
+        """The epochs that hold packs ``first`` to ``stop - 1`` of the stream, and at least the first of them."""
+        with self._lock:
+            number = self._epoch_of(first)
+        while True:
+            yield self.epoch(number)
+            number += 1
+            if self.epoch_starts[number] >= stop:
+                return
 
     def step(self, step: int) -> StepPlan:
         """The plan of one step, 0 the first. Safe to call from several threads."""

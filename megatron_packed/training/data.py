@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config.cuda_graph import AUTO
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import to_dict
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.accounting import cut_documents
 from megatron_packed.data.blend import Blend
@@ -27,6 +29,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capacity import Ladder, choose_capacities
 from megatron_packed.training.documents import RunDocuments, build_tokenizer, open_documents
+from megatron_packed.training.resume import Resumed, check_capacities, room_of
 
 FEW_TARGETS = 1000
 """A mean loss over fewer targets is said to be noisy."""
@@ -78,11 +81,16 @@ class RunData:
                 stream.loader.close()
 
 
-def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], None]) -> RunData:
+def build_data(
+    config: RunConfig, groups: ParallelGroups, say: Callable[[str], None], resumed: Resumed | None = None
+) -> RunData:
     """Tokenises what is not tokenised yet, packs it, and says what became of it.
 
+    Args:
+        resumed: what the run goes on from.
     Raises:
         DataError: the data cannot be used.
+        CheckpointMismatchError: see `plan_training`.
     """
     options, show = config.data, groups.rank == 0
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
@@ -93,7 +101,8 @@ def build_data(config: RunConfig, groups: ParallelGroups, say: Callable[[str], N
         say(line)
     if config.data.named.valid and not config.validates and config.training.eval_iters:
         say(f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval.")
-    plans = plan_data(config, documents, groups.dp_size, pack_cost(config, vocab_size), show_progress=show)
+    cost = pack_cost(config, vocab_size)
+    plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
     plan, ladder, packing, evaluations = plans
     beyond = [line for name, evaluation in evaluations.items() for line in _beyond(ladder, evaluation, name)]
     for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plan)]:
@@ -202,6 +211,7 @@ def plan_data(
     dp_size: int = 1,
     cost: PackCost = BY_TOKENS,
     *,
+    resumed: Resumed | None = None,
     show_progress: bool = False,
 ) -> Plans:
     """Pack training, validation and test data.
@@ -213,7 +223,7 @@ def plan_data(
         name: plan_evaluation(config, dataset, dp_size, cost, name) for name, dataset in documents.evaluated.items()
     }
     training = plan_training(
-        config, documents.train, dp_size, list(evaluations.values()), cost, show_progress=show_progress
+        config, documents.train, dp_size, list(evaluations.values()), cost, resumed=resumed, show_progress=show_progress
     )
     return Plans(*training, evaluations)
 
@@ -225,6 +235,7 @@ def plan_training(
     evaluations: Sequence[EvaluationPlan] = (),
     cost: PackCost = BY_TOKENS,
     *,
+    resumed: Resumed | None = None,
     show_progress: bool = False,
 ) -> tuple[PackPlan, Ladder | None, PackingReport]:
     """The endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
@@ -234,11 +245,16 @@ def plan_training(
     first one's largest count. So the plan depends on the training data and the options, not on validation and
     test data.
 
+    A resumed run keeps the packs of its checkpoint, whatever graphs it has: those that are to come decide its
+    capacities where none are given.
+
     Raises:
         DataError: the documents cannot be packed as the options ask.
+        CheckpointMismatchError: the given capacities are less than packs of the checkpoint hold.
     """
     segments, targets = _pieces(config, dataset, "training")
-    packer = _packer(config)
+    room = room_of(to_dict(config)) if resumed is None else resumed.room
+    packer = _packer(config, room)
     plan = PackPlan(
         segments,
         targets,
@@ -250,17 +266,21 @@ def plan_training(
         blend=_blend(config, dataset, segments),
         show_progress=show_progress,
     )
+    first = plan.epoch(0)
+    if room == AUTO:
+        plan = plan.keeping_to(int(first.documents_per_pack.max()))
     ladder = None
     if config.cuda_graph.enabled:
-        documents = plan.epoch(0).documents_per_pack
         capacities = config.cuda_graph.capacities
+        documents = first.documents_per_pack
+        if resumed is not None and resumed.is_of(plan) and packer.method == "balanced":
+            documents = np.concatenate([documents, *resumed.packs_to_come(config, plan, int(documents.max()))])
+            check_capacities(config, int(documents.max()))
         if capacities is None:
             evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
             capacities = choose_capacities(np.concatenate([documents, *evaluated]))
-            if packer.method == "balanced":
-                plan = plan.keeping_to(int(documents.max()))
         ladder = Ladder.of(capacities, config.packing.tokens_per_pack)
-    report = PackingReport.of(segments, plan.epoch(0), packer, ladder=ladder, blended=plan.blend is not None)
+    report = PackingReport.of(segments, first, packer, ladder=ladder, blended=plan.blend is not None)
     return plan, ladder, report
 
 
@@ -276,7 +296,7 @@ def plan_evaluation(
     plan = EvaluationPlan(
         segments,
         targets,
-        packer=_packer(config),
+        packer=_packer(config, room_of(to_dict(config))),
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,
@@ -304,12 +324,9 @@ def _beyond(ladder: Ladder | None, plan: EvaluationPlan, name: str) -> list[str]
     ]
 
 
-def _packer(config: RunConfig) -> Packer:
+def _packer(config: RunConfig, room: int | str | None) -> Packer:
     packer = Packer.from_config(config.packing, config.document_alignment)
-    capacities = config.cuda_graph.capacities
-    if config.cuda_graph.enabled and capacities is not None and packer.method == "balanced":
-        return packer.keeping_to(capacities[-1])
-    return packer
+    return packer.keeping_to(room) if isinstance(room, int) else packer
 
 
 def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments, NDArray[np.int64]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.blend import Blend
-from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, NULL, SENTENCEPIECE, TIKTOKEN, DataConfig
+from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, NULL, SENTENCEPIECE, SHUFFLED, TIKTOKEN, DataConfig
 from megatron_packed.data.bpe import TrainingShare, Untrained, train_bpe
 from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
-from megatron_packed.data.documents import Documents, JoinedDocuments, Range, border_of
+from megatron_packed.data.documents import Documents, JoinedDocuments, Range, ShuffledDocuments, border_of
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.foreign_tokenizer import ForeignTokenizer
 from megatron_packed.data.indexed import index_path, is_indexed
@@ -109,7 +109,7 @@ def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
         return
     chat = chat_format(Untrained(), options.chat_template, options.sft_tokenizer_prompt_format)
     try:
-        yield TrainingShare(options.shares[0], options.sft, chat)
+        yield TrainingShare(options.shares[0], options.split_order == SHUFFLED, options.sft, chat)
     finally:
         chat.close()
 
@@ -220,8 +220,10 @@ def _joined(ranges: list[Range], blend: Blend) -> Documents:
 def _divided(
     options: DataConfig, sources: list[Documents], sentences: list[str], *, validates: bool, tests: bool
 ) -> RunDocuments:
-    """Every source divided by the proportions of --split, at the documents where Megatron divides it."""
-    blend = options.train_blend
+    """Every source divided by the proportions of --split, in file order at the documents where Megatron divides it."""
+    blend, drawn = options.train_blend, options.split_order == SHUFFLED
+    if drawn:
+        sources = [ShuffledDocuments(source) for source in sources]
     borders = [sum(options.shares[:count], Fraction(0)) for count in range(4)]
     parts: list[list[Range]] = []
     for number, (verb, wanted) in enumerate((("train", True), ("validate", validates), ("test", False))):
@@ -243,9 +245,10 @@ def _divided(
     rest = "test" if tests else "are left out"
     if untested:
         rest += f": there is no test, since none is left of {untested[0]}"
+    how = "drawn at random" if drawn else "in file order"
     sentences.append(
-        f"Divided by --split {options.split}: {counts[0]} documents train, {counts[1]} validate{unused}, {counts[2]} "
-        f"{rest}."
+        f"Divided by --split {options.split}, {how}: {counts[0]} documents train, {counts[1]} validate{unused}, "
+        f"{counts[2]} {rest}."
     )
     return RunDocuments(
         _joined(train, blend),

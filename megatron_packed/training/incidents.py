@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.training.curves import NO_TARGETS, NON_FINITE, SPIKE
-from megatron_packed.training.state import Progress
+from megatron_packed.training.metadata import Progress
 from megatron_packed.training.train_step import StepValues
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.errors import NoCheckpointError, printable
+from megatron_packed.config.implied import implied_keys
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
 from megatron_packed.config.surroundings import environment_number
@@ -55,11 +56,13 @@ from megatron_packed.training.graphs import (
 )
 from megatron_packed.training.implementation import check_implementation
 from megatron_packed.training.kernels import check_kernels, kernel_block, kernel_names, slow_kernel_warnings
+from megatron_packed.training.metadata import packs_per_step_of
 from megatron_packed.training.profiling import StepProfiler, memory_history, profile_folder
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.report import write_report
+from megatron_packed.training.resume import resumed_packs
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.state import RunState, model_refusal, packs_per_step_of
+from megatron_packed.training.state import RunState, model_refusal
 from megatron_packed.training.trackers import TrackerWriter, services
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
@@ -141,7 +144,10 @@ def _train(
     refuse_eager(config.cuda_graph, groups.device)
     check_kernels(config, groups.device)  # before the data is opened, which may take hours
     history = memory_history(config.profiling, groups, console.warn)
-    data = build_data(config, groups, console.say)
+    config, resumed, taken = resumed_packs(config, groups)
+    if taken:
+        console.say(f"taken from the checkpoint, so that packs stay as they are: {' '.join(taken)}")
+    data = build_data(config, groups, console.say, resumed)
     # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.
     own_rows = config.parallel.sequence_parallel
     seed_all(
@@ -157,6 +163,7 @@ def _train(
         config=to_dict(config),
         model_hash=model_hash(config.model),
         schedule_units=config.schedule_units,
+        implied=implied_keys(config),
         lock=lock,
     )
     _restore(config, state, console)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +24,13 @@ from megatron_packed.checkpoint.ranks import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, whole_tensors
 from megatron_packed.config.checkpoint import CheckpointConfig
+from megatron_packed.config.data import TRAINING_DATA
+from megatron_packed.config.implied import with_implied
 from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.serialise import changed_options, model_differences
+from megatron_packed.config.options import section_fields, unchecked
+from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.serialise import changed_options, model_differences, restoring_words
 from megatron_packed.data.plan import PackPlan
 from megatron_packed.data.progress import Progress as ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
@@ -34,35 +39,21 @@ from megatron_packed.distributed.sharding import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import is_spike_window
+from megatron_packed.training.metadata import Progress, metadata_problem, packs_per_step_of, progress_of
 
 SPIKE_WINDOW = "spike_window"
 """Key of the metadata: the recent losses and gradient norms that spikes are found by."""
-_DECIDES_THE_DATA = ("data", "packing", "cuda_graph", "training.seed")
-"""Sections and options that a run's data and their order may depend on."""
-
-
-@dataclass
-class Progress:
-    """How far a run is."""
-
-    iteration: int = 0
-    """Optimizer steps done (skipped ones included: their data was used)."""
-    consumed_packs: int = 0
-    """Packs of all ranks so far: the position in the data."""
-    consumed_tokens: int = 0
-    """Real tokens of all ranks so far."""
-    flops: float = 0.0
-    """Floating-point operations of the model so far, of all ranks."""
-    skipped_steps: int = 0
-    """Steps with a non-finite loss or gradient; their updates were not applied."""
-    steps_without_targets: int = 0
-    """Steps without a target token; they were not taken."""
-    spikes: int = 0
-    """Steps whose loss or gradient norm was far above its running median."""
-    skipped_spikes: int = 0
-    """Of these the steps whose updates were not applied."""
-    validated_at: int = 0
-    """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
+_DECIDES_TOKENS = (
+    *TRAINING_DATA, "data.split", "data.split_order", "data.sft", "data.tokenizer_type", "data.tokenizer_model",
+    "data.vocab_file", "data.merge_file", "data.tokenizer_vocab_size", "data.tokenizer_special_tokens",
+    "data.tiktoken_num_special_tokens", "data.tiktoken_pattern", "data.null_tokenizer_eod_id", "data.chat_template",
+    "data.sft_tokenizer_prompt_format", "model.vocab_size",
+)  # fmt: skip
+"""Options that decide which tokens a run trains on."""
+_DECIDES_PACKS = tuple(
+    about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
+)
+"""Options that decide what is in a pack, and the order of packs."""
 
 
 class Held(NamedTuple):
@@ -160,17 +151,10 @@ def spikes_refusal(metadata: Mapping[str, Any]) -> str | None:
     return f"holds no losses and gradient norms as its {SPIKE_WINDOW}: it was changed; load another checkpoint"
 
 
-def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
-    """Packs of a step of the run that saved this metadata; 0 if it holds weights of no run."""
-    packing = metadata["config"].get("packing")
-    return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
-
-
-def progress_of(metadata: Mapping[str, Any]) -> Progress:
-    """How far the run that saved this metadata was."""
-    saved = metadata["progress"]
-    # Checkpoints that do not count packs are of runs whose steps all had equally many.
-    return Progress(**{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved})
+def _alignment_of(stored: Mapping[str, Any]) -> int:
+    """What documents begin at multiples of in the packs of a run with this configuration."""
+    given: int | None = stored["packing"].get("pad_packed_seq_alignment")
+    return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
 
 
 class RunState:
@@ -185,6 +169,7 @@ class RunState:
         config: the resolved configuration as a JSON object, kept in the checkpoint for people and tools.
         model_hash: fingerprint of the part of the configuration that decides shapes.
         schedule_units: of the learning rate's schedule, as `RunConfig` says.
+        implied: options that checkpoints decide (`implied_keys`): a refusal passes over them.
         lock: rank 0's hold on the directory that is saved to, compared at every save.
     """
 
@@ -199,6 +184,7 @@ class RunState:
         model_hash: str,
         data_hash: str = "",
         schedule_units: Collection[str] = (),
+        implied: Collection[str] = (),
         lock: RootLock | None = None,
     ) -> None:
         self.model, self.optimizer, self.groups = model, optimizer, groups
@@ -206,7 +192,7 @@ class RunState:
         self.plan_hash = "" if plan is None else plan.hash
         self.config, self.model_hash, self._schedule_units = config, model_hash, schedule_units
         self.progress = Progress()
-        self._device, self._lock = groups.device, lock
+        self._device, self._lock, self._implied = groups.device, lock, set(implied)
         self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
         self._background: BackgroundSaves | None = None
         self._background_ranks = self._ranks
@@ -269,6 +255,7 @@ class RunState:
             "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
             **({} if self.optimizer.spikes is None else {SPIKE_WINDOW: self.optimizer.spikes.state()}),
+            "room": None if self.plan is None else self.plan.room,
         }
 
     def _write(
@@ -365,12 +352,17 @@ class RunState:
 
     def _fine_tuning_refusal(self, metadata: Mapping[str, Any]) -> str | None:
         """Why a run cannot begin with the weights of a checkpoint with this metadata."""
-        return precision_refusal(metadata, self.model.dtype) or padding_refusal(metadata, self.model)
+        return (
+            metadata_problem(metadata)
+            or precision_refusal(metadata, self.model.dtype)
+            or padding_refusal(metadata, self.model)
+        )
 
     def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
         """Why a run cannot go on from a checkpoint with this metadata."""
         return (
-            precision_refusal(metadata, self.model.dtype)
+            metadata_problem(metadata)
+            or precision_refusal(metadata, self.model.dtype)
             or model_refusal(metadata, self.model.config)
             or spikes_refusal(metadata)
             or self._data_refusal(metadata)
@@ -381,17 +373,19 @@ class RunState:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
         if data_hash == self.data_hash and (plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)):
             return None
-        changed = changed_options(metadata["config"], self.config, _DECIDES_THE_DATA)
-        changed = [option for option in changed if not option.startswith("--global-batch-size ")]  # it may
+        stored, others = with_implied(metadata["config"]), data_hash != self.data_hash
+        keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
+        if self.plan is not None and self.plan.alignment != _alignment_of(stored):
+            keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
+        if not changed_options(stored, self.config, keys):
+            keys |= set(_DECIDES_TOKENS)  # the weights of a blend
+        changed = "; ".join(changed_options(stored, self.config, keys - self._implied))
+        cure = restoring_words(stored, self.config, keys - self._implied)
         return (
-            f"is a position in other data, or in another order of it (plan {plan_hash[:12]} over tokens "
-            f"{data_hash[:12]}; this run has {self.plan_hash[:12]} over {self.data_hash[:12]}"
-            f"{''.join(f'; {option}' for option in changed)}): the data, the "
-            "tokenizer, a packing option (--pad-packed-seq-alignment too, which follows --cp-comm-type and "
-            "--context-parallel-size where it is not given), the room that CUDA graphs leave "
-            "(--cuda-graph-max-packed-seqs), --micro-batch-size or the seed changed; restore them to resume, "
-            "pass --finetune to start a new run from these weights, or name another folder by --save and --load to "
-            "begin anew"
+            f"is a position in {'other data' if others else 'another order of the data'}: "
+            f"{changed or 'no option changed that decides it, so the files or the tokenizer did'}; "
+            f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
+            "another folder by --save and --load to begin anew"
         )
 
     def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:

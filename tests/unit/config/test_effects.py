@@ -61,6 +61,7 @@ CASES = [
     ("--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900",
      {"mmap_bin_files": "no data is an indexed data set", "tiktoken_pattern": "no TikTokenizer",
       "tiktoken_num_special_tokens": "no TikTokenizer", "tokenizer_vocab_size": "no TrainedBPETokenizer"}),
+    ("--sft --split-order shuffled", {"split_order": "there is no --split"}),
     ("--data-path corpus_text --no-mmap-bin-files --max-bad-fraction 0.5 --data-cache-path .",
      dict.fromkeys(("max_bad_fraction", "data_cache_path"), "is tokenised already")),
     ("--min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 9 --lr-warmup-init 1e-5 --lr-wsd-decay-iters 3 "

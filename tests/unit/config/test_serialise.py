@@ -15,6 +15,7 @@ from megatron_packed.config.serialise import (
     from_dict,
     model_differences,
     model_hash,
+    restoring_words,
     section_to_dict,
     to_dict,
 )
@@ -111,3 +112,5 @@ def test_options_changed_since_a_checkpoint_are_told(right) -> None:
     del stored["optim"]["adam_beta2"]
     assert changed_options(stored, current, ("optim", "training")) == ["--lr 0.001, was 0.5", "--bf16 on, was off"]
     assert changed_options(stored, current, ("training.bf16", "optim.adam_eps")) == ["--bf16 on, was off"]
+    assert restoring_words(stored, current, ("optim", "training")) == "give --lr 0.5 and leave out --bf16"
+    assert restoring_words(current, current, ("optim", "training")) == ""

@@ -84,11 +84,41 @@ def test_every_file_of_text_is_divided() -> None:
     assert tokens(documents.valid) == tokens(documents.test) == [c, c, d]
 
 
+def test_conversations_are_divided_by_a_draw() -> None:
+    """Sorted by task, all tasks are validated on; the same data is always divided alike, as these numbers are."""
+
+    def conversation(task: int, number: int) -> str:
+        messages = [{"role": "user", "content": f"{task}"}, {"role": "assistant", "content": f"{task} {number}"}]
+        return json.dumps({"messages": messages})
+
+    Path("tasks.jsonl").write_text("\n".join(conversation(task, number) for task in range(4) for number in range(10)))
+    options = {"sft": True, "split": "8,1,1", "validates": True, "tests": True}
+    documents = opened("tasks.jsonl", **options)
+    everything = tokens(opened("tasks.jsonl", sft=True).train)
+    numbers = [[everything.index(one) for one in tokens(part)] for part in documents[:3]]
+    assert sorted(numbers[0] + numbers[1] + numbers[2]) == list(range(40)) and list(map(len, numbers)) == [32, 4, 4]
+    assert numbers[1:] == [[27, 15, 13, 21], [22, 35, 17, 24]]
+    assert "Divided by --split 8,1,1, drawn at random: 32 documents train" in documents.sentences[-1]
+    train = documents.train
+    every = np.arange(32)
+    assert train.count_targets(every, every * 0, train.lengths).tolist() == train.source_targets.tolist()
+    assert train.source_lengths.tolist() == train.lengths.tolist() == [len(everything[n]) for n in numbers[0]]
+    in_order = opened("tasks.jsonl", split_order="file", **options)
+    assert tokens(in_order.valid) == everything[32:36] and "in file order" in in_order.sentences[-1]
+    assert in_order.train.content_hash != train.content_hash == opened("tasks.jsonl", **options).train.content_hash
+    assert DataConfig(data_path=("a",), split="8,1,1").split_order == "file"  # text
+
+
 @pytest.mark.parametrize(("split", "trained", "learned"), [
     ("3,4", 3, "b d e"), ("4,2,1", 4, "b d e"), ("5,1,1", 5, "b d e fg"), ("1,0", 7, "b d e fg h i"),
+    ("3,4 shuffled", 3, "b e"), ("4,3 shuffled", 4, "b e fg"),
 ])  # fmt: skip
 def test_a_vocabulary_is_learned_from_what_trains_alone(split: str, trained: int, learned: str) -> None:
-    """Of seven documents in two files; f and g are on one line, in the middle of which 4 of 7 end."""
+    """Of seven documents in two files; f and g are on one line, in the middle of which 4 of 7 end.
+
+    Shuffled, they are drawn in the order g b e f i h d.
+    """
+    split, _, order = split.partition(" ")
 
     def line(letters: str) -> str:
         parts = [[("system", "s"), ("user", "u"), ("assistant", f"{letter * 9} ")] for letter in letters]
@@ -101,7 +131,9 @@ def test_a_vocabulary_is_learned_from_what_trains_alone(split: str, trained: int
     Path("both/2.jsonl").write_text("\n".join([e, fg, h, *unusable, i]))
     Path("alone.jsonl").write_text("\n".join(map(line, learned.split())))
     options = {"sft": True, "tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 300}
-    config = DataConfig(data_path=("both",), split=split, max_bad_fraction=0.9, **options)
+    config = DataConfig(
+        data_path=("both",), split=split, split_order=order or "file", max_bad_fraction=0.9, **options
+    )
     tokenizer = build_tokenizer(config, None)
     assert tokenizer.fingerprint == build_tokenizer(DataConfig(data_path=("alone.jsonl",), **options), None).fingerprint
     assert len(open_documents(config, tokenizer, validates=False, show=False).train) == trained

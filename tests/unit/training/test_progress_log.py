@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.training import progress_log
+from megatron_packed.training.metadata import Progress
 from megatron_packed.training.progress_log import ProgressLog
-from megatron_packed.training.state import Progress
 
 
 class Clock(time.datetime):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
 from megatron_packed.config.model import ModelConfig
@@ -17,10 +18,12 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.training import TrainingConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing import Packer
+from megatron_packed.data.plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capacity import choose_capacities
 from megatron_packed.training import data as run_data
 from megatron_packed.training.data import build_data, check_alike, plan_evaluation, plan_training
+from megatron_packed.training.resume import Resumed
 
 SLOTS, SEED = 2048, 5
 
@@ -137,6 +140,62 @@ def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs()
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, 5)}
     plan, _, _ = plan_training(run_config(graphs, max_documents_per_pack=5), TRAIN)
     assert plan.hash == without.hash
+
+
+def resuming(graphs: dict, plan: PackPlan, epochs: float, train: SimpleNamespace = TRAIN, **packing):
+    """What a run with these graphs trains on that goes on in the middle of a plan's first epoch, for some epochs."""
+    config = run_config(graphs, **packing)
+    steps = int(len(plan.epoch(0)) * epochs) // plan.packs_per_step
+    config = replace(config, training=replace(config.training, train_iters=steps))
+    checkpoint = Resumed(
+        room=plan.room, plan_hash=plan.hash, packs_per_step=plan.packs_per_step, iteration=2, consumed_packs=8
+    )
+    return plan_training(config, train, resumed=checkpoint)
+
+
+@pytest.mark.parametrize("capacities", [(), (3, max(COUNTS)), (64,)])
+def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...]) -> None:
+    """Of three epochs, of which a later one has the fullest pack."""
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
+    plan, ladder, _ = resuming(graphs, PLAIN, 3)
+    assert plan.hash == PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
+    assert ladder.largest >= max(COUNTS)
+    assert ladder.capacities == capacities or not capacities
+
+
+def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, COUNTS[0])}
+    cure = f"give --cuda-graph-max-packed-seqs 3 {COUNTS[0]} {max(COUNTS)} .or auto. to resume with graphs: packs stay"
+    with pytest.raises(CheckpointMismatchError, match=cure):
+        resuming(graphs, PLAIN, 3)
+    plan, ladder, _ = resuming(graphs, PLAIN, 1)  # which ends before there is a fuller pack
+    assert plan.hash == PLAIN.hash and ladder.largest == COUNTS[0]
+    other = run_config(graphs, seq_length=SLOTS // 2)
+    checkpoint = Resumed(room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8)
+    plan_training(other, TRAIN, resumed=checkpoint)  # refused later, for what really changed
+
+
+@pytest.mark.parametrize("graphs", [NO_GRAPHS, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (64,)}, None])
+@pytest.mark.parametrize("before", [(), (5,), (8,)])
+def test_graphs_that_are_switched_off_or_given_more_room_change_no_pack(before: tuple[int, ...], graphs) -> None:
+    then, _, _ = plan_training(run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": before}), TRAIN)
+    plan, ladder, _ = resuming(graphs, then, 3)
+    assert plan.hash == then.hash and packs_of(plan) == packs_of(then)
+    assert ladder is None or ladder.largest >= max(int(then.epoch(n).documents_per_pack.max()) for n in range(3))
+
+
+@pytest.mark.parametrize(("options", "room"), [
+    ({"cuda_graph_impl": "none", "cuda_graph_max_packed_seqs": []}, None),
+    ({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": [9, 4]}, 9),
+    ({"cuda_graph_impl": "full_iteration", "cuda_graph_max_packed_seqs": []}, "auto"),
+])  # fmt: skip
+def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | str | None) -> None:
+    packing = {"packing_method": "balanced", "global_batch_size": 8, "micro_batch_size": 2}
+    metadata = {"config": {"cuda_graph": options, "packing": packing}, "progress": {"iteration": 3}, "plan_hash": "a"}
+    assert Resumed.of(metadata).room == room and Resumed.of(metadata).consumed_packs == 12
+    assert Resumed.of({**metadata, "room": 5}).room == 5
+    packing["packing_method"] = "sequential"
+    assert Resumed.of(metadata).room is None
 
 
 def test_without_graphs_nothing_changes() -> None:

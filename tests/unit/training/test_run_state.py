@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.training.state import Progress, RunState, progress_of
+from megatron_packed.training.metadata import Progress, progress_of
+from megatron_packed.training.state import RunState
 
 PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 

@@ -1,0 +1,81 @@
+"""Checkpoints of older versions, whose defaults made other packs: a run goes on where it was, or is told how.
+
+`old_checkpoints` holds the data, the options and step 12 of two runs, and what their steps 13 to 24 gave. Both pack two
+samples and have documents longer than a pack. In one, pieces of conversations keep no target.
+"""
+
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Finished, run
+
+from megatron_packed.checkpoint.seal import seal, unseal
+
+OLD = Path(__file__).parent / "old_checkpoints"
+TOLERANCE = 1e-5
+"""Of losses between processors; on the one that wrote them they are equal."""
+
+
+def resumed(kind: str, folder: Path, **options: Any) -> Finished:
+    """A copy of the old run with its own options, none of which is younger than it."""
+    shutil.copytree(OLD / kind, folder, dirs_exist_ok=True)
+    own = {"config": "run.yaml", "load": "checkpoints", "log_jsonl": "log.jsonl"}
+    return run({**own, **options}, folder, 1, partial(os.chdir, folder))
+
+
+OLD_RULES = {
+    "sft": "--split-order file --max-document-length 128 --keep-pieces-without-targets",
+    "text": "--max-document-length 64 --overlong-policy truncate",
+}
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [("sft", None), ("text", None), ("text", "local")])
+def test_it_goes_on_as_if_nothing_had_changed(kind: str, graphs: str | None, tmp_path: Path) -> None:
+    """And once more, without graphs again, from the checkpoint that it then writes, in which the options stand."""
+    said = "taken from the checkpoint, so that packs stay as they are: "
+    first = resumed(kind, tmp_path, save="checkpoints", exit_interval=18, cuda_graph_impl=graphs)
+    assert first.exit_code == 0, first.console
+    second = run({"config": "run.yaml", "load": "checkpoints", "log_jsonl": "log.jsonl", "save": "checkpoints"},
+                 tmp_path, 1, partial(os.chdir, tmp_path))  # fmt: skip
+    for finished in (first, second):
+        assert finished.exit_code == 0, finished.console
+        [line] = [line for line in finished.console.splitlines() if said in line]
+        assert set(line.partition(said)[2].split()) == set(OLD_RULES[kind].split())
+    expected = [json.loads(line) for line in (tmp_path / "expected.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(found) == len(expected)
+    for line, wanted in zip(found, expected):
+        losses = {name for name in wanted if name.endswith("loss") or name == "grad_norm"}
+        assert {name: line[name] for name in wanted} == {
+            name: pytest.approx(value, rel=TOLERANCE) if name in losses else value for name, value in wanted.items()
+        }
+
+
+def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
+    """Where packs differ for it, the refusal has the flags of the old ones."""
+    finished = resumed("sft", tmp_path, overlong_policy="split", split_order="shuffled")
+    assert finished.exit_code == 4, finished.console
+    assert "--overlong-policy split, was truncate" in finished.console
+    [cure] = [line for line in finished.console.splitlines() if "checkpoint error" in line]
+    assert "give --overlong-policy truncate --split-order file to resume, " in cure
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("config", None, "config is None, and must be sections of options"),
+    ("progress", {"iteration": 12, "consumed_packs": 10**30}, "progress.consumed_packs is 1000"),
+])  # fmt: skip
+def test_a_forged_manifest_ends_in_a_sentence(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    """With a right seal, so that it is what it holds that is looked at."""
+    shutil.copytree(OLD / "text", tmp_path, dirs_exist_ok=True)
+    manifest = tmp_path / "checkpoints" / "step_00000012" / "manifest.json"
+    fields = unseal(manifest.read_bytes(), manifest)
+    fields["metadata"][key] = value
+    manifest.write_bytes(seal(fields))
+    finished = run({"config": "run.yaml", "load": "checkpoints"}, tmp_path, 1, partial(os.chdir, tmp_path))
+    assert finished.exit_code == 4 and "Traceback" not in finished.console, finished.console
+    assert f"step_00000012: has metadata that no run writes: {said}" in finished.console

@@ -1,0 +1,84 @@
+"""Metadata of checkpoints that was changed on purpose: refused in a sentence, or good enough to go on with."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_packed.config.implied import with_implied
+from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.serialise import model_differences
+from megatron_packed.distributed.rng import RngState
+from megatron_packed.training.metadata import Progress, metadata_problem, progress_of
+from megatron_packed.training.resume import Resumed
+
+MANIFEST = Path(__file__).parents[2] / "end_to_end/old_checkpoints/text/checkpoints/step_00000012/manifest.json"
+SOUND = json.loads(MANIFEST.read_text())["metadata"]
+OTHERS: list[Any] = [None, True, -1, 0, 10**30, 1.5, 1e308, "x", "", [], [1], ["x"], {}, {"a": 1}, {"a": []}]
+MODEL = ModelConfig(hybrid_layer_pattern="*-", hidden_size=8, num_attention_heads=2)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a JSON value."""
+    if path:
+        yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    metadata: Any = copy.deepcopy(SOUND)
+    holder = metadata
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    return metadata
+
+
+def use(metadata: dict[str, Any]) -> None:
+    """What a run makes of metadata before the first step."""
+    Resumed.of(metadata)
+    with_implied(metadata["config"])
+    model_differences(metadata["config"]["model"], MODEL)
+    for state in metadata["rng"]:
+        captured = RngState.capture()
+        RngState(tensors=captured.tensors, metadata=state).restore()
+
+
+def test_what_runs_and_conversions_write_is_sound() -> None:
+    assert metadata_problem(SOUND) is None
+    converted = {"progress": {}, "plan_hash": "", "data_hash": "", "layout": {}, "rng": [],
+                 "config": {"model": SOUND["config"]["model"], "training": {"bf16": True}}}  # fmt: skip
+    assert metadata_problem(converted) is None and progress_of(converted) == Progress()
+    older = copy.deepcopy(SOUND)
+    del older["progress"]["consumed_packs"], older["config"]["packing"]["packing_window"], older["layout"]
+    assert metadata_problem(older) is None
+    assert metadata_problem({**SOUND, "room": 7, "something new": []}) is None
+
+
+@pytest.mark.parametrize("part", [*SOUND, "room"])
+def test_another_value_anywhere_is_refused_or_harmless(part: str) -> None:
+    refused = accepted = 0
+    for path in places({part: SOUND.get(part, 7)}):
+        for value in OTHERS:
+            metadata = changed(path, value)
+            problem = metadata_problem(metadata)
+            if problem is None:
+                use(metadata)
+                accepted += 1
+            else:
+                assert problem.startswith(f"has metadata that no run writes: {part}") and len(problem) < 300
+                refused += 1
+    assert refused >= 9
+
+
+@pytest.mark.parametrize("part", ["config", "plan_hash", "progress"])
+def test_what_is_missing_is_named(part: str) -> None:
+    metadata = copy.deepcopy(SOUND)
+    del metadata[part]
+    assert f"{part} is missing" in str(metadata_problem(metadata))
+    metadata = changed(("progress",), {})
+    assert "progress.iteration is missing" in str(metadata_problem(metadata))
