@@ -17,8 +17,8 @@ from megatron_packed.training.build import build_job
 from megatron_packed.training.kernels import op_inputs
 
 FLAGS = [
-    "--hidden-size", "64", "--num-attention-heads", "4", "--kv-channels", "16",
-    "--mamba-num-heads", "4", "--mamba-head-dim", "16", "--mamba-num-groups", "1", "--mamba-state-dim", "16",
+    "--hidden-size", "128", "--num-attention-heads", "2", "--kv-channels", "64",
+    "--mamba-num-heads", "4", "--mamba-head-dim", "64", "--mamba-num-groups", "1", "--mamba-state-dim", "64",
     "--disable-bias-linear", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
     "--train-data-path", str(Path(__file__)), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
 ]  # fmt: skip

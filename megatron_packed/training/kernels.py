@@ -70,6 +70,8 @@ MEASURED = {
 4,096 tokens in bf16 on an H200, replayed from a graph."""
 
 WIDTH = 118
+NO_FLOAT32 = "torch.float32"
+"""In the reasons of backends that do not take a run without --bf16."""
 
 
 class Kernel(NamedTuple):
@@ -83,6 +85,7 @@ class Kernel(NamedTuple):
 
     @property
     def label(self) -> str:
+        """The op's name for a reader of the console."""
         return LABELS[self.op.name]
 
     @property
@@ -140,7 +143,7 @@ def check_kernels(config: RunConfig, device: torch.device, documents: int | None
         if device.type != "cuda":
             raise ConfigError([fast_kernels_missing("torch sees none here")])
         problems = [
-            Problem("--require-fast-kernels", "", slow_sentence(kernel), cure_of(kernel, config) or "leave it out")
+            Problem("--require-fast-kernels", "", slow_sentence(kernel), cure_of(kernel) or "leave it out")
             for kernel in kernels
             if kernel.is_plain
         ]
@@ -172,12 +175,12 @@ def kernel_block(names: dict[str, str]) -> str:
     return wrapped.replace("\1", " ")
 
 
-def slow_kernel_warnings(config: RunConfig, kernels: Sequence[Kernel], device: torch.device) -> list[str]:
+def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> list[str]:
     """Return a sentence for every plain reference that a GPU would run; none on a CPU, where they are the kernels."""
     if device.type != "cuda":
         return []
     slow = [kernel for kernel in kernels if kernel.is_plain]
-    return ["; ".join(filter(None, (slow_sentence(kernel), cure_of(kernel, config)))) + "." for kernel in slow]
+    return ["; ".join(filter(None, (slow_sentence(kernel), cure_of(kernel)))) + "." for kernel in slow]
 
 
 def slow_sentence(kernel: Kernel) -> str:
@@ -188,21 +191,31 @@ def slow_sentence(kernel: Kernel) -> str:
 def _why(kernel: Kernel) -> str:
     if kernel.option:
         return f"{kernel.option} names it"
-    reasons = kernel.op.explain(kernel.inputs)[kernel.fastest]
-    return f"{kernel.fastest} cannot serve: {'; '.join(map(without_module, reasons))}"
+    name, reasons = _refused(kernel)
+    if not reasons:  # nothing but the product that the activation is a part of
+        return f"{LABELS[grouped_mlp.OP.name]} runs its own reference"
+    return f"{name} cannot serve: {'; '.join(map(without_module, reasons))}"
 
 
-def cure_of(kernel: Kernel, config: RunConfig) -> str:
+def _refused(kernel: Kernel) -> tuple[str, list[str]]:
+    """Return a faster backend with its reasons: one that takes no float32 if there is one, else the fastest."""
+    refusals = kernel.op.explain(kernel.inputs)
+    name = next((name for name, reasons in refusals.items() if NO_FLOAT32 in "".join(reasons)), kernel.fastest)
+    return name, refusals[name]
+
+
+def cure_of(kernel: Kernel) -> str:
     """Return how to get a faster kernel than a plain one; empty where no setting helps."""
     if kernel.option:
         return f"leave {kernel.option} out"
+    reasons = "".join(_refused(kernel)[1])
+    if NO_FLOAT32 in reasons:
+        return "add --bf16"
     for name in (backend.name for backend in kernel.op.backends if backend.automatic):
         package = package_of_kernel(kernel.op.name, name)
         if package is not None and not is_installed(package.module):
             return package.command
-    if any("does not import" in reason for reasons in kernel.op.explain(kernel.inputs).values() for reason in reasons):
-        return "megatron-packed doctor says what is broken"
-    return "" if config.training.bf16 else "add --bf16"
+    return "megatron-packed doctor says what is broken" if "does not import" in reasons else ""
 
 
 def without_module(reason: str) -> str:

@@ -92,6 +92,7 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
     status_folder = lock = None  # until the folder is ours: another run's status is not to be touched
     try:
+        check_kernels(config, groups.device)  # before anything is made, and before data is read for hours
         if config.checkpoint.save is not None:
             status_folder, lock = _claim(config.checkpoint.save, groups)
         report = partial(_report, watch=watch, groups=groups, status_folder=status_folder)
@@ -142,7 +143,6 @@ def _train(
     lock: RootLock | None,
 ) -> ExitCode:
     refuse_eager(config.cuda_graph, groups.device)
-    check_kernels(config, groups.device)  # before the data is opened, which may take hours
     history = memory_history(config.profiling, groups, console.warn)
     config, resumed, taken = resumed_packs(config, groups)
     if taken:
@@ -336,7 +336,7 @@ def _name_kernels(config: RunConfig, groups: ParallelGroups, data: RunData, cons
     kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
     names = kernel_names(config, kernels)
     console.say(kernel_block(names))
-    for sentence in slow_kernel_warnings(config, kernels, groups.device):
+    for sentence in slow_kernel_warnings(kernels, groups.device):
         console.warn(sentence)
     return names
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,19 +71,40 @@ def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
             assert backend.name in {kernel.name for kernel in chosen_kernels(changed, CPU)}
 
 
-def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_opened(monkeypatch, capsys):
+def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_opened(monkeypatch, capsys, tmp_path):
     def open_data(*arguments, **options):
         raise AssertionError("data was opened")
 
     monkeypatch.setattr(pretrain, "build_data", open_data)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = config_of(attention_backend="flash_attn_2", ssd_backend="mamba_ssm", device="auto")
+    named = {"attention_backend": "flash_attn_2", "ssd_backend": "mamba_ssm"}
+    config = config_of(flags=("--save", str(tmp_path / "run")), device="auto", **named)
     assert pretrain._run(config, None) == ExitCode.USAGE
+    assert not (tmp_path / "run").exists()
     said = capsys.readouterr().err
     assert said.startswith("configuration error: --attention-backend flash_attn_2: cannot serve as attention: ")
     assert "--ssd-backend mamba_ssm: cannot serve as scan: " in said
     assert said.count("; leave it out, or name another.") == 2
     assert "Traceback" not in said
+
+
+def test_packs_of_many_documents_are_asked_about(monkeypatch):
+    """After the data is packed the choice is made again, for the most documents that a pack or a graph has room for."""
+    many = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU, 200_000)}
+    few = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU)}
+    assert many["varlen_attention"].oversized_backward > 0 == few["varlen_attention"].oversized_backward
+    asked = []
+
+    def check(config, device, documents):
+        asked.append(documents)
+        return chosen_kernels(config, device, documents)
+
+    monkeypatch.setattr(pretrain, "check_kernels", check)
+    groups, said = SimpleNamespace(device=CPU), SimpleNamespace(say=lambda text: None)
+    for ladder in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
+        data = SimpleNamespace(ladder=ladder, packing=SimpleNamespace(documents_max=30))
+        assert pretrain._name_kernels(config_of("*"), groups, data, said)["attention"] == "reference"
+    assert asked == [30, 30, 64]
 
 
 def test_the_block_is_short_and_names_come_in_order():
@@ -114,16 +136,16 @@ def h200(monkeypatch):
         lambda self, inputs: [f"{self.module} does not import: ModuleNotFoundError: No module named {self.name!r}"]
         if self.name in missing else [],
     )  # fmt: skip
-    monkeypatch.setattr(Op, "select", Op._select)  # which remembers nothing
+    monkeypatch.setattr(Op, "select", lambda self, inputs, backend="auto": self._select(inputs, backend))
     monkeypatch.setattr(kernels, "is_installed", lambda module: module.split(".")[0] not in ("flash_attn", "mamba_ssm"))
     return missing
 
 
 def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h200):
     config = config_of(bf16=True, device="auto")
-    assert slow_kernel_warnings(config, chosen_kernels(config, GPU), GPU) == []
+    assert slow_kernel_warnings(chosen_kernels(config, GPU), GPU) == []
     h200 |= {"mamba_ssm", "flash_attn_4", "transformer_engine", "flex", "flash_attn_2", "torch_varlen"}
-    attention, scan = slow_kernel_warnings(config, chosen_kernels(config, GPU), GPU)
+    attention, scan = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert attention == (
         "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200): flash_attn_4 "
         "cannot serve: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
@@ -132,17 +154,31 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
         "scan runs reference, plain PyTorch, 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm cannot "
         "serve: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
     )
-    assert slow_kernel_warnings(config, chosen_kernels(config, GPU), CPU) == []  # where references are the kernels
+    assert slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []  # where references are the kernels
 
 
 def test_a_reference_that_an_option_names_is_slow_too(h200):
     config = config_of(bf16=True, device="auto", attention_backend="sdpa", deterministic_mode=True)
-    (said,) = slow_kernel_warnings(config, chosen_kernels(config, GPU), GPU)
+    (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert said.endswith("is not measured: --attention-backend names it; leave --attention-backend out.")
-    (said,) = slow_kernel_warnings(
-        config, chosen_kernels(replace(config, training=replace(config.training, deterministic_mode=False)), GPU), GPU
-    )
+    config = replace(config, training=replace(config.training, deterministic_mode=False))
+    (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert "sdpa, plain PyTorch, 16 times as long as flash_attn_4" in said
+
+
+def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
+    """Whatever is missing: no package brings kernels for attention or experts in float32."""
+    monkeypatch.setattr(
+        Backend, "reasons",
+        lambda self, inputs: [] if self.name == "reference" or self.name == "triton" else
+        ["a.b does not import: ModuleNotFoundError: none"] if self.name in ("flash_attn_4", "mamba_ssm") else
+        [f"it takes bfloat16, not {inputs.dtype}"] if hasattr(inputs, "head_dim") or self.name == "grouped_mm" else [],
+    )  # fmt: skip
+    config = config_of("*E", device="auto")
+    attention, product, act = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
+    assert attention.endswith(": transformer_engine cannot serve: it takes bfloat16, not torch.float32; add --bf16.")
+    assert product.endswith(": grouped_mm cannot serve: it takes bfloat16, not torch.float32; add --bf16.")
+    assert act.endswith("7 times as long as triton (measured on an H200): grouped product runs its own reference.")
 
 
 def test_fast_kernels_can_be_required(h200):
