@@ -124,6 +124,7 @@ IDLE: tuple[Idle, ...] = (
          lambda run, processes: not run.training.bf16 and _no_replicas(run, processes),
          ("training.check_weight_hash_across_dp_replicas_interval",)),
 
+    Idle("there is no --sft", lambda run, _: not run.data.sft, ("packing.keep_pieces_without_targets",)),
     Idle("no data is an indexed data set", lambda run, _: True not in _indexed(run), ("data.mmap_bin_files",)),
     Idle("all data is tokenised already", lambda run, _: False not in _indexed(run),
          _in("data", "max_bad_fraction data_cache_path")),
@@ -196,7 +197,7 @@ EFFECTIVE: frozenset[str] = frozenset({
     *_in("model", "num_experts moe_shared_expert_intermediate_size"),
     *_in("parallel", "tensor_model_parallel_size context_parallel_size expert_model_parallel_size"),
     *_in("packing", "seq_length micro_batch_size global_batch_size packing_method packing_window "
-         "max_documents_per_pack pad_packed_seq_alignment overlong_policy"),
+         "max_documents_per_pack pad_packed_seq_alignment max_document_length overlong_policy"),
     *_in("data", "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "
          "tokenizer_type"),
     # Refused without a tokenizer that reads them, or without --sft.

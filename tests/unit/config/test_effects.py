@@ -58,6 +58,8 @@ CASES = [
     ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
     ("^2 --tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce",
      {"overlap_grad_reduce": "no two ranks have the same weights"}),
+    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "there is no --sft"}),
+    ("--sft --keep-pieces-without-targets", {}),
     ("--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900",
      {"mmap_bin_files": "no data is an indexed data set", "tiktoken_pattern": "no TikTokenizer",
       "tiktoken_num_special_tokens": "no TikTokenizer", "tokenizer_vocab_size": "no TrainedBPETokenizer"}),
