@@ -16,8 +16,7 @@ class PackingConfig(Section, title="packing"):
 
     seq_length: int = option(help="Token slots of one sample.", unit="tokens", minimum=2)
     micro_batch_size: int = option(
-        1, "Samples that one forward pass takes as one pack.", unit="samples", minimum=1,
-        megatron=("required", "one pack of --seq-length tokens is the usual micro-batch"),
+        1, "Samples that one forward pass takes as one pack.", unit="samples", minimum=1
     )
     global_batch_size: int = option(
         None, "Samples of one optimizer step, over all ranks.", unit="samples", minimum=1,

@@ -16,6 +16,16 @@ def test_the_table_of_differences_is_the_data() -> None:
     assert len(differences()) == len({row[0] for row in differences()})
 
 
+def test_flags_that_decide_about_tokens_and_samples_are_among_the_differences() -> None:
+    """A script of Megatron that is taken unchanged trains on other samples."""
+    told = {row[0] for row in differences()}
+    assert told >= {"--micro-batch-size", "--seq-length", "--data-path", "--sft", "--global-batch-size"}
+    assert told >= {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}
+    page = (Path(__file__).parents[3] / "docs" / "coming_from_megatron.md").read_text()
+    same = page.partition("## Same")[2].partition("## Different")[0]
+    assert [flag for flag in told if f"| `{flag}` |" in same] == []
+
+
 def test_flags_and_variables_in_the_text_exist() -> None:
     written = set(re.findall(r"--[a-z][a-z0-9-]+", DOCUMENT))
     assert written - known_flags() == {"--no-x"}

@@ -64,6 +64,7 @@ CASES = [
      {"mmap_bin_files": "no data is an indexed data set", "tiktoken_pattern": "no TikTokenizer",
       "tiktoken_num_special_tokens": "no TikTokenizer", "tokenizer_vocab_size": "no TrainedBPETokenizer"}),
     ("--sft --split-order shuffled", {"split_order": "there is no --split"}),
+    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "there is no --sft"}),
     ("--data-path corpus_text --no-mmap-bin-files --max-bad-fraction 0.5 --data-cache-path .",
      dict.fromkeys(("max_bad_fraction", "data_cache_path"), "is tokenised already")),
     ("--min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 9 --lr-warmup-init 1e-5 --lr-wsd-decay-iters 3 "
