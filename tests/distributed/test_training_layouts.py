@@ -182,8 +182,8 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
     job = build_job(config_of(way, moe_expert_capacity_factor=0.5), groups, VOCAB)
     forward, beyond = job.model.forward, torch.zeros(1)
 
-    def counted(micro_batch: MicroBatch) -> HybridOutput:
-        output = forward(micro_batch)
+    def counted(micro_batch: MicroBatch, **options: Any) -> HybridOutput:
+        output = forward(micro_batch, **options)
         slots = micro_batch.tokens.numel() // way.cp_size
         room = expert_capacity(slots, MODEL.moe_router_topk, MODEL.num_experts or 0, 0.5)
         beyond.add_((output.tokens_per_expert - room).clamp(min=0).sum(1))
