@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 def test_replayed_steps_drop_and_count_what_eager_steps_do(impl: str) -> None:
     configure_determinism()
     groups = ParallelGroups.single(DEVICE)
-    config = config_of(dataclasses.replace(MODEL, moe_expert_capacity_factor=0.5))
+    config = config_of(dataclasses.replace(MODEL, moe_expert_capacity_factor=0.1))
     eager, job = (build_job(config, groups, VOCAB) for _ in range(2))
     config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
     graphs = build_graphs(config, job, LADDER, groups, print)
