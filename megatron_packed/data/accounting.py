@@ -41,16 +41,17 @@ def _account(
 ) -> TargetCounts:
     """Count targets by document: before it was shortened, as it was tokenised, and in its pieces.
 
-    ``policy`` is the one reason for what the pieces of a document lack, and truncation is the one before.
+    ``policy`` is the one reason for what the pieces of a document lack, and truncation for what it lost before.
     """
-    lost = {"truncate": 0, "split": 0, "drop": 0, policy: int((whole - kept).sum())}
+    cut = int((whole - kept).sum())
+    split, dropped = (cut if policy == name else 0 for name in ("split", "drop"))
     counts = TargetCounts(
         documents_in=sources.size,
         targets_in=int(sources.sum()),
         targets_kept=int(kept.sum()),
-        targets_truncated=int((sources - whole).sum()) + lost["truncate"],
-        targets_split=lost["split"],
-        targets_dropped=lost["drop"],
+        targets_truncated=int((sources - whole).sum()) + cut - split - dropped,
+        targets_split=split,
+        targets_dropped=dropped,
         documents_without_targets=int(np.count_nonzero(kept == 0)),
     )
     accounted = counts.targets_kept + counts.targets_truncated + counts.targets_split + counts.targets_dropped

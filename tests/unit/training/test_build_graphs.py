@@ -162,6 +162,21 @@ def test_a_capture_changes_nothing_of_the_job():
     assert state_hash(job) != before
 
 
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
+    """Documents fill a fourth of a pack, and the tables have as many positions; the tail may be longer."""
+    samples = PackingConfig(seq_length=SLOTS // 4, micro_batch_size=4, global_batch_size=12)
+    rotary = replace(CONFIG, position_embedding_type="rope", max_position_embeddings=SLOTS // 4)
+    config = replace(config_of(cuda_graph_impl=impl), model=rotary, packing=samples)
+    eager, graphed = job_of(config), job_of(config)
+    graphs = graphed.step.graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, RecordingEngine())
+    capture_graphs(graphs, graphed.step, 3, GROUPS, first=True)
+    batches = [micro_batch(lengths) for lengths in ([SLOTS // 4, 3], [5], [SLOTS // 4] * 4)]
+    assert torch.equal(graphed.step(batches, 1e-2), eager.step(batches, 1e-2))
+    assert graphs.counters.replays and not graphs.counters.fallbacks
+    assert state_hash(graphed) == state_hash(eager)
+
+
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batches(impl):
     """Between captures too, and with micro-batches beyond the largest capacity."""
