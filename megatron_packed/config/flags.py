@@ -28,7 +28,13 @@ from megatron_packed.config.options import problems_of, unchecked
 from megatron_packed.config.parallel import REPLICA_SIZES, fewest_processes
 from megatron_packed.config.registry import every_field
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
-from megatron_packed.config.surroundings import environment_number, launch_problems, package_problems, path_problems
+from megatron_packed.config.surroundings import (
+    device_problems,
+    environment_number,
+    launch_problems,
+    package_problems,
+    path_problems,
+)
 
 EXIT_CODE = 2
 SILENT_SECONDS = 3.0
@@ -171,7 +177,7 @@ def _resolve(
         if run.memory.offloads:
             forced_buffers(environ, problems)
     if here and launched:  # a program that looks at a run from outside runs none of its kernels
-        problems += kernel_surroundings(run, environ, sound)
+        problems += [*kernel_surroundings(run, environ, sound), *device_problems(run, environ, sound)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}

@@ -12,6 +12,7 @@ from megatron_packed.config.blend import Blend
 from megatron_packed.config.cuda_graph import ENGINE
 from megatron_packed.config.data import CACHE_NAME, CHAT_TEMPLATES, HUGGING_FACE, SENTENCEPIECE, TIKTOKEN, TRAINING_DATA
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.kernels import may_have_gpu
 from megatron_packed.config.packages import is_installed
 from megatron_packed.config.parallel import NOT_BUILT, SIZES, processes_rules
 from megatron_packed.config.registry import every_field
@@ -90,6 +91,14 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         if os.path.isfile(path) and not (place / CACHE_NAME).exists() and not os.access(place, os.W_OK):
             yield Problem("--data-cache-path", "", f"is required: this user cannot write beside the data, to {place}",
                           "give a directory for tokenised data", node_dependent=True)
+
+
+def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Iterator[Problem]:
+    """Yield a library for collectives that needs GPUs where none is visible."""
+    known = sound("parallel.distributed_backend", "training.device") and run.training.device == "auto"
+    if known and run.parallel.distributed_backend == "nccl" and not may_have_gpu(environ):
+        yield Problem("--distributed-backend", "nccl", "runs between GPUs only, and none is visible here",
+                      "give gloo, or leave it out", node_dependent=True)  # fmt: skip
 
 
 def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:

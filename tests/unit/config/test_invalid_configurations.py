@@ -368,6 +368,16 @@ def test_what_a_file_that_cannot_be_read_would_have_said_is_not_missing(words: l
     assert [problem.option for problem in caught.value.problems] == [words[0], "--lr"], str(caught.value)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nccl_needs_gpus_whatever_the_number_of_processes(right, monkeypatch, world_size: int) -> None:
+    argv, _ = command_line(right, "--distributed-backend nccl")
+    monkeypatch.setattr("megatron_packed.config.surroundings.may_have_gpu", lambda environ: False)
+    with pytest.raises(ConfigError, match="--distributed-backend nccl: runs between GPUs only, and none is visible"):
+        parse(argv, world_size)
+    monkeypatch.setattr("megatron_packed.config.surroundings.may_have_gpu", lambda environ: True)
+    assert parse(argv, world_size).parallel.distributed_backend == "nccl"
+
+
 def test_the_right_command_line_is_right(right) -> None:
     argv, _ = command_line(right, "")
     assert parse(argv).model.num_layers == 3
