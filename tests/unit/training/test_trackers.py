@@ -142,10 +142,10 @@ def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
     config = SimpleNamespace(logging=logging, checkpoint=SimpleNamespace(save=str(tmp_path)))
     state = SimpleNamespace(progress=SimpleNamespace(iteration=0), run_id="abc", config={})
     console = SimpleNamespace(say=lambda text: None, warn=pytest.fail)
-    data = SimpleNamespace(accounts={"training": {"targets_in": 5}})
+    opening = {"data": {"training": {"targets_in": 5}}}
     for begun in (0, 2):
         state.progress.iteration = begun
-        writers = _writers(config, SimpleNamespace(rank=rank), state, data, console)
+        writers = _writers(config, SimpleNamespace(rank=rank), state, opening, console)
         for line in LINES[begun:] if writers else ():
             for writer in writers:
                 writer.write(line)
@@ -157,7 +157,7 @@ def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
     if rank == 0:
         records = read_jsonl(logging.log_jsonl)
         assert [record["iteration"] for record in records] == [1, 2, 3]
-        assert [record.get("data") for record in records] == [data.accounts, None, None]
+        assert [record.get("data") for record in records] == [opening["data"], None, None]
 
 
 class FakeMlflowClient:
