@@ -118,9 +118,7 @@ class Job:
         return self
 
     def drive(self, micro_batch):
-        output = self.model(micro_batch)
-        output.loss.backward()
-        return output
+        return self.model.forward_backward(micro_batch)
 
     def eager(self, micro_batch):
         if self.runner is not None:
