@@ -166,7 +166,7 @@ def test_a_nan_is_named_and_changes_nothing(jobs: tuple[Job, Job, FullIteration]
     assert different(state_of(job), before) == []
     metrics = [one.step(steps[1], 1e-3).clone() for one in (eager, job)]
     assert torch.equal(*metrics) and different(state_of(job), state_of(eager)) == []
-    assert different(state_of(job), before) != []
+    assert len(different(state_of(job), before)) > 10
 
 
 def without_targets(packs: list[MicroBatch]) -> list[MicroBatch]:
