@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -111,13 +111,3 @@ class SpikeDetector:
         size = self.recent.shape[1]
         rows = [list(state[name])[-size:] for name in WATCHED]
         self.recent.copy_(torch.tensor([[math.inf] * (size - len(row)) + row for row in rows]))
-
-
-def is_spike_window(value: Any) -> bool:
-    """Return whether a JSON value is one that `SpikeDetector.state` returns."""
-    if not isinstance(value, dict) or value.keys() != {*WATCHED}:
-        return False
-    rows = list(value.values())
-    if not all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows):
-        return False
-    return all(isinstance(number, float) and math.isfinite(number) for row in rows for number in row)

@@ -17,6 +17,8 @@ from megatron_packed.config.registry import every_field
 MOST_PACKS_PER_STEP = 1 << 20
 """Bounds the position in the data: a run that goes on packs every epoch before it."""
 _MOST = 1 << 62
+SPIKE_WINDOW = "spike_window"
+"""Key of the recent losses and gradient norms that spikes are found by; older checkpoints have none."""
 _MODEL = tuple(about.name for about in section_fields(ModelConfig) if about.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
 """Options that a configuration must have, and derived ones that are never empty."""
@@ -64,6 +66,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     checks: Mapping[str, Callable[[Any], str | None]] = {
         "config": _config_problem, "plan_hash": _is_text, "data_hash": _is_text, "layout": _layout_problem,
         "progress": _progress_problem, "rng": _rng_problem, "room": _room_problem,
+        SPIKE_WINDOW: _spike_window_problem,
     }  # fmt: skip
     found = next((f"{key}{wrong}" for key in checks if key in metadata and (wrong := checks[key](metadata[key]))), None)
     missing = [key for key in ("config", "plan_hash", "progress") if key not in metadata]
@@ -88,6 +91,13 @@ def _is_text(value: Any) -> str | None:
 
 def _room_problem(value: Any) -> str | None:
     return None if value is None or (_is_whole(value) and value) else _wrong(value, "null or a number above 0")
+
+
+def _spike_window_problem(value: Any) -> str | None:
+    rows = list(value.values()) if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"} else [None]
+    if all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(_is_number, row)) for row in rows):
+        return None
+    return _wrong(value, "as many losses as gradient norms")
 
 
 def _layout_problem(value: Any) -> str | None:

@@ -38,11 +38,14 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.sharding import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.optim.spikes import is_spike_window
-from megatron_packed.training.metadata import Progress, metadata_problem, packs_per_step_of, progress_of
+from megatron_packed.training.metadata import (
+    SPIKE_WINDOW,
+    Progress,
+    metadata_problem,
+    packs_per_step_of,
+    progress_of,
+)
 
-SPIKE_WINDOW = "spike_window"
-"""Key of the metadata: the recent losses and gradient norms that spikes are found by."""
 _DECIDES_TOKENS = (
     *TRAINING_DATA, "data.split", "data.split_order", "data.sft", "data.tokenizer_type", "data.tokenizer_model",
     "data.vocab_file", "data.merge_file", "data.tokenizer_vocab_size", "data.tokenizer_special_tokens",
@@ -142,13 +145,6 @@ def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | No
         f"has tables of other rows: --make-vocab-size-divisible-by is {now.make_vocab_size_divisible_by}, and the "
         f"checkpoint was made with {before}; give {before}"
     )
-
-
-def spikes_refusal(metadata: Mapping[str, Any]) -> str | None:
-    """Return why the running medians of a run with this metadata cannot be taken over; older ones have none."""
-    if SPIKE_WINDOW not in metadata or is_spike_window(metadata[SPIKE_WINDOW]):
-        return None
-    return f"holds no losses and gradient norms as its {SPIKE_WINDOW}: it was changed; load another checkpoint"
 
 
 def _alignment_of(stored: Mapping[str, Any]) -> int:
@@ -364,7 +360,6 @@ class RunState:
             metadata_problem(metadata)
             or precision_refusal(metadata, self.model.dtype)
             or model_refusal(metadata, self.model.config)
-            or spikes_refusal(metadata)
             or self._data_refusal(metadata)
             or self._schedule_refusal(metadata)
         )

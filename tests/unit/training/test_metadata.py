@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,16 @@ def test_what_is_missing_is_named(part: str) -> None:
     assert f"{part} is missing" in str(metadata_problem(metadata))
     metadata = changed(("progress",), {})
     assert "progress.iteration is missing" in str(metadata_problem(metadata))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [None, [], {}, {"loss": [1.0]}, {"loss": [1.0], "grad_norm": []}, {"loss": 1.0, "grad_norm": 1.0},
+     {"loss": ["1"], "grad_norm": ["1"]}, {"loss": [math.nan], "grad_norm": [1.0]},
+     {"loss": [True], "grad_norm": [1.0]}, {"loss": [1e400], "grad_norm": [1.0]}, {"loss": [None], "grad_norm": [1.0]},
+     {"loss": [1.0], "grad_norm": [1.0], "more": [1.0]}],
+)  # fmt: skip
+def test_a_spike_window_is_as_many_losses_as_gradient_norms(forged: object) -> None:
+    assert metadata_problem({**SOUND, "spike_window": {"loss": [2.5, 3.0], "grad_norm": [1.0, 0.5]}}) is None
+    problem = metadata_problem({**SOUND, "spike_window": forged})
+    assert problem is not None and "spike_window is " in problem and "as many losses as gradient norms" in problem

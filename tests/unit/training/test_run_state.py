@@ -48,11 +48,3 @@ def test_counts_that_a_checkpoint_does_not_have_begin_at_zero() -> None:
     saved = {"progress": {"iteration": 7, "consumed_packs": 42, "skipped_steps": 2}, "config": {}}
     found = progress_of({**saved, "config": {"packing": PACKING}})
     assert (found.skipped_steps, found.steps_without_targets, found.spikes, found.skipped_spikes) == (2, 0, 0, 0)
-
-
-def test_a_spike_window_that_is_none_is_refused_before_anything_is_loaded() -> None:
-    """A checkpoint without one is older than the window, and is taken."""
-    assert spikes_refusal({}) is None
-    assert spikes_refusal({"spike_window": {"loss": [2.5], "grad_norm": [1.0]}}) is None
-    refusal = spikes_refusal({"spike_window": {"loss": [2.5], "grad_norm": ["1.0"]}})
-    assert refusal is not None and "spike_window" in refusal
