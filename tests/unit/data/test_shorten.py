@@ -155,19 +155,35 @@ def test_first_answers_without_a_question_and_users_who_write_twice() -> None:
     )
 
 
+def test_turns_that_grow_with_the_turns_before_them_are_tried_and_not_only_estimated() -> None:
+    source = "{% for m in messages %}{{ loop.index ~ '. ' + m.role + ' ' }}{% if m.role == 'assistant' %}"
+    source += "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    numbered = TemplateFormat(source + "{% endfor %}", BYTES)
+    sample = talk(60, system=None)
+    for turns in (5, 6, 49, 50, 51):
+        expected = whole(latest(sample, turns), numbered)
+        assert same(shorten(sample, len(expected.ids), numbered), expected), turns
+    numbered.close()
+
+
 def test_few_renderings_find_the_turns(monkeypatch) -> None:
     """Else long data would be rendered again and again."""
     rendered = []
+
+    class Everything(IdentityFormat):  # its targets show no answers
+        def pieces(self, sample: Conversation):
+            rendered.append(1)
+            return super().pieces(sample)
+
     pieces = TemplateFormat.pieces
     monkeypatch.setattr(TemplateFormat, "pieces", lambda self, sample: rendered.append(1) or pieces(self, sample))
     for limit in range(300, 3000, 90):
         shorten(talk(80), limit)
     assert len(rendered) / 30 <= 1 + 1.5
     rendered.clear()
-    shorten(talk(300), 500, IdentityFormat())  # shows no answers in its targets
-    everything = TemplateFormat(None, BYTES, trains_all=True)
-    shorten(talk(300), 500, everything)
-    assert len(rendered) <= 1 + 4 + 9
+    messages = talk(300, system=None).messages
+    shorten(Conversation([message("user", "x" * 100_000), *messages]), 2000, Everything())
+    assert len(rendered) <= 1 + 4 + 9, len(rendered)
 
 
 # ---------------------------------------------------------------------------------------------------- inside a turn
@@ -187,6 +203,10 @@ def test_a_last_turn_that_is_too_long_loses_the_front_of_its_prompt() -> None:
         document = shorten(ONE_TURN, SYSTEM + len(prompt) + 2 + HEADER + ANSWER)
         assert marked(BYTES, document) == text.format(prompt) + "[ok, then<|im_end|>]\n[<|endoftext|>]"
         assert document.cut == Cut(len(whole(ONE_TURN).ids), 10, inside=True)
+    for content in ("a123456789" * 4, "  <|im_end|>" * 4):
+        sample = Conversation([ONE_TURN.messages[0], message("user", content), ONE_TURN.messages[2]])
+        document = shorten(sample, SYSTEM + 9 + 2 + HEADER + ANSWER)
+        assert marked(BYTES, document).startswith(text.format(content[-9:])), content
     tail = text.format("").removeprefix("<|im_start|>system\nBe n")
     document = shorten(ONE_TURN, SYSTEM - 12 + HEADER + ANSWER)
     assert marked(BYTES, document) == tail.replace("<|im_end|>\n<|im_start|>assistant", "<|im_start|>assistant") + (
@@ -206,22 +226,20 @@ def test_an_answer_is_cut_at_its_end_and_only_where_it_alone_does_not_fit() -> N
         assert document.cut.answer == (kept < ANSWER)
 
 
-def test_earlier_turns_stay_targets_where_the_template_refuses_shorter_conversations() -> None:
+@pytest.mark.parametrize("refused", ["< 9", "in (5, 7)"])
+def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_are_cut(refused: str) -> None:
     sample = talk(4)
-    source = "{{ raise_exception('no') if messages | length < 9 and not add_generation_prompt }}"
-    source += "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}{% if m.role == 'assistant' %}"
+    source = f"{{% if messages | length {refused} and not add_generation_prompt %}}{{{{ raise_exception('no') }}}}"
+    source += "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}{% if m.role == 'assistant' %}"
     source += "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
     source += "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     chat = TemplateFormat(source, BYTES)
     before = whole(sample, chat)
-    system = len(
-        "<|im_start|>system Be brief.<|im_end|><|im_start|>user ".replace("<|im_start|>", "S").replace(
-            "<|im_end|>", "E"
-        )
-    )
-    document = shorten(sample, 150, chat)
-    assert document.ids.tolist() == [*before.ids[:system], *before.ids[-(150 - system) :]]
-    assert document.targets.tolist() == [*before.targets[:system], *before.targets[-(150 - system) :]]
+    system = len("_system Be brief.__user ")
+    document = shorten(sample, 250, chat)
+    assert document.ids.tolist() == [*before.ids[:system], *before.ids[-(250 - system) :]]
+    assert document.targets.tolist() == [*before.targets[:system], *before.targets[-(250 - system) :]]
+    assert document.targets.sum() > whole(latest(talk(4), 1)).targets.sum()  # earlier answers, too
     assert document.cut == Cut(len(before.ids), int(before.targets.sum()), inside=True)
     chat.close()
 
