@@ -27,7 +27,13 @@ def main() -> int:
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     chat = chat_format(tokenizer)
     valid = open_dataset(
-        config.data.valid_data_path, tokenizer, chat, sft=True, cache_root=config.data.data_cache_path, show=False
+        config.data.valid_data_path,
+        tokenizer,
+        chat,
+        sft=True,
+        shorten_to=config.shorten_to,
+        cache_root=config.data.data_cache_path,
+        show=False,
     )
     entropy = valid.target_entropy()
     log = config.logging.log_jsonl

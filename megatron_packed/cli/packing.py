@@ -38,7 +38,13 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        documents = open_documents(config.data, tokenizer, validates=config.validates, tests=config.tests)
+        documents = open_documents(
+            config.data,
+            tokenizer,
+            validates=config.validates,
+            tests=config.tests,
+            shorten_to=config.shorten_to,
+        )
         plans = plan_data(config, documents, show_progress=True)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None

@@ -96,7 +96,15 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         if options.named.fault:  # of a file on the machine that will train
             raise DataError(f"the file that names the data {options.named.fault}")
         if options.train_paths != NO_DATA[1:]:
-            lengths = open_documents(options, tokenizer, validates=False, show=False, build_missing=False).train.lengths
+            documents = open_documents(
+                options,
+                tokenizer,
+                validates=False,
+                shorten_to=config.shorten_to,
+                show=False,
+                build_missing=False,
+            )
+            lengths = documents.train.lengths
     except (DataError, OSError) as error:
         reason = str(error).rstrip(".")
     if vocab_size is None:

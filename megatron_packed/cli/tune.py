@@ -172,7 +172,12 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         documents = open_documents(
-            config.data, tokenizer, validates=config.validates, tests=config.tests, show=sys.stderr.isatty()
+            config.data,
+            tokenizer,
+            validates=config.validates,
+            tests=config.tests,
+            shorten_to=config.shorten_to,
+            show=sys.stderr.isatty(),
         )
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     except DataError as error:

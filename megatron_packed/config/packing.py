@@ -45,9 +45,11 @@ class PackingConfig(Section, title="packing"):
         unit="tokens", minimum=2, derived="--seq-length",
     )
     overlong_policy: str = option(
-        None, "What happens to a document of more than --max-document-length tokens: cut at the end, split into "
-        "several, dropped, or an error; all are counted.", choices=("truncate", "split", "drop", "error"),
-        derived="split, which loses no token; with --sft truncate",
+        None, "What happens to a document of more than --max-document-length tokens: truncate_prompt cuts earlier turns "
+        "or the front of the prompt and keeps the last answer, truncate cuts the end, split makes several of it, drop "
+        "leaves it out, error ends the run; all are counted.",
+        choices=("truncate_prompt", "truncate", "split", "drop", "error"),
+        derived="split, which loses no token; with --sft truncate_prompt, which loses no last answer",
     )
     keep_pieces_without_targets: bool = option(
         False, "With --sft, also pack pieces of documents in which nothing is learned: the packs of runs begun before "
@@ -81,8 +83,8 @@ class PackingConfig(Section, title="packing"):
 
 
 def default_overlong_policy(sft: bool) -> str:
-    """Return what happens to over-long documents when nothing is said: text keeps every token."""
-    return "truncate" if sft else "split"
+    """Return what happens to over-long documents by default: text keeps every token, a conversation its last answer."""
+    return "truncate_prompt" if sft else "split"
 
 
 def nearest_multiples(number: int, of: int) -> str:

@@ -147,6 +147,11 @@ class RunConfig:
         return self.data.sft and not self.packing.keep_pieces_without_targets
 
     @property
+    def shorten_to(self) -> int | None:
+        """Tokens to which conversations and prompts are shortened as they are tokenised; None keeps them whole."""
+        return self.packing.max_document_length if self.packing.overlong_policy == "truncate_prompt" else None
+
+    @property
     def document_alignment(self) -> int:
         """What slots of documents begin and end at multiples of, A; a zigzag needs one."""
         return self.packing.pad_packed_seq_alignment or self.parallel.document_alignment
@@ -197,6 +202,9 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
             yield Problem("--max-position-embeddings", str(given),
                           f"is less than the longest document of a pack (--max-document-length {longest})",
                           f"raise it, leave it out, or give --max-document-length {given}")
+    if sound("packing.overlong_policy", "data.sft") and run.shorten_to is not None and not data.sft:
+        yield Problem("--overlong-policy", "truncate_prompt", "keeps answers, and without --sft documents are text",
+                      "add --sft, or give split, truncate, drop or error")
     per_sample = model.moe_router_load_balancing_type == "seq_aux_loss" and packing.micro_batch_size != 1
     if sound("model.moe_router_load_balancing_type", "packing.micro_batch_size") and per_sample:
         yield Problem("--moe-router-load-balancing-type", "seq_aux_loss",

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
-"""truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error: refuse the data."""
+OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
+"""truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error: refuse the data.
+truncate_prompt: keep the last answer; documents were shortened as they were tokenised (`shorten`), so none is cut here,
+but for lengths without documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,7 @@ class Segments:
             ValueError: unknown policy, a document without tokens, or an over-long document under 'error'.
         """
         lengths = np.asarray(document_lengths, dtype=np.int64)
+        policy = "truncate" if policy == "truncate_prompt" else policy
         sources = lengths if source_lengths is None else np.asarray(source_lengths, dtype=np.int64)
         _check(lengths, max_tokens, policy)
         overlong = lengths > max_tokens

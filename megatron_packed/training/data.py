@@ -95,7 +95,14 @@ def build_data(
     options, show = config.data, groups.rank == 0
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
-    documents = open_documents(options, tokenizer, validates=config.validates, tests=config.tests, show=show)
+    documents = open_documents(
+        options,
+        tokenizer,
+        validates=config.validates,
+        tests=config.tests,
+        shorten_to=config.shorten_to,
+        show=show,
+    )
     tokenizer.close()  # its processes hold a vocabulary each, on every rank
     for line in documents.sentences:
         say(line)

@@ -120,6 +120,7 @@ def open_documents(
     *,
     validates: bool,
     tests: bool = False,
+    shorten_to: int | None = None,
     show: bool = True,
     build_missing: bool = True,
 ) -> RunDocuments:
@@ -127,12 +128,13 @@ def open_documents(
 
     Args:
         validates, tests: whether validation data and test data are wanted.
+        shorten_to: tokens to which conversations and prompts are shortened (`RunConfig.shorten_to`).
         show: print progress and warnings.
         build_missing: False: text that is not tokenised yet is an error.
     Raises:
         DataError: the data cannot be used.
     """
-    opener = _Opener(options, tokenizer, show, build_missing)
+    opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
     sources = opener.open(options.train_blend)
     sentences = [line for source in sources for line in source.sentences()]
     if options.split is not None:
@@ -150,8 +152,11 @@ def _files(path: str) -> list[Path]:
 
 
 class _Opener:
-    def __init__(self, options: DataConfig, tokenizer: Tokenizer, show: bool, build_missing: bool) -> None:
+    def __init__(
+        self, options: DataConfig, tokenizer: Tokenizer, shorten_to: int | None, show: bool, build_missing: bool
+    ) -> None:
         self._options, self._tokenizer, self._show, self._build_missing = options, tokenizer, show, build_missing
+        self._shorten_to = shorten_to
 
     def open(self, blend: Blend) -> list[Documents]:
         """One source for each path; text files without weights that are not divided are one together."""
@@ -186,6 +191,7 @@ class _Opener:
             self._tokenizer,
             chat_format(self._tokenizer, options.chat_template, options.sft_tokenizer_prompt_format),
             sft=options.sft,
+            shorten_to=self._shorten_to,
             cache_root=options.data_cache_path,
             max_bad_fraction=options.max_bad_fraction,
             show=self._show,

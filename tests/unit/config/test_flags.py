@@ -228,7 +228,7 @@ def test_documents_fill_a_sample_and_text_is_split(right) -> None:
     longest = parse([*words(right), *samples, "--max-document-length", "512"])
     assert longest.max_positions == longest.packing.max_document_length == 512
     assert parse([*words(right), "--max-position-embeddings", "300"]).max_positions == 300
-    assert parse([*words(right), "--sft"]).packing.overlong_policy != "split"
+    assert parse([*words(right), "--sft"]).packing.overlong_policy == "truncate_prompt"
     assert parse([*words(right), "--sft", "--overlong-policy", "split"]).packing.overlong_policy == "split"
     of_a_program = replace(parse(words(right)), packing=PackingConfig(seq_length=64))
     assert (of_a_program.packing.overlong_policy, of_a_program.packing.max_document_length) == ("split", 64)
