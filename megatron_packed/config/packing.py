@@ -45,9 +45,9 @@ class PackingConfig(Section, title="packing"):
         unit="tokens", minimum=2, derived="--seq-length",
     )
     overlong_policy: str = option(
-        None, "What happens to a document of more than --max-document-length tokens: truncate_prompt cuts earlier turns "
-        "or the front of the prompt and keeps the last answer, truncate cuts the end, split makes several of it, drop "
-        "leaves it out, error ends the run; all are counted.",
+        None, "What happens to a document of more than --max-document-length tokens: truncate_prompt cuts earlier "
+        "turns or the front of the prompt and keeps the last answer, truncate cuts the end, split makes several of it, "
+        "drop leaves it out, error ends the run; all are counted.",
         choices=("truncate_prompt", "truncate", "split", "drop", "error"),
         derived="split, which loses no token; with --sft truncate_prompt, which loses no last answer",
     )

@@ -82,6 +82,7 @@ INVALID = [
     ("^2 --micro-batch-size 2 --global-batch-size 6", {"--global-batch-size": "give 4 or 8"}),
     ("--packing-method fist_fit", {"--packing-method": "sequential"}),
     ("--overlong-policy wrap", {"--overlong-policy": "truncate"}),
+    ("--overlong-policy truncate_prompt", {"--overlong-policy": "add --sft"}),
     ("--max-documents-per-pack 0", {"--max-documents-per-pack": ">= 1"}),
     ("--data-path absent.jsonl", {"--data-path": "does not exist"}),
     ("--data-args-path train.jsonl", {"--data-path": "contradicts --data-args-path"}),
