@@ -37,8 +37,10 @@ class Case(NamedTuple):
 
 
 SFT, TEXT = {"sft": True}, {"overlong_policy": "split"}
+SHORTENED = {**SFT, "max_document_length": 256}
+"""Two of three dialogues are longer, and keep their last answer."""
 CASES = {
-    "dialogues": Case(dialogues, SFT, (0.40, 0.65)),  # 0.52
+    "dialogues": Case(dialogues, SHORTENED, (0.40, 0.65)),  # 0.50
     "documents": Case(documents, TEXT, (2.55, 2.82)),  # 2.71
     "real dialogues": Case(real_dialogues, SFT, (3.40, 3.75)),  # 3.59
     "real documents": Case(real_documents, TEXT, (4.15, 4.45)),  # 4.33
@@ -74,6 +76,7 @@ def test_a_small_model_learns(name: str, tmp_path: Path) -> None:
     }  # fmt: skip
     finished = run(options, tmp_path, 2)
     assert finished.exit_code == 0, finished.console
+    assert ("of them were longer and keep their last answer" in finished.console) == ("max_document_length" in options)
     lines = steps(tmp_path / "log.jsonl")
     losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
     validations = [line["valid_loss"] for line in lines if "valid_loss" in line]

@@ -29,7 +29,7 @@ def resumed(kind: str, folder: Path, **options: Any) -> Finished:
 
 
 OLD_RULES = {
-    "sft": "--split-order file --max-document-length 128 --keep-pieces-without-targets",
+    "sft": "--split-order file --max-document-length 128 --overlong-policy truncate --keep-pieces-without-targets",
     "text": "--max-document-length 64 --overlong-policy truncate",
 }
 

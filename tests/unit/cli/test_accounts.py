@@ -68,7 +68,7 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     assert "noisy" not in packing(capsys, *argv)[1].out
 
 
-@pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
+@pytest.mark.parametrize("policy", ["truncate_prompt", "truncate", "split", "drop"])
 def test_mixed_data_adds_up(tmp_path, capsys, policy):
     """Of the long prompts nothing is packed that holds no answer."""
     data = answers(tmp_path / "data.jsonl", [5] * 30 + [300] * 10)
@@ -76,13 +76,40 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
     counts, targets = found["counts"], found["targets"]
     adds_up(counts, targets)
     assert targets["targets_in"] == 40 * 11
-    assert targets["documents_without_targets"] == (0 if policy == "split" else 10)
-    assert (counts["pieces_without_targets"] > 0) == (policy != "drop")
+    assert targets["documents_without_targets"] == (0 if policy in ("split", "truncate_prompt") else 10)
+    assert (counts["pieces_without_targets"] > 0) == (policy in ("truncate", "split"))
     assert found["packs"] * found["slots"] == counts["tokens_kept"] + found["padded_tokens"]
     lines = packing(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)[1].out
-    assert ("of pieces without a target (" in lines) == (policy != "drop")
+    assert ("of pieces without a target (" in lines) == (policy in ("truncate", "split"))
+    if policy == "truncate_prompt":
+        assert (counts["tokens_truncated"], counts["documents_truncated"]) == (10 * (311 - 64), 10)
+        assert "440 targets of 40 documents in = 440 kept + 0 lost by truncation" in lines
     if policy == "truncate":
         assert "330 kept + 110 lost by truncation + 0 by splitting + 0 by dropping; 10 documents keep none." in lines
+
+
+def test_over_long_conversations_keep_their_last_answer_unless_asked_otherwise(tmp_path, capsys):
+    """In training and in validation data, in packing and in tune; `plan` finds what packing tokenised."""
+    turns = [{"role": role, "content": f"{role} {n} "} for n in range(40) for role in ("user", "assistant")]
+    train, valid = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
+    train.write_text((json.dumps({"messages": [{"role": "system", "content": "Be nice."}, *turns]}) + "\n") * 9)
+    valid.write_text((json.dumps({"messages": turns}) + "\n") * 2)
+    argv = ["--train-data-path", train, "--valid-data-path", valid, "--eval-interval", 2, "--sft", "--seq-length", 256]
+    lines = packing(capsys, *argv, "--micro-batch-size", 2)[1].out.splitlines()
+    said = [line for line in lines if "of them were longer and keep their last answer" in line]
+    assert [line.split()[0] for line in said] == ["9", "2"]
+    found = as_json(capsys, *argv)
+    for name, each in (("training", 9), ("validation", 2)):
+        counts = found[name]["counts"] if name == "training" else found[name]
+        targets = found[name]["targets"] if name == "training" else found[name]
+        assert counts["documents_truncated"] == each == counts["documents_in"]
+        assert 0 < targets["targets_truncated"] < targets["targets_in"] and targets["documents_without_targets"] == 0
+    assert main(["tune", *map(str, argv), "--json"]) == 0
+    accounts = json.loads(capsys.readouterr().out)["accounts"]
+    assert accounts["targets_truncated"] == found["training"]["targets"]["targets_truncated"]
+    model = ["--hybrid-layer-pattern", "-", "--hidden-size", "64", "--num-attention-heads", "4"]
+    assert main(["plan", *model, *map(str, argv)]) == 0
+    assert "the tokenised documents of" in capsys.readouterr().out
 
 
 def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_path):
