@@ -195,9 +195,13 @@ def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str
     """Where the tokens and targets of validation or test data went, and whether they are few."""
     lines = [f"{name} data: {line}" for line in plan.segments.sentences()]
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
+        assert plan.segments.targets is not None
+        cure = "give it more documents"
+        if plan.num_targets < plan.segments.targets.targets_kept:
+            cure = "raise --eval-iters, which ends it before its last document"
         lines.append(
             f"{name} data: {plan.num_targets:,} targets are fewer than {FEW_TARGETS:,}, so the {name} loss is noisy; "
-            "give it more documents, or raise --eval-iters if it stops before the last."
+            f"{cure}."
         )
     return lines
 

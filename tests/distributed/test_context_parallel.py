@@ -476,6 +476,16 @@ def test_packs_that_do_not_divide_and_logits_are_refused() -> None:
         model_of().logits(torch.zeros(8, dtype=torch.int32), packed)
 
 
+@pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
+def test_a_tail_beyond_the_rotary_tables_stays_inside_them(comm_type: str) -> None:
+    """Tables of 8 positions, a pack of 32 slots: padding and tail are at position 0."""
+    model = model_of(comm_type, "*", position_embedding_type="rope")
+    assert model.rotary is not None
+    packed = MicroBatch.build(cases.make_documents([7, 8]), 32, alignment=4).packed
+    own_T = model.prepare(packed).tables["rope_position_ids"]
+    assert len(own_T) == 16 and own_T.max() < model.rotary.max_positions
+
+
 def test_a_gpu_without_transformer_engine_is_refused_with_a_cure() -> None:
     from megatron_packed.ops.dispatch import NoBackendError
 

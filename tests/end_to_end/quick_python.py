@@ -100,6 +100,8 @@ def main() -> None:
     words, folder, environment, streams = serve(sys.argv[1])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
+    # The server's own may have been files, and these pipes: they remember whether they can seek.
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

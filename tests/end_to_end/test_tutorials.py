@@ -21,7 +21,7 @@ FEWER = "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --
 """Flags at the end of each command that trains. Training itself is for other tests; these are for what is typed."""
 SAID = {
     "first_run": ["report: runs/quickstart/report.html", "PACKAGES"],
-    "sft": ["200 lines in 1 file: 200 used (200 messages)", "6208 tokens, 1200 of them targets", "step 3/3",
+    "sft": ["200 lines in 1 file: 200 used (200 messages)", "6200 tokens, 1200 of them targets", "step 3/3",
             "runs/chat/plot.html"],
     "pretrain": ["written: data/python_text_document.bin, .idx and .crc32c", "step 3/3", "runs/pretrain/plot.html"],
     "capacities": ["--packing-method balanced --cuda-graph-impl local --cuda-graph-max-packed-seqs 16"],
