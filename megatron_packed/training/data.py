@@ -360,15 +360,17 @@ def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments,
         raise DataError(
             f"the {name} data has no target left: "
             f"{segments.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
-            f"{_cure(segments.targets)}."
+            f"{_cure(config, segments.targets)}."
         )
     return segments, targets
 
 
-def _cure(counts: TargetCounts) -> str:
+def _cure(config: RunConfig, counts: TargetCounts) -> str:
     if not counts.targets_in:
         return "give documents with answers"
-    return "raise --seq-length, or choose an --overlong-policy that keeps the answers"
+    if config.data.sft and config.packing.overlong_policy != "truncate_prompt":
+        return "raise --seq-length, or give --overlong-policy truncate_prompt, which keeps the last answer"
+    return "raise --max-document-length"
 
 
 def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend | None:

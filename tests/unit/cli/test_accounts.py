@@ -46,7 +46,8 @@ def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, comm
     assert main([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
     [line] = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("data error: the training data has no target left")
-    assert "targets of 20 documents in = 0 kept" in line and "20 documents keep none" in line and "raise" in line
+    assert "targets of 20 documents in = 0 kept" in line and "20 documents keep none" in line
+    assert "give --overlong-policy truncate_prompt" in line
 
 
 def test_validation_without_a_target_is_refused_by_its_name(tmp_path, capsys):
