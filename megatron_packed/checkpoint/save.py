@@ -157,20 +157,26 @@ def save_checkpoint(
     with ExitStack() as stack:
         try:
             [plan, *_] = ranks.agree(
-                lambda: save.prepare(stack, shards), f"preparing to save step {step!r} in {root}", cure=_NOTHING
+                lambda: save.held(lambda: save.prepare(stack, shards)),
+                f"preparing to save step {step!r} in {root}",
+                cure=_NOTHING,
             )
             temporary = save.root / temporary_name(step_name(step), plan["save_id"])
             facts = ranks.agree(
-                lambda: save.write(temporary, plan["save_id"], shards), f"writing {temporary}", cure=_NOTHING
+                lambda: save.held(lambda: save.write(temporary, plan["save_id"], shards)),
+                f"writing {temporary}",
+                cure=_NOTHING,
             )
             [published, *_] = ranks.agree(
-                on_rank_0(rank, lambda: save.publish(temporary, plan, facts)), f"publishing {temporary}", cure=_NOTHING
+                on_rank_0(rank, lambda: save.held(lambda: save.publish(temporary, plan, facts))),
+                f"publishing {temporary}",
+                cure=_NOTHING,
             )
         except CheckpointError:
             save.discard()
             raise
         [report, *_] = ranks.agree(
-            on_rank_0(rank, lambda: save.finish(plan["save_id"])),
+            on_rank_0(rank, lambda: save.held(lambda: save.finish(plan["save_id"]))),
             f"finishing {save.root / step_name(step)}",
             cure="it was published, but may not be durable",
         )
@@ -205,6 +211,15 @@ class _Save:
     run_lock: RootLock | None = None
     temporary: Path | None = None
     """Set on rank 0 while there is an unpublished directory of ours."""
+
+    def held(self, action: Callable[[], Json]) -> Json:
+        """Run a part of the save; where it fails because the root was moved, that is the error."""
+        try:
+            return action()
+        except (OSError, CheckpointError):
+            if self.run_lock is not None:
+                self.run_lock.check()
+            raise
 
     def prepare(self, stack: ExitStack, shards: Sequence[TensorShard]) -> Json:
         """All ranks check their arguments; rank 0 takes the lock, cleans up and makes the temporary directory."""

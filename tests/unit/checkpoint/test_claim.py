@@ -59,6 +59,16 @@ def test_a_directory_that_is_replaced_while_a_save_is_under_way(tmp_path, tools)
     assert sorted(path.name for path in root.iterdir()) == [".lock", ".run.lock"]
 
 
+@pytest.mark.parametrize("site", ["save.directory_made", "shard.synced", "save.gathered", "save.durable"])
+def test_a_directory_that_is_moved_while_a_save_is_under_way(site, tmp_path, tools):
+    """One sentence says so, whatever it is that cannot be found any more."""
+    root, lock = tmp_path / "run", claim_directory(tmp_path / "run")
+    move = lambda passed: root.rename(tmp_path / "moved") if passed == site else None  # noqa: E731
+    with pytest.raises(CheckpointError, match=r"rank 0: \S+/run: is no longer the directory that this run locked"):
+        save_checkpoint(root, 1, whole_tensors(tools.make_state()), {}, run_lock=lock, on_site=move)
+    assert not root.exists()
+
+
 def test_leftovers_of_the_last_save_are_gone_when_the_next_run_starts(tmp_path):
     names = ["step_00000010.deleting-0123456789ab", "step_00000020.tmp-0123456789ab", "latest.tmp-0123456789ab",
              "STATUS.json.tmp-0123456789ab"]  # fmt: skip
