@@ -235,7 +235,7 @@ def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], 
         pytest.param(
             EXPERTS, partial(sleep_at, "before a forward pass", 5, 1, HANGS_FOR), 3,
             r"Rank 0 was in \w+ over ep \(ranks 0, 1\), called by layers/[\w/]+\.py: \w+, in step 3; "
-            r"rank 1 was in training/train_step\.py: forward_backward, in step 3\.", id="asleep-expert-parallel",
+            r"rank 1 was in models/hybrid_model\.py: forward_backward, in step 3\.", id="asleep-expert-parallel",
         ),
     ],
 )  # fmt: skip
