@@ -368,7 +368,8 @@ class RunState:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
         if data_hash == self.data_hash and (plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)):
             return None
-        stored, others = with_implied(metadata["config"]), data_hash != self.data_hash
+        stored = with_implied(metadata["config"])
+        others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
         keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
         if self.plan is not None and self.plan.alignment != _alignment_of(stored):
             keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
@@ -382,6 +383,12 @@ class RunState:
             f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
             "another folder by --save and --load to begin anew"
         )
+
+    def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Return whether another limit or policy than then makes other tokens of the same documents."""
+        rules = ("overlong_policy", "max_document_length")
+        then, now = ([config["packing"].get(name) for name in rules] for config in (stored, self.config))
+        return then != now and "truncate_prompt" in (then[0], now[0])
 
     def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
         """Of this run's data, divided into steps as the checkpoint's run did: the batch size moves no document."""
