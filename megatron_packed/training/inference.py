@@ -8,6 +8,7 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build import build_model
+from megatron_packed.training.metadata import metadata_problem
 from megatron_packed.training.state import held_state, model_refusal, precision_refusal
 
 
@@ -26,6 +27,10 @@ def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = 
         [held.shard for held in held_state(model)],
         step=config.checkpoint.ckpt_step,
         allow_extra=("optimizer/", "rng/"),
-        accept=lambda metadata: precision_refusal(metadata, model.dtype) or model_refusal(metadata, config.model),
+        accept=lambda metadata: (
+            metadata_problem(metadata)
+            or precision_refusal(metadata, model.dtype)
+            or model_refusal(metadata, config.model)
+        ),
     )
     return model.eval()

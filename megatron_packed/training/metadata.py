@@ -5,23 +5,18 @@ A seal tells accidents; a file that was changed on purpose has a right one, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.options import INT32_MAX, Field, section_fields, within
-from megatron_packed.config.registry import every_field
+from megatron_packed.config.options import INT32_MAX
+from megatron_packed.config.stored import is_number, stored_problem, wrong
 
 MOST_PACKS_PER_STEP = 1 << 20
 """Bounds the position in the data: a run that goes on packs every epoch before it."""
 _MOST = 1 << 62
 SPIKE_WINDOW = "spike_window"
 """Key of the recent losses and gradient norms that spikes are found by; older checkpoints have none."""
-_MODEL = tuple(about.name for about in section_fields(ModelConfig) if about.required)
-_SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
-"""Options that a configuration must have, and derived ones that are never empty."""
 
 
 @dataclass
@@ -64,11 +59,12 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the metadata of a run's checkpoint or of converted weights, None if nothing is."""
     checks: Mapping[str, Callable[[Any], str | None]] = {
-        "config": _config_problem, "plan_hash": _is_text, "data_hash": _is_text, "layout": _layout_problem,
+        "config": stored_problem, "plan_hash": _is_text, "data_hash": _is_text, "layout": _layout_problem,
         "progress": _progress_problem, "rng": _rng_problem, "room": _room_problem,
         SPIKE_WINDOW: _spike_window_problem,
     }  # fmt: skip
-    found = next((f"{key}{wrong}" for key in checks if key in metadata and (wrong := checks[key](metadata[key]))), None)
+    problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
+    found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
     missing = [key for key in ("config", "plan_hash", "progress") if key not in metadata]
     if found is None and missing:
         found = f"{missing[0]} is missing"
@@ -77,97 +73,62 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     return None if found is None else f"has metadata that no run writes: {found}; use another checkpoint"
 
 
-def _wrong(value: Any, expected: str) -> str:
-    return f" is {repr(value)[:60]}, and must be {expected}"
-
-
 def _is_whole(value: Any, most: int = _MOST) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
 def _is_text(value: Any) -> str | None:
-    return None if isinstance(value, str) else _wrong(value, "text")
+    return None if isinstance(value, str) else wrong(value, "text")
 
 
 def _room_problem(value: Any) -> str | None:
-    return None if value is None or (_is_whole(value) and value) else _wrong(value, "null or a number above 0")
+    return None if value is None or (_is_whole(value) and value) else wrong(value, "null or a number above 0")
 
 
 def _spike_window_problem(value: Any) -> str | None:
     rows = list(value.values()) if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"} else [None]
-    if all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(_is_number, row)) for row in rows):
+    if all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(is_number, row)) for row in rows):
         return None
-    return _wrong(value, "as many losses as gradient norms")
+    return wrong(value, "as many losses as gradient norms")
 
 
 def _layout_problem(value: Any) -> str | None:
     if isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values()):
         return None
-    return _wrong(value, "numbers by name")
+    return wrong(value, "numbers by name")
 
 
 def _progress_problem(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return _wrong(value, "an object")
+        return wrong(value, "an object")
     known = {described.name: described.type for described in fields(Progress)}
     for name, number in value.items():
         most = _MOST if name.startswith("consumed_") else INT32_MAX
         if name not in known:
             return f".{name} is no number of a run that this version knows"
-        if not (_is_whole(number, most) if known[name] == "int" else _is_number(number) and number >= 0):
-            return f".{name}{_wrong(number, 'a number of a run, from 0 on')}"
+        if not (_is_whole(number, most) if known[name] == "int" else is_number(number) and number >= 0):
+            return f".{name}{wrong(number, 'a number of a run, from 0 on')}"
     most = value.get("iteration", 0) * MOST_PACKS_PER_STEP
     if value.get("consumed_packs", 0) > most:
-        return f".consumed_packs{_wrong(value['consumed_packs'], f'at most {most} after that many steps')}"
+        return f".consumed_packs{wrong(value['consumed_packs'], f'at most {most} after that many steps')}"
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
 
 
 def _rng_problem(value: Any) -> str | None:
     if not isinstance(value, list):
-        return _wrong(value, "a list")
+        return wrong(value, "a list")
     for rank, state in enumerate(value):
         try:
             python, numpy = state["python"], state["numpy"]
             sound = (
                 python["version"] == 3
-                and (python["gauss"] is None or _is_number(python["gauss"]))
+                and (python["gauss"] is None or is_number(python["gauss"]))
                 and _is_whole(numpy["position"], 624)
                 and _is_whole(numpy["has_gauss"], 1)
-                and _is_number(numpy["cached"])
+                and is_number(numpy["cached"])
             )
         except (TypeError, KeyError, IndexError):
             sound = False
         if not sound:
-            return f"[{rank}]{_wrong(state, 'the state of generators')}"
+            return f"[{rank}]{wrong(state, 'the state of generators')}"
     return None
-
-
-def _config_problem(value: Any) -> str | None:
-    if not isinstance(value, dict) or not all(isinstance(section, dict) for section in value.values()):
-        return _wrong(value, "sections of options")
-    for section, required in (("model", _MODEL), ("training", ("bf16",)), ("packing", _SIZES)):
-        missing = [name for name in required if name not in value.get(section, {})]
-        if missing if section in value else section != "packing":
-            return f".{'.'.join([section, *missing[:1]])} is missing"
-    for about in every_field():
-        given = value.get(about.section, {})
-        if about.name in given and not _fits(about, given[about.name]):
-            return f".{about.key}{_wrong(given[about.name], about.kind.word)}"
-    return None
-
-
-def _fits(about: Field, value: Any) -> bool:
-    """Return whether a stored value has the type and the bounds of its option; choices come and go."""
-    if value is None:
-        return about.kind.optional and about.name not in _SIZES
-    if about.kind.many != isinstance(value, list):
-        return False
-    for item in value if about.kind.many else [value]:
-        typed = type(item) is about.kind.base or (about.kind.base is float and type(item) is int)
-        if not typed or (about.kind.base in (int, float) and not (_is_number(item) and within(about.option, item))):
-            return False
-    return True

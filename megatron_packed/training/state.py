@@ -375,8 +375,10 @@ class RunState:
             keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
         if not changed_options(stored, self.config, keys):
             keys |= set(_DECIDES_TOKENS)  # the weights of a blend
-        changed = "; ".join(changed_options(stored, self.config, keys - self._implied))
-        cure = restoring_words(stored, self.config, keys - self._implied)
+        if changed_options(stored, self.config, keys - self._implied):
+            keys -= self._implied
+        changed = "; ".join(changed_options(stored, self.config, keys))
+        cure = restoring_words(stored, self.config, keys)
         return (
             f"is a position in {'other data' if others else 'another order of the data'}: "
             f"{changed or 'no option changed that decides it, so the files or the tokenizer did'}; "

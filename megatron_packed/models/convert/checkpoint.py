@@ -24,6 +24,7 @@ from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard
 from megatron_packed.config.model import ModelConfig
 from megatron_packed.config.serialise import as_flags, model_differences, model_hash, section_to_dict
+from megatron_packed.config.stored import stored_problem
 from megatron_packed.models.convert.config import model_of, read_config
 from megatron_packed.models.convert.files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.weights import Weight, their_shapes, weights_of
@@ -215,8 +216,9 @@ def to_huggingface(
     found = _newest(checkpoint)
     manifest = read_manifest(found)
     of = manifest.metadata.get("config", {})
-    if not {"model", "training"} <= set(of):
-        raise CheckpointError("its configuration is not in it", path=found, cure="use a checkpoint of a run")
+    problem = stored_problem(of)
+    if problem is not None:
+        raise CheckpointError(f"its configuration{problem}", path=found, cure="use a checkpoint of a run")
     different = model_differences(of["model"], model)
     if different:
         words = "; ".join(f"{p.option} is {p.value} by config.json, and {p.rule}" for p in different)

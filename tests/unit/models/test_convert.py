@@ -17,6 +17,7 @@ from converted_model import FIELDS, write_model
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.seal import seal, unseal
 from megatron_packed.checkpoint.state import TensorShard, whole_tensors
 from megatron_packed.cli.main import main
 from megatron_packed.config.flags import parse
@@ -311,6 +312,14 @@ def test_what_an_export_refuses(tmp_path, capsys):
     code, said = export(routed_scaling_factor=1.0)
     assert code == 4 and "--moe-router-topk-scaling-factor is 1.0 by config.json" in said
     assert export(vocab_size=60)[0] == 4
+    manifest = ours / "step_00000000" / "manifest.json"
+    written = manifest.read_bytes()
+    for forged in (7, [], {"model": [], "training": {"bf16": True}}, {"model": {"hidden_size": "x"}, "training": {}}):
+        fields = unseal(written, manifest)
+        manifest.write_bytes(seal({**fields, "metadata": {"config": forged}}))
+        code, said = export()
+        assert code == 4 and "its configuration" in said, said
+    manifest.write_bytes(written)
     shard = ours / "step_00000000" / "rank_00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
