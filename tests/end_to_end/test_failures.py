@@ -69,7 +69,7 @@ def assert_says(finished: Finished, folder: Path, code: int, rank: int | None, s
     assert sum(voice.count(reason) for voice in voices) == 1, finished.console
     speaker = 0 if reason in voices[0] else 1
     assert rank in (speaker, None)
-    assert not re.search(r"(?i)error|lost|c10d|trace", voices[1 - speaker]), finished.console
+    assert not re.search(r"(?i)error|process was lost|c10d|trace", voices[1 - speaker]), finished.console
 
 
 @pytest.mark.parametrize(
