@@ -3,8 +3,8 @@
     git worktree add ../before <commit>
     python benchmarks/two_checkouts.py ../before [shard8b] [hybrid1b]
 
-Each checkout measures its own code in processes of its own, which take turns. A ratio is of two measurements that
-followed each other; 1 is no difference, below 1 this checkout needs less.
+Writes ``results/two_checkouts.json``. Each checkout measures its own code in processes of its own, which take turns. A
+ratio is of two measurements that followed each other; 1 is no difference, below 1 this checkout needs less.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ PATHS = {"eager": "megatron_packed", "one CUDA graph": "graph"}
 
 def measured(checkout: Path, configs: list[str]) -> dict[str, Any]:
     """Results of `model_step` by configuration, in a process that imports the package of ``checkout``."""
+    side = f"{NAME}_side"
     command = [sys.executable, "benchmarks/model_step.py", *configs, "--skip-megatron", "--kernels", "0"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     subprocess.run(
-        [*command, "--name", NAME], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True
+        [*command, "--name", side], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True
     )
-    path = checkout / "benchmarks" / "results" / f"{NAME}.json"
+    path = checkout / "benchmarks" / "results" / f"{side}.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     path.unlink()
     return results
@@ -56,7 +57,9 @@ def rows_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[st
             eager = path == "eager"
             same = {name: here[name] == other[name] for name in ("loss", "grad_norm")} if eager else {}
             rows.append({
-                "config": config, "path": path, "wall": ratio("wall_ms"), "GPU-busy": ratio("busy_ms"),
+                "config": config, "path": path,
+                "wall ms": f"{_number(here['wall_ms']):.2f}", "other's wall ms": f"{_number(other['wall_ms']):.2f}",
+                "wall": ratio("wall_ms"), "GPU-busy": ratio("busy_ms"),
                 "launches": ratio("launches") if eager else "", "peak GiB": ratio("peak_gib") if eager else "",
                 **{f"same {name}": same.get(name, "") for name in ("loss", "grad_norm")},
             })  # fmt: skip
@@ -80,7 +83,9 @@ def main() -> None:
         order = sides if number % 2 == 0 else sides[::-1]
         found = {checkout: measured(checkout, arguments.configs) for checkout in order}
         rounds.append((found[sides[0]], found[sides[1]]))
-        print(harness.table(rows_of(rounds)), flush=True)
+        rows = rows_of(rounds)
+        harness.save(NAME, rows)
+        print(harness.table(rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkey
     runs = []
 
     def model_step_of(command, *, cwd, env, **options):
-        assert env["PYTHONPATH"] == str(cwd) and command[-4:] == ["--kernels", "0", "--name", "two_checkouts"]
+        assert env["PYTHONPATH"] == str(cwd) and command[-4:] == ["--kernels", "0", "--name", "two_checkouts_side"]
         runs.append(cwd)
         slow = 2.0 if cwd == tmp_path else 1.0
         eager = {"wall_ms": [slow * 3, 0, 9], "busy_ms": [slow, 0, 9], "launches": 10, "peak_gib": slow, "loss": 1.5,
@@ -42,18 +42,19 @@ def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkey
         found = {"shard8b": {"megatron_packed": eager, "graph": {"wall_ms": [4.0, 0, 9], "busy_ms": [4.0, 0, 9]}}}
         results = cwd / "benchmarks" / "results"
         results.mkdir(parents=True, exist_ok=True)
-        (results / "two_checkouts.json").write_text(json.dumps({"results": found}))
+        (results / "two_checkouts_side.json").write_text(json.dumps({"results": found}))
 
     here = tmp_path / "here"
     monkeypatch.setattr(two_checkouts, "HERE", here)
+    monkeypatch.setattr(two_checkouts.harness, "RESULTS", tmp_path)
     monkeypatch.setattr(two_checkouts.subprocess, "run", model_step_of)
     monkeypatch.setattr(sys, "argv", ["two_checkouts.py", str(tmp_path), "shard8b", "--rounds", "2"])
     two_checkouts.main()
     assert runs == [here, tmp_path, tmp_path, here]
     *_, eager, graph = (line.split() for line in capsys.readouterr().out.splitlines())
     half = ["0.5", "[0.5,", "0.5]"]
-    assert eager == ["shard8b", "eager", *half, *half, "1", "[1,", "1]", *half, "True", "False"]
-    assert graph == ["shard8b", "one", "CUDA", "graph", "1", "[1,", "1]", "1", "[1,", "1]"]
+    assert eager == ["shard8b", "eager", "3.00", "6.00", *half, *half, "1", "[1,", "1]", *half, "True", "False"]
+    assert graph == ["shard8b", "one", "CUDA", "graph", "4.00", "4.00", "1", "[1,", "1]", "1", "[1,", "1]"]
 
 
 def test_op_backends_measures_an_op(monkeypatch):
