@@ -200,11 +200,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None] | dict[str, Any], str]] = {
         r"give --train-data-path \S+ and leave out --tokenizer-type --tokenizer-vocab-size to resume, ",
     ),
     "the seed": ({"seed": 5}, f"{ORDER}--seed 5, was 1234; leave out --seed to resume, "),
-    "the pack, and what documents are shortened to": (
-        {"seq_length": 120},
-        OTHER + r"--seq-length 120, was 128; --train-data-path \S+, was \S+; give --seq-length 128 --train-data-path "
-        r"\S+ to resume, ",
-    ),
+    "the pack": ({"seq_length": 120}, f"{ORDER}--seq-length 120, was 128; give --seq-length 128 to resume, "),
     "the pack, by the batch": (
         {"micro_batch_size": 2, "global_batch_size": 8},
         f"{ORDER}--micro-batch-size 2, was 1; leave out --micro-batch-size to resume, ",
