@@ -127,8 +127,11 @@ class _Shortener:
             messages = [*talk.messages[: turns.head], *talk.messages[start : turns.last + 1]]
             with suppress(BadLine):
                 return self._cut_inside(talk._replace(messages=messages), turns.head, turns_lost)
-        whole = len(self._document.ids)
-        return self._fitted(self._document, 0, whole, whole)
+        document = self._document
+        if turns.last + 1 < len(talk.messages):
+            document = _without_what_follows(document)
+        whole = len(document.ids)
+        return self._fitted(document, 0, whole, whole, turns.total - len(turns.starts))
 
     def _latest_turns(self, talk: Conversation, turns: _Turns) -> tuple[int, EncodedDocument | None]:
         """Render the system message and as many turns up to that of the last answer as fit; None where not one does.
@@ -195,7 +198,8 @@ class _Shortener:
             asked = _text(chat.prompt(before, talk.tools))
             unasked = _text(chat.pieces(talk._replace(messages=before)))
             if text.startswith(asked) and (asked or not before):
-                return len(unasked) if asked.startswith(unasked) else len(asked), len(asked)
+                header = len(unasked) if asked.startswith(unasked) else len(asked)
+                return header, _trained_from(pieces, len(asked))
         at = len(text)
         if not all(piece.train for piece in pieces):  # the last piece that is trained is the answer
             trained = max(number for number, piece in enumerate(pieces) if piece.train)
@@ -235,13 +239,31 @@ class _Shortener:
         targets = document.targets[taken]
         targets[0] = 0
         shorter = EncodedDocument(document.ids[taken], targets)
-        return self._recorded(shorter, turns_lost, inside=len(taken) < size, answer=of_answer < size - answer)
+        return self._recorded(shorter, turns_lost, inside=len(taken) < size or not turns_lost, answer=of_answer < size - answer)
 
     def _recorded(
         self, document: EncodedDocument, turns: int = 0, inside: bool = False, answer: bool = False
     ) -> EncodedDocument:
         source = self._document
         return document._replace(cut=Cut(source.ids.size, int(source.targets.sum()), turns, inside, answer))
+
+
+def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
+    """Leave out the tokens between the last answer and the end of the document."""
+    ids, targets, _ = document
+    kept = np.arange(len(ids)) <= np.flatnonzero(targets[:-1]).max(initial=-1)
+    kept[-1] = targets[-1]
+    return EncodedDocument(ids[kept], targets[kept])
+
+
+def _trained_from(pieces: Sequence[Piece], start: int) -> int:
+    """Return the first character from ``start`` on that is trained, ``start`` if there is none."""
+    end = 0
+    for piece in pieces:
+        end += len(piece.text)
+        if piece.train and end > start:
+            return max(end - len(piece.text), start)
+    return start
 
 
 def _text(pieces: Sequence[Piece]) -> str:

@@ -32,4 +32,5 @@ def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:
     options = tiny_options(data, **{**OPTIONS, "eval_interval": None})
     trained(tmp_path, 2, options, exit_interval=HALF, **A2A)
     refused = run({**options, **in_folder(tmp_path), **RING}, tmp_path, 2)
-    assert refused.exit_code != 0 and "--pad-packed-seq-alignment" in refused.console, refused.console
+    words = "another order of the data: --cp-comm-type p2p, was a2a; leave out --cp-comm-type to resume"
+    assert refused.exit_code == 4 and words in refused.console, refused.console

@@ -30,6 +30,9 @@ WITH_TOOLS = """{% if tools %}{{ '<|im_start|>tools ' + tools | tojson + '<|im_e
 {%- endfor -%}
 {{ '<|im_start|>assistant ' if add_generation_prompt }}"""
 
+NO_GENERATION_PROMPT = """{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+
 
 def message(role: str, content: str, **fields) -> dict:
     return {"role": role, "content": content, **fields}
@@ -241,6 +244,36 @@ def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_ar
     assert document.targets.tolist() == [*before.targets[:system], *before.targets[-(250 - system) :]]
     assert document.targets.sum() > whole(latest(talk(4), 1)).targets.sum()  # earlier answers, too
     assert document.cut == Cut(len(before.ids), int(before.targets.sum()), inside=True)
+    chat.close()
+
+
+def test_an_answer_stays_whole_where_the_template_takes_only_the_whole_and_messages_follow_it() -> None:
+    source = f"{{% if messages | length < 5 %}}{{{{ raise_exception('no') }}}}{{% endif %}}{NO_GENERATION_PROMPT}"
+    messages = [*talk(2, system=None).messages, message("user", "thanks " * 30)]
+    chat = TemplateFormat(source, BYTES)
+    before = whole(Conversation(messages), chat)
+    end = int(np.flatnonzero(before.targets[:-1])[-1]) + 1
+    ids, targets = [*before.ids[:end], BYTES.eod_id], [*before.targets[:end], 1]
+    for limit in (40, len(ids)):
+        document = shorten(Conversation(messages), limit, chat)
+        assert document.ids.tolist() == ids[-limit:]
+        assert document.targets.tolist() == [0, *targets[-limit:][1:]]
+        assert document.cut == Cut(len(before.ids), int(before.targets.sum()), turns=1, inside=limit == 40)
+    chat.close()
+
+
+def test_the_header_of_an_answer_is_known_without_a_generation_prompt() -> None:
+    chat = TemplateFormat(NO_GENERATION_PROMPT, BYTES)
+    asked = [message("system", "Be brief. " * 9), message("user", "why?")]
+    for messages in ([], asked):
+        sample = Conversation([*messages, message("assistant", "because so")])
+        before = whole(sample, chat)
+        answer, header = len("because so") + 1, len("assistant: ")
+        for limit in range(2, len(before.ids)):
+            document = shorten(sample, limit, chat)
+            taken = min(limit - min(answer, limit - 1), header)
+            assert document.targets.sum() == min(answer, limit - 1), limit
+            assert document.ids.tolist()[limit - answer - taken :] == before.ids.tolist()[-answer - taken :] or limit <= answer
     chat.close()
 
 
