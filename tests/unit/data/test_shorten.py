@@ -262,18 +262,18 @@ def test_an_answer_stays_whole_where_the_template_takes_only_the_whole_and_messa
     chat.close()
 
 
-def test_the_header_of_an_answer_is_known_without_a_generation_prompt() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_header_of_an_answer_is_known_without_a_generation_prompt(asked: bool) -> None:
     chat = TemplateFormat(NO_GENERATION_PROMPT, BYTES)
-    asked = [message("system", "Be brief. " * 9), message("user", "why?")]
-    for messages in ([], asked):
-        sample = Conversation([*messages, message("assistant", "because so")])
-        before = whole(sample, chat)
-        answer, header = len("because so") + 1, len("assistant: ")
-        for limit in range(2, len(before.ids)):
-            document = shorten(sample, limit, chat)
-            taken = min(limit - min(answer, limit - 1), header)
-            assert document.targets.sum() == min(answer, limit - 1), limit
-            assert document.ids.tolist()[limit - answer - taken :] == before.ids.tolist()[-answer - taken :] or limit <= answer
+    messages = [message("system", "Be brief. " * 9), message("user", "why?")] if asked else []
+    before = whole(Conversation([*messages, message("assistant", "because")]), chat)
+    answer, header = len("because") + 1, len("assistant: ")
+    for limit in range(2, len(before.ids)):
+        document = shorten(Conversation([*messages, message("assistant", "because")]), limit, chat)
+        assert document.targets.sum() == min(answer, limit - 1), limit
+        if limit > answer:
+            end = min(limit, answer + header)
+            assert document.ids[-end:].tolist() == before.ids[-end:].tolist(), limit
     chat.close()
 
 
