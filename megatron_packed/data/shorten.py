@@ -239,7 +239,9 @@ class _Shortener:
         targets = document.targets[taken]
         targets[0] = 0
         shorter = EncodedDocument(document.ids[taken], targets)
-        return self._recorded(shorter, turns_lost, inside=len(taken) < size or not turns_lost, answer=of_answer < size - answer)
+        return self._recorded(
+            shorter, turns_lost, inside=len(taken) < size or not turns_lost, answer=of_answer < size - answer
+        )
 
     def _recorded(
         self, document: EncodedDocument, turns: int = 0, inside: bool = False, answer: bool = False
