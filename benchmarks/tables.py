@@ -162,6 +162,7 @@ TABLES = {
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),
     "packed_vs_padded_data": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of),
     "train_real": Table("train_real.py", "train_real", train_real.rows_of),
+    "two_checkouts": Table("two_checkouts.py", "two_checkouts", list),
     "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
 }
 
