@@ -224,7 +224,7 @@ class RootLock:
         """Compare the file that is locked with the one that has its name now.
 
         Raises:
-            CheckpointError: it is another file, or there is none: the lock keeps nobody out any more.
+            CheckpointError: it is another file, or there is none, so that the lock keeps no other run out.
         """
         held = os.fstat(self.descriptor)
         try:

@@ -18,7 +18,7 @@ HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "Tra
 GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
 NULL = "NullTokenizer"
 SHUFFLED = "shuffled"
-"""Of --split-order."""
+"""Values of --split-order."""
 MODEL_FILES = {HUGGING_FACE: "a tokenizer.json or its directory", TIKTOKEN: "a vocabulary of tiktoken",
                SENTENCEPIECE: "a SentencePiece .model"}  # fmt: skip
 """What --tokenizer-model names."""

@@ -10,7 +10,7 @@ from megatron_packed.config.text_file import read_text_file
 
 SPLITS = ("train", "valid", "test")
 MOST_BYTES = 2**20
-"""Of a file of data paths: more than MOST_VALUES words of usual length."""
+"""Limit of a file of data paths: more than MOST_VALUES words of usual length."""
 
 
 class NamedData(NamedTuple):

@@ -49,7 +49,7 @@ def _no_replicas(run: RunConfig, processes: int) -> bool:
 
 
 def _indexed(run: RunConfig) -> set[bool]:
-    """Of each data path, whether it is the prefix of an indexed data set, which is tokenised already."""
+    """Return for each data path whether it is the prefix of an indexed data set, which is tokenised already."""
     paths = (*run.data.train_paths, *run.data.valid_blend.paths, *run.data.test_blend.paths)
     return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}
 

@@ -17,7 +17,7 @@ from megatron_packed.config.suggest import did_you_mean, nearest
 SectionType = TypeVar("SectionType", bound="Section")
 INT32_MAX = 2**31 - 1
 MOST_VALUES = 20_000
-"""Of one option, such as data paths and their weights: each is checked before anything starts."""
+"""Limit of one option, such as data paths and their weights: each is checked before anything starts."""
 PathUse = Literal[
     "input_file", "input_data", "data_args", "input_directory", "output_file", "output_directory", "log_file"
 ]

@@ -63,7 +63,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     origins: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
-    """Where each value of a command line comes from, by key (`flags.Parsed.sources`); None if a program made them. It
+    """Origin of each value of a command line, by key (`flags.Parsed.sources`); None if a program made them. It
     is no part of what is stored."""
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class RunConfig:
 
     @property
     def drops_pieces_without_targets(self) -> bool:
-        """Whether pieces of documents in which nothing is learned are left out of packs."""
+        """True where pieces of documents without a target are left out of packs."""
         return self.data.sft and not self.packing.keep_pieces_without_targets
 
     @property

@@ -114,7 +114,7 @@ def changed_options(stored: Mapping[str, Any], current: Mapping[str, Any], keys:
 
 
 def restoring_words(stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]) -> str:
-    """What to do for the options of a checkpoint: ``give --lr 0.2 and leave out --seed``; arguments as above."""
+    """Return the cure that restores the options of a checkpoint, such as ``give --lr 0.2 and leave out --seed``."""
     differing = list(_differing(stored, current, keys))
     by_default = [about.flag for about, then, _ in differing if then in (None, [], about.default)]
     given = [as_flag(about, then) for about, then, _ in differing if about.flag not in by_default]

@@ -6,7 +6,7 @@ import os
 import stat
 
 MOST_BYTES = 256 * 1024
-"""Of a file of options or arguments, 20 times what --print-config writes."""
+"""Limit of a file of options or arguments, 20 times what --print-config writes."""
 
 
 def read_text_file(path: str, most_bytes: int = MOST_BYTES) -> str:

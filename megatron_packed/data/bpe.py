@@ -45,7 +45,7 @@ class TrainingShare(NamedTuple):
     """The documents that a vocabulary is learned from, where the others of the same files validate and test."""
 
     of_documents: Fraction
-    """Of each path, from its first document on or, ``shuffled``, of those that come first in `drawing_order`."""
+    """Share of each path, from its first document on or, ``shuffled``, in `drawing_order`."""
     shuffled: bool
     sft: bool
     chat: ChatFormat

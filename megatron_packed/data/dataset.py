@@ -32,7 +32,7 @@ from megatron_packed.data.tokenizer import Tokenizer
 FORMAT = 2
 """Of the cache: goes up whenever the same sources would be stored differently."""
 _SHORTENING = 1
-"""Of shortened documents: goes up whenever the same documents would be shortened differently."""
+"""Version of shortened documents: goes up whenever the same documents would be shortened differently."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _MANIFEST = "manifest.json"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")

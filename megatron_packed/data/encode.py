@@ -57,7 +57,7 @@ class SampleEncoder:
     tokenizer: Tokenizer
     chat: ChatFormat
     shortens: ClassVar[bool] = False
-    """Whether over-long documents are shortened, so that their size before is stored too."""
+    """True where over-long documents are shortened, so that their size before is stored too."""
 
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
         """The documents of each line, or why the line is unusable. Each is ended by the end-of-document token, but for

@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 class Budget:
-    """What slow and failed requests may cost over a whole data set; shared by threads.
+    """Limit of what slow and failed requests cost over a whole data set; shared by threads.
 
     Args:
         subject, unit, cure: for the message, e.g. ``the chat template``, ``conversations``,
@@ -140,7 +140,7 @@ class LimitedProcess:
         self._limits, self._budget, self._quiet = limits, budget, quiet
         self._child: subprocess.Popen[bytes] | None = None
         self.greeting = b""
-        """What the child answered to its setup."""
+        """Answer of the child to its setup."""
         self._start()
 
     def ask(self, request: bytes) -> bytes:

@@ -20,7 +20,7 @@ but for lengths without documents."""
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Where the tokens of a data set went: ``tokens_in == kept + truncated + dropped + without_targets``."""
+    """Account of the tokens of a data set: ``tokens_in == kept + truncated + dropped + without_targets``."""
 
     documents_in: int
     documents_truncated: int
@@ -56,7 +56,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetCounts:
-    """Where the targets of a data set went: ``targets_in == kept + truncated + split + dropped``, to the target."""
+    """Account of the targets of a data set: ``targets_in == kept + truncated + split + dropped``, to the target."""
 
     documents_in: int
     targets_in: int

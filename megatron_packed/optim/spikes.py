@@ -60,7 +60,7 @@ class SpikeDetector:
         self.recent = torch.full((len(WATCHED), window), math.inf, dtype=torch.float32, device=device)
         """``(2, window)``, oldest first; infinite where there is no value yet."""
         self.medians = torch.zeros(len(WATCHED), dtype=torch.float32, device=device)
-        """Of the last step: the median that a spike was compared with; 0 for a value that was none."""
+        """Medians that the spikes of the last step were compared with; 0 for a value that was no spike."""
 
     @classmethod
     def from_config(

@@ -65,12 +65,12 @@ class RunData:
 
     @property
     def accounts(self) -> dict[str, dict[str, int]]:
-        """Where every token and target went, for training, validation and test data."""
+        """Accounts of tokens and targets, for training, validation and test data."""
         streams = {"training": self.train, "validation": self.valid, "test": self.test}
         return {name: stream.plan.segments.as_dict() for name, stream in streams.items() if stream is not None}
 
     def sentences(self) -> list[str]:
-        """How the data packs and where every token and target went, for people."""
+        """Return how the data packs and what became of every token and target, for people."""
         evaluated = {"validation": self.valid, "test": self.test}
         of_plans = [evaluation_sentences(name, one.plan) for name, one in evaluated.items() if one is not None]
         return [*self.packing.sentences(), *(line for lines in of_plans for line in lines)]
@@ -182,7 +182,7 @@ def blend_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
 
 
 def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
-    """How the data packs and where every token and target went, for people."""
+    """Return how the data packs and what became of every token and target, for people."""
     return [
         *blend_sentences(config, plans.train),
         *plans.packing.sentences(),
@@ -192,7 +192,7 @@ def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
 
 
 def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str]:
-    """Where the tokens and targets of validation or test data went, and whether they are few."""
+    """Return what became of the tokens and targets of validation or test data, and whether they are few."""
     lines = [f"{name} data: {line}" for line in plan.segments.sentences()]
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
         assert plan.segments.targets is not None

@@ -67,7 +67,7 @@ def _spike(values: StepValues, name: str, median: float, training: TrainingConfi
 
 
 def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:
-    """Where non-finite values were seen first, in words: the ranks that share a pack are one place.
+    """Return where non-finite values were seen first, in words; ranks that share a pack are one place.
 
     Example:
         ``{2: 1, 3: 0}`` with 2 ranks per pack: ``["micro-batch 0 of ranks 2 to 3"]``.

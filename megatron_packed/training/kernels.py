@@ -95,13 +95,13 @@ class Kernel(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is plain PyTorch, which ``auto`` takes only where no kernel serves."""
+        """True for plain PyTorch, which ``auto`` takes only where no kernel serves."""
         chosen = next(backend for backend in self.op.backends if backend.name == self.name)
         return chosen.name == "reference" or not chosen.automatic
 
     @property
     def cost(self) -> str:
-        """What a plain backend costs on a GPU, with a comma before it; empty for others."""
+        """Return what a plain backend costs on a GPU, with a comma before it; empty for others."""
         factor = MEASURED.get(_case(self), {}).get(self.name)
         if not self.is_plain:
             return ""

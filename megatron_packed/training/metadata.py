@@ -21,7 +21,7 @@ SPIKE_WINDOW = "spike_window"
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     iteration: int = 0
     """Optimizer steps done (skipped ones included: their data was used)."""
@@ -38,7 +38,7 @@ class Progress:
     spikes: int = 0
     """Steps whose loss or gradient norm was far above its running median."""
     skipped_spikes: int = 0
-    """Of these the steps whose updates were not applied."""
+    """Spikes whose updates were not applied."""
     validated_at: int = 0
     """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
 
@@ -50,7 +50,7 @@ def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
 
 
 def progress_of(metadata: Mapping[str, Any]) -> Progress:
-    """How far the run that saved this metadata was."""
+    """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]
     # Checkpoints that do not count packs are of runs whose steps all had equally many.
     return Progress(**{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved})

@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 
 class StepChecks(NamedTuple):
-    """What is checked in one step; None: not in this one."""
+    """Checks of one step; None: not in this one."""
 
     weights: Callable[[], None] | None = None
     """Called when all gradients are there, before anything is updated."""

@@ -1,4 +1,4 @@
-"""What a run that goes on must know of its checkpoint before its data is opened: options and room of its packs."""
+"""Facts of a checkpoint that a resumed run needs before its data is opened: options and room of its packs."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | No
 
 
 def _alignment_of(stored: Mapping[str, Any]) -> int:
-    """What documents begin at multiples of in the packs of a run with this configuration."""
+    """Return the number that documents begin at multiples of, in the packs of a run with this configuration."""
     given: int | None = stored["packing"].get("pad_packed_seq_alignment")
     return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
 

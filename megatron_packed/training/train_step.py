@@ -44,7 +44,7 @@ class Spike(NamedTuple):
     """A value far above its running median."""
 
     name: str
-    """Of a field of `StepValues`: ``loss`` or ``grad_norm``."""
+    """Name of a field of `StepValues`: ``loss`` or ``grad_norm``."""
     median: float
 
 
@@ -187,7 +187,7 @@ class TrainStep:
             self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
         size, counts = metrics_size(groups), sum(counter_slots(model).values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
-        """What one copy takes to the host: ``metrics``, and after them the counters, by layer. See `counts_of`."""
+        """Numbers that one copy takes to the host: ``metrics``, then the counters by layer. See `counts_of`."""
         self.metrics = self.numbers[:size]
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""

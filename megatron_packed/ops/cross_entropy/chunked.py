@@ -149,7 +149,7 @@ def _with_gradients(
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """What losses and the weight's gradient are summed in: fp32, or fp64 for fp64."""
+    """Dtype of sums of losses and of the weight's gradient: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
