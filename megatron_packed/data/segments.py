@@ -181,7 +181,7 @@ def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
         at = int(lengths.argmax())
         raise ValueError(
             f"{np.count_nonzero(lengths > max_tokens)} documents are longer than {max_tokens} tokens (the longest is "
-            f"document {at} with {lengths[at]}); raise --max-document-length or choose truncate, split or drop."
+            f"document {at} with {lengths[at]}); raise --max-document-length or choose another --overlong-policy."
         )
 
 

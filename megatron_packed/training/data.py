@@ -197,8 +197,10 @@ def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
         assert plan.segments.targets is not None
         cure = "give it more documents"
-        if plan.num_targets < plan.segments.targets.targets_kept:
-            cure = "raise --eval-iters, which ends it before its last document"
+        kept = plan.segments.targets.targets_kept
+        if plan.num_targets < kept:  # the rest may be too few as well
+            more = "" if kept >= FEW_TARGETS else f", and {cure}"
+            cure = f"raise --eval-iters, which ends it before its last document{more}"
         lines.append(
             f"{name} data: {plan.num_targets:,} targets are fewer than {FEW_TARGETS:,}, so the {name} loss is noisy; "
             f"{cure}."
@@ -316,9 +318,7 @@ def plan_evaluation(
         max_steps=config.training.eval_iters,
     )
     if plan.num_steps and not plan.num_targets:
-        raise DataError(
-            f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters."
-        )
+        raise DataError(f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters.")
     return plan
 
 
@@ -352,8 +352,8 @@ def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments,
     if counts.documents_dropped == counts.documents_in:
         raise DataError(
             f"every one of the {counts.documents_in} documents of the {name} data is longer than "
-            f"--max-document-length ({longest}) and was dropped (--overlong-policy {policy}); raise it, or truncate or "
-            "split."
+            f"--max-document-length ({longest}) and was dropped (--overlong-policy {policy}); raise it, or choose "
+            "another policy."
         )
     assert segments.targets is not None
     if not segments.targets.targets_kept:

@@ -64,12 +64,15 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     [few] = [line for line in lines if "noisy" in line]
     assert few.startswith("validation data: 33 targets are fewer than 1,000")  # 3 x (10 and the end)
     assert "validation data: 33 targets of 3 documents in = 33 kept + 0 lost by truncation" in "\n".join(lines)
-    assert few.endswith("give it more documents.")
+    assert few.endswith("noisy; give it more documents.")
+    argv[argv.index(valid)] = more = answers(tmp_path / "more.jsonl", [5] * 20)  # five packs, in all too few as well
+    ended = packing(capsys, *argv, "--eval-iters", 1)[1].out
+    assert "raise --eval-iters, which ends it before its last document, and give it more documents." in ended
     big = answers(tmp_path / "big.jsonl", [5] * 30, answer=40)
-    argv[argv.index(valid)] = big
+    argv[argv.index(more)] = big
     assert "noisy" not in packing(capsys, *argv)[1].out
     ended = packing(capsys, *argv, "--eval-iters", 1)[1].out  # after its first pack of one or two documents
-    assert "so the validation loss is noisy; raise --eval-iters" in ended
+    assert "noisy; raise --eval-iters, which ends it before its last document.\n" in ended
 
 
 @pytest.mark.parametrize("policy", ["truncate_prompt", "truncate", "split", "drop"])
