@@ -10,16 +10,20 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable
 from megatron_packed.cli import convert, generate, packing, plan, plot, preprocess, report, tune
 from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import UsageError
+from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
 COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
 EXIT_BROKEN_PIPE = 141
 """As of a program that the signal of a closed pipe ends."""
+EXIT_NOT_WRITTEN = 1
+"""As of a program whose output a full disk has lost."""
 EXIT_INTERRUPTED = 130
 """As of a program that Ctrl-C ends."""
 
@@ -32,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2, what argparse or the configuration finds wrong; 0, --help and --version.
     """
+    open_closed_descriptors()
+    if sys.stdout is None:  # closed on purpose: there is no output to lose
+        sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path whose bytes are no text
     parser = argparse.ArgumentParser("megatron-packed", description="Looks at data, runs and checkpoints.")
@@ -46,19 +53,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
     arguments, run_flags = parser.parse_known_args(argv)
+    output = SteadyStream(sys.stdout, "standard output")
     try:
-        code = int(arguments.command.run(arguments, run_flags))
-        sys.stdout.flush()
-        return code
+        with redirect_stdout(output):  # type: ignore[type-var]
+            code = int(arguments.command.run(arguments, run_flags))
+        output.flush()
+        return code if output.failed is None else _lost(output.failed)
     except UsageError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough; what is buffered still has nowhere to go at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _lost(error: Exception) -> int:
+    """Return the exit code of a command whose output could not be written, after a sentence if the disk is full."""
+    # Python flushes the stream at the exit, and would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        return EXIT_BROKEN_PIPE
+    print(f"standard output cannot be written: {error}.", file=sys.stderr)
+    return EXIT_NOT_WRITTEN
 
 
 if __name__ == "__main__":

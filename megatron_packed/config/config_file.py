@@ -13,6 +13,8 @@ from megatron_packed.config.text_file import read_text_file
 
 MOST_VALUES = 10_000
 """Keys and values of a configuration file, some 50 times the options."""
+MOST_DIGITS = 300
+"""Of a whole number: what 0xfff... and 1:1:1... can spell fits into no float, and Python refuses to print it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ def _plain_loader() -> Any:
                 return super().compose_node(parent, index)
             raise yaml.composer.ComposerError(None, None, text, event.start_mark)
 
+        def construct_yaml_int(self, node: Any) -> int:
+            value: int = super().construct_yaml_int(node)
+            if abs(value) < 10**MOST_DIGITS:
+                return value
+            text = f"found a whole number of more than {MOST_DIGITS} digits"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+    PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
     return PlainLoader
 
 

@@ -117,7 +117,7 @@ IDLE: tuple[Idle, ...] = (
     Idle("there is one process", lambda run, processes: processes == 1,
          _in("parallel", "distributed_backend distributed_timeout_minutes")),
     Idle("no two ranks have the same weights", _no_replicas, (
-        *_in("parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size"),
+        *_in("parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather"),
         "training.check_grad_hash_across_dp_replicas_interval",
     )),
     Idle("no two ranks have the same weights, and float32 weights have no masters",
@@ -196,6 +196,7 @@ EFFECTIVE: frozenset[str] = frozenset({
     "model.attention_dropout", "parallel.pipeline_model_parallel_size",
     *_in("model", "num_experts moe_shared_expert_intermediate_size"),
     *_in("parallel", "tensor_model_parallel_size context_parallel_size expert_model_parallel_size"),
+    "parallel.ddp_bucket_size",  # without replicas, too: the gradient norm is summed by buckets, and so is rounded
     *_in("packing", "seq_length micro_batch_size global_batch_size packing_method packing_window "
          "max_documents_per_pack pad_packed_seq_alignment max_document_length overlong_policy"),
     *_in("data", "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "

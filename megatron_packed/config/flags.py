@@ -37,6 +37,8 @@ from megatron_packed.config.surroundings import (
 )
 
 EXIT_CODE = 2
+EXIT_NOT_WRITTEN = 1
+"""Of --help, --print-config and the like whose output a full disk has lost."""
 SILENT_SECONDS = 3.0
 """A launcher kills all processes when the first has ended: those that say nothing wait for the one that speaks."""
 
@@ -242,7 +244,8 @@ def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
 
 def _finish(text: str) -> NoReturn:
     _write(sys.stdout, text)
-    raise SystemExit(0)
+    failed = getattr(sys.stdout, "failed", None)  # of a guarded stream, which raises nothing
+    raise SystemExit(0 if failed is None or isinstance(failed, BrokenPipeError) else EXIT_NOT_WRITTEN)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -57,7 +57,7 @@ class MemoryConfig(Section, title="memory"):
 
     offload_layer_inputs: bool = option(
         False, "The inputs that whole layers are recomputed from wait in the host's pinned memory, and are copied back "
-        "while the layer behind is computed.", group="offload",
+        "during the backward pass of the next layer.", group="offload",
     )
     fine_grained_activation_offloading: bool = option(
         False, "So does what the parts of --offload-modules save for their backward pass.", group="offload"

@@ -36,7 +36,7 @@ class PackingConfig(Section, title="packing"):
         minimum=1,
     )
     pad_packed_seq_alignment: int | None = option(
-        None, "Documents begin and end at multiples of it in their pack; the packer counts the padding behind them. By "
+        None, "Documents begin and end at multiples of it in their pack; the packer counts the padding after them. By "
         "default 2 x --context-parallel-size where --cp-comm-type cuts documents into so many chunks, else 1.",
         unit="tokens", minimum=1,
     )

@@ -19,7 +19,7 @@ class ProfilingConfig(Section, title="profiling"):
     profile: bool = option(
         False, "Profile some steps: with --use-pytorch-profiler, or as the capture range of nsys.", group=WINDOW
     )
-    profile_step_start: int = option(10, "The window begins behind this step.", unit="iterations", group=WINDOW,
+    profile_step_start: int = option(10, "The window begins after this step.", unit="iterations", group=WINDOW,
                                      minimum=0)
     profile_step_end: int = option(12, "The window's last step.", unit="iterations", group=WINDOW, minimum=1)
     profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.", group=WINDOW, minimum=0)
@@ -53,7 +53,7 @@ def profiling_rules(
     known = known and training.train_samples is None  # else a resumed run's last step depends on the steps before it
     if known and options.profile and options.profile_step_start >= training.train_iters:
         yield Problem("--profile-step-start", str(options.profile_step_start),
-                      f"is not reached: the run ends behind step {training.train_iters} (--train-iters)",
+                      f"is not reached: the run ends after step {training.train_iters} (--train-iters)",
                       f"give at most {training.train_iters - 1}")
     if not sound("training.device") or training.device != "cpu":
         return

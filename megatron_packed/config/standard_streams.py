@@ -14,14 +14,19 @@ def guard_standard_streams() -> None:
     Call it before any file is opened: a file that is opened while descriptor 1 or 2 is closed gets that number, and
     what a library prints would be written into it.
     """
+    open_closed_descriptors()
+    sys.stdout = _guarded(sys.stdout, 1, "standard output")
+    sys.stderr = _guarded(sys.stderr, 2, "standard error")
+    sys.stdout.other, sys.stderr.other = sys.stderr, sys.stdout
+
+
+def open_closed_descriptors() -> None:
+    """Open the null device in place of standard streams that are closed, so that no file gets their numbers."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-    sys.stdout = _guarded(sys.stdout, 1, "standard output")
-    sys.stderr = _guarded(sys.stderr, 2, "standard error")
-    sys.stdout.other, sys.stderr.other = sys.stderr, sys.stdout
 
 
 def _guarded(stream: TextIO | None, descriptor: int, name: str) -> Any:
@@ -37,7 +42,9 @@ class SteadyStream:
     """Text stream that goes on when it cannot be written; other attributes are those of ``stream``."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self._failed = stream, name, False
+        self._stream, self._name = stream, name
+        self.failed: Exception | None = None
+        """Why text was lost first."""
         self.other: SteadyStream | None = None
         """Stream on which the first failure is said."""
 
@@ -57,9 +64,9 @@ class SteadyStream:
             self._say_once(error)
 
     def _say_once(self, error: Exception) -> None:
-        if self._failed:
+        if self.failed is not None:
             return
-        self._failed = True
+        self.failed = error
         if self.other is not None:
             self.other.write(f"{self._name} cannot be written ({error}); the run goes on without it.\n")
             self.other.flush()

@@ -105,8 +105,8 @@ class MicroBatch:
             vocab_size: the model's; with it, a token number that the model does not have is refused. Without it such a
                 token gives a NaN loss, since the device cannot raise an error.
         Raises:
-            ValueError: the documents do not fit, one is empty, a mask has another length than its tokens, or a token
-                is no integer from 0 to ``vocab_size``, or to 2^31, exclusive.
+            ValueError: the documents do not fit, one is empty, a mask has another length than its tokens or other
+                entries than 0 and 1, or a token is no integer from 0 to ``vocab_size``, or to 2^31, exclusive.
         """
         lengths = [len(tokens) for tokens, _ in documents]
         cu_seqlens = metadata.cu_seqlens_from_lengths(metadata.aligned(lengths, alignment), total_tokens, capacity)
@@ -214,7 +214,13 @@ def _write_documents(
                 f"document {number} has {end - start} tokens but a target mask of {len(target_mask)} entries; "
                 "the tokeniser must give one entry per token."
             )
-        counts = np.asarray(target_mask[1:]) != 0
+        mask = np.asarray(target_mask)
+        if mask.dtype != np.bool_ and ((mask != 0) != mask).any():  # weights, or labels with -100
+            raise ValueError(
+                f"document {number} has a target mask with other entries than 0 and 1; give 1 for tokens that are "
+                "targets. Weights and labels are no masks."
+            )
+        counts = mask[1:] != 0
         labels_T[start : end - 1][~counts] = NO_LABEL
         mask_T[start : end - 1] = counts
     # Over the whole pack, not by document: two passes of some microseconds each.

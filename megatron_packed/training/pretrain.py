@@ -181,7 +181,7 @@ def _train(
         profiler = StepProfiler(config.profiling, groups, folder, say=console.say, warn=console.warn)
         begins, end = config.profiling.profile_step_start, max(last, state.progress.iteration)
         if begins >= end:
-            console.warn(f"--profile-step-start {begins} is not reached: the run ends behind step {end}.")
+            console.warn(f"--profile-step-start {begins} is not reached: the run ends after step {end}.")
     progress_log = None
     if config.logging.log_progress and config.checkpoint.save is not None and groups.rank == 0:
         progress_log = ProgressLog(config.checkpoint.save, groups.world_size, state.progress, console.warn)

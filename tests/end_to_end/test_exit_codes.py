@@ -267,7 +267,7 @@ def test_another_batch_size_when_nothing_is_left(copy: Path, data: Data) -> None
         "--global-batch-size 1, was 4: 16 packs were trained on in 4 steps.\n"
         "no whole batch is left of --train-samples 8: there is nothing left to train.\n"
     ) in finished.console
-    assert "WARNING: --profile-step-start 10 is not reached: the run ends behind step 4." in finished.console
+    assert "WARNING: --profile-step-start 10 is not reached: the run ends after step 4." in finished.console
     finished = run(elsewhere(copy, data) | samples | {"train_samples": 20, "global_batch_size": 6}, copy)
     assert finished.exit_code == DONE, finished.console
     assert "no whole batch is left of --train-samples 20: there is nothing left to train." in finished.console

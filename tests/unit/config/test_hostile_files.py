@@ -71,6 +71,8 @@ def merges(lines: int) -> str:
         ("--config bomb", f"data-path: [{'x, ' * 60_000}]", "more than 10,000 keys and values"),
         ("--config bomb", "seed: " + "x" * 250_000, "must be a whole number"),
         ("--config bomb", "[" * 100_000, "is nested too deeply"),
+        ("--config bomb", "seed: 0x" + "f" * 100_000, "a whole number of more than 300 digits"),
+        ("--config bomb", "lr: " + "1" * 400, "a whole number of more than 300 digits"),
         ("@bomb", "--nonsense " * 20_000, "is no flag"),
         ("@bomb", " ".join(f"--n{i}" for i in range(20_000)), "and 19,980 more\n"),
         ("@bomb", "--save-interval " + "1" * 250_000, "must fit into 32 bits"),

@@ -44,6 +44,12 @@ def test_a_reader_that_dies_ends_nothing(tmp_path):
     assert done.returncode == 0 and (tmp_path / "file").read_text().endswith("False done\n")
 
 
+@pytest.mark.parametrize(("streams", "code"), [("> /dev/full", 1), ("| true", 0), (">&-", 0)])
+def test_an_answer_that_a_full_disk_loses_is_no_success(streams, code):
+    done = run(f'"{sys.executable}" pretrain_hybrid.py --help-all {streams}')
+    assert done.returncode == code and "Traceback" not in done.stderr, done
+
+
 def run(command):
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],

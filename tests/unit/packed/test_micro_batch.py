@@ -135,6 +135,12 @@ def test_wrong_documents_are_refused():
         MicroBatch.build([(np.arange(2), None)] * 3, 8, capacity=2)
 
 
+@pytest.mark.parametrize("mask", [[0.5, 1.0], [-100, 7], [float("nan"), 1], [2, 0]])
+def test_weights_and_labels_are_no_target_masks(mask):
+    with pytest.raises(ValueError, match="document 1 has a target mask with other entries than 0 and 1"):
+        MicroBatch.build([(np.arange(2), np.array([True, True])), (np.arange(2), np.array(mask))], 8)
+
+
 def test_without_scales_a_pack_is_normalised_by_its_own_targets():
     documents = [(np.arange(1, 6), None), (np.arange(1, 5), np.array([0, 0, 1, 1]))]
     assert MicroBatch.build(documents, 12).scales.tolist() == pytest.approx([1 / 6, 1.0])
