@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     open_closed_descriptors()
     if sys.stdout is None:  # closed on purpose: there is no output to lose
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = os.fdopen(1, "w", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path whose bytes are no text
     parser = argparse.ArgumentParser("megatron-packed", description="Looks at data, runs and checkpoints.")

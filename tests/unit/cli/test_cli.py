@@ -89,7 +89,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(data, monkeypatch):
 ])  # fmt: skip
 def test_an_output_that_is_full_or_closed_ends_in_no_traceback(tmp_path, streams, code, said):
     (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
-    command = f'"{sys.executable}" -m megatron_packed.cli.main packing --data-path {tmp_path}/data.jsonl --seq-length 64'
+    command = f'"{sys.executable}" -m megatron_packed.cli.main packing --data-path data.jsonl --seq-length 64'
     done = subprocess.run(["bash", "-c", f"{command} {streams}"], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (code, said)
 

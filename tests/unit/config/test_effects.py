@@ -50,7 +50,8 @@ CASES = [
      "--distributed-backend gloo --distributed-timeout-minutes 3",
      {"sequence_parallel": "--tensor-model-parallel-size is 1", "cp_comm_type": "--context-parallel-size is 1"}
      | dict.fromkeys(("overlap_grad_reduce", "use_distributed_optimizer",
-                      "check_weight_hash_across_dp_replicas_interval", "check_grad_hash_across_dp_replicas_interval"), "no two ranks have the same weights")
+                      "check_weight_hash_across_dp_replicas_interval", "check_grad_hash_across_dp_replicas_interval"),
+                     "no two ranks have the same weights")
      | dict.fromkeys(("distributed_backend", "distributed_timeout_minutes"), "there is one process")),
     ("^2 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 --distributed-backend gloo "
      "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5", {}),
