@@ -60,8 +60,9 @@ class SampleEncoder:
     """True where over-long documents are shortened, so that their size before is stored too."""
 
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
-        """The documents of each line, or why the line is unusable. Each is ended by the end-of-document token, but for
-        conversations of a chat format that ends them itself.
+        """Encode the documents of each line, or return why the line is unusable.
+
+        The end-of-document token ends each, but for conversations of a chat format that ends them itself.
 
         Raises:
             DataError: the tokenizer makes a token outside of its vocabulary, or the template is unusable altogether.

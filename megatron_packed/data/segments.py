@@ -1,4 +1,4 @@
-"""What becomes of documents that are longer than allowed: the pieces of documents that packs are made of.
+"""Pieces of documents that packs are made of, none longer than allowed, with counts of what is lost.
 
 A `Segments` value lists pieces ``tokens[start : start + length]`` of documents. The packer and the pack plan speak
 of pieces by their number; the collate step looks up where each lies. Without over-long documents piece i is document

@@ -51,7 +51,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What a run trains, validates and tests on."""
+    """Data that a run trains, validates and tests on."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -59,7 +59,7 @@ class RunData:
     valid: Stream | None
     test: Stream | None
     packing: PackingReport
-    """What the packer made of the first epoch of the training data."""
+    """Packs of the first epoch of the training data, in numbers."""
     ladder: Ladder | None
     """Sizes that CUDA graphs are captured for, the same on all ranks; None without graphs."""
 
@@ -84,7 +84,7 @@ class RunData:
 def build_data(
     config: RunConfig, groups: ParallelGroups, say: Callable[[str], None], resumed: Resumed | None = None
 ) -> RunData:
-    """Tokenises what is not tokenised yet, packs it, and says what became of it.
+    """Tokenise what the cache does not hold, pack it, and say where tokens and targets went.
 
     Args:
         resumed: what the run goes on from.
@@ -137,7 +137,7 @@ def build_data(
 
 
 def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
-    """All ranks read the same tokens in the same order: each counts on what the others do. A collective.
+    """Check that all ranks read the same tokens in the same order. A collective.
 
     Raises:
         DataError: on all ranks; a file that an option names is another one on some of them.
@@ -154,13 +154,13 @@ def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
 
 
 def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
-    """What a pack costs this model, in floating-point operations of the forward pass."""
+    """Return the cost of a pack for this model, in floating-point operations of the forward pass."""
     per_token, per_squared_length = FlopCounter(config.model, vocab_size).linear_and_quadratic()
     return PackCost(per_token=per_token, per_squared_length=per_squared_length)
 
 
 def spread_sentences(plan: PackPlan) -> list[str]:
-    """How even the work of data-parallel ranks is; nothing for a single one."""
+    """Return how even the work of data-parallel ranks is; nothing for a single one."""
     if plan.dp_size == 1:
         return []
     p50, p99 = np.quantile(plan.dp_imbalance(), (0.5, 0.99))
@@ -171,13 +171,13 @@ def spread_sentences(plan: PackPlan) -> list[str]:
 
 
 def epoch_sentence(config: RunConfig, report: PackingReport) -> str:
-    """What --train-iters is to be measured by."""
+    """Return the steps of an epoch, by which --train-iters is chosen."""
     packs = config.packs_per_step()
     return f"An epoch takes {report.packs / packs:,.1f} steps of {packs} {'pack' if packs == 1 else 'packs'}."
 
 
 def blend_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
-    """What an epoch holds of each path; nothing without weights."""
+    """Return what an epoch holds of each path; nothing without weights."""
     return [] if plan.blend is None else plan.blend.sentences(config.data.train_paths)
 
 
@@ -251,7 +251,7 @@ def plan_training(
     resumed: Resumed | None = None,
     show_progress: bool = False,
 ) -> tuple[PackPlan, Ladder | None, PackingReport]:
-    """The endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
+    """Return the endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
 
     The balanced packer keeps to the room that there is. With given capacities that is the largest; without, the first
     epoch is packed freely, its packs and those of ``evaluations`` decide the capacities, and later epochs keep to the
@@ -300,7 +300,7 @@ def plan_training(
 def plan_evaluation(
     config: RunConfig, dataset: Documents, dp_size: int = 1, cost: PackCost = BY_TOKENS, name: str = "validation"
 ) -> EvaluationPlan:
-    """The finite plan over validation or test data, which ``name`` tells.
+    """Return the finite plan over the data that ``name`` says: validation or test.
 
     Raises:
         DataError: the documents cannot be packed as the options ask, or no target is left.
@@ -341,7 +341,7 @@ def _packer(config: RunConfig, room: int | str | None) -> Packer:
 
 
 def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments, NDArray[np.int64]]:
-    """The pieces that packs are made of, and the targets of each."""
+    """Return the pieces that packs are made of, and the targets of each."""
     policy, longest = config.packing.overlong_policy, config.packing.max_document_length
     wanted = config.drops_pieces_without_targets
     try:
@@ -374,7 +374,7 @@ def _cure(config: RunConfig, counts: TargetCounts) -> str:
 
 
 def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend | None:
-    """What the epochs hold where the data paths have weights."""
+    """Return what the epochs hold where the data paths have weights."""
     if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
         return None
     try:

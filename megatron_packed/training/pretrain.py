@@ -222,7 +222,7 @@ def _train(
         raise
     for writer in writers:
         writer.close(failed=exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED))
-    if job.model.offload is not None:  # behind the graphs that copy to its memory
+    if job.model.offload is not None:  # after the graphs that copy to its memory
         job.model.offload.close()
     data.close()
     if history is not None:
@@ -268,7 +268,7 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
     if unexpected and strictness.startswith("log_"):
         console.warn(f"the checkpoint lacks what keeps its start values: {_some(unexpected)}")
     if loaded.unused and strictness == "log_all":
-        console.warn(f"nobody wants these of the checkpoint: {_some(loaded.unused)}")
+        console.warn(f"in the checkpoint but unused: {_some(loaded.unused)}")
     if not options.finetune:
         _say_changes(config, state, loaded.metadata, console)
     refusal = model_refusal(loaded.metadata, config.model)

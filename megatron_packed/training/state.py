@@ -53,14 +53,12 @@ _DECIDES_TOKENS = (
     "data.sft_tokenizer_prompt_format", "model.vocab_size",
 )  # fmt: skip
 """Options that decide which tokens a run trains on."""
-_DECIDES_PACKS = tuple(
-    about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
-)
+_DECIDES_PACKS = tuple(about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size")
 """Options that decide what is in a pack, and the order of packs."""
 
 
 class Held(NamedTuple):
-    """What this rank holds of a run's state."""
+    """Part of a run's state that this rank holds."""
 
     shard: TensorShard
     owned: bool
@@ -98,7 +96,7 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
 def _shards_of(
     name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
 ) -> Iterator[tuple[TensorShard, bool]]:
-    """What ``view`` holds of the whole that a parameter is a part of, and which of it is owned.
+    """Yield what ``view`` holds of the whole that a parameter is a part of, and if this rank owns it.
 
     Args:
         view: consecutive elements of this rank's part of the parameter, or of something of its shape.
@@ -118,7 +116,7 @@ def _shards_of(
 
 
 def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
-    """Why weights with this metadata do not belong to ``model``; shapes alone would not tell an activation."""
+    """Return why weights with this metadata do not belong to ``model``; shapes alone would not tell an activation."""
     found = model_differences(metadata["config"]["model"], model)
     if not found:
         return None
@@ -127,7 +125,7 @@ def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None
 
 
 def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Why weights with this metadata are not taken into a model of ``dtype``."""
+    """Return why weights with this metadata are not taken into a model of ``dtype``."""
     was_bf16 = metadata["config"]["training"]["bf16"]
     if was_bf16 == (dtype == torch.bfloat16):
         return None
@@ -136,7 +134,7 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
 
 
 def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
-    """Why the tables of weights with this metadata have other rows than ``model``'s for the same vocabulary."""
+    """Return why the tables of weights with this metadata have other rows than ``model``'s for the same vocabulary."""
     before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
     then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
     if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
@@ -195,7 +193,7 @@ class RunState:
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
 
     def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
-        """Writes a checkpoint of the current iteration; a collective.
+        """Write a checkpoint of the current iteration; a collective.
 
         With ``async_save`` it returns as soon as the state may change again, and ``saved`` tells when the checkpoint is
         published; before it begins it waits for the save before.
@@ -221,7 +219,7 @@ class RunState:
         return before
 
     def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
-        """The checkpoint that was saved beside training, once it is published; ``wait``: until it is.
+        """Return the checkpoint that was saved during training, once it is published; ``wait`` for it.
 
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is untouched.
@@ -229,7 +227,7 @@ class RunState:
         return None if self._background is None else self._background.take(wait=wait)
 
     def _owned_shards(self, options: CheckpointConfig) -> list[TensorShard]:
-        """What this rank writes."""
+        """Return what this rank writes."""
         groups = self.groups
         self.optimizer.buffers.wait_params()
         saved = held_state(self.model, self.optimizer if options.save_optim else None)
@@ -278,7 +276,7 @@ class RunState:
         )
 
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
-        """Restores the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
+        """Restore the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
 
         With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run starts at iteration 0:
         what the weights mean is the caller's word (a larger ``rotary_base`` for longer documents). A checkpoint
@@ -329,7 +327,7 @@ class RunState:
 
     @torch.no_grad()
     def _reset_masters(self, missing: Sequence[str]) -> None:
-        """Takes masters that no checkpoint had from this rank's weights."""
+        """Take masters that no checkpoint had from this rank's weights."""
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
         for name in (name.removeprefix("optimizer/") for name in missing if name.startswith("optimizer/master/")):
             weights = self.model.get_parameter(name.removeprefix("master/")).view(-1)
@@ -337,7 +335,7 @@ class RunState:
 
     @property
     def _layout(self) -> dict[str, int]:
-        """The sizes that decide which rank draws which random numbers."""
+        """Return the sizes that decide which rank draws which random numbers."""
         groups = self.groups
         return {
             "world_size": groups.world_size,
@@ -347,7 +345,7 @@ class RunState:
         }
 
     def _fine_tuning_refusal(self, metadata: Mapping[str, Any]) -> str | None:
-        """Why a run cannot begin with the weights of a checkpoint with this metadata."""
+        """Return why a run cannot begin with the weights of a checkpoint with this metadata."""
         return (
             metadata_problem(metadata)
             or precision_refusal(metadata, self.model.dtype)
@@ -355,7 +353,7 @@ class RunState:
         )
 
     def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
-        """Why a run cannot go on from a checkpoint with this metadata."""
+        """Return why a run cannot go on from a checkpoint with this metadata."""
         return (
             metadata_problem(metadata)
             or precision_refusal(metadata, self.model.dtype)
@@ -393,12 +391,12 @@ class RunState:
         return then != now and "truncate_prompt" in (then[0], now[0])
 
     def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
-        """Of this run's data, divided into steps as the checkpoint's run did: the batch size moves no document."""
+        """Return the hash of this run's data in steps of the checkpoint's run: the batch size moves no document."""
         then = packs_per_step_of(metadata)
         return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
 
     def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
-        """Why the learning rate does not know how far it is, once steps have had different batch sizes."""
+        """Return why the learning rate does not know how far it is, once steps have had different batch sizes."""
         done = progress_of(metadata)
         if self.plan is None or len(self._schedule_units) < 2:
             return None
