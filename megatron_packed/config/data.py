@@ -73,8 +73,8 @@ class DataConfig(Section, title="data"):
         "example 969,30,1. Without it all of them train.", group="files",
     )
     split_order: str = option(
-        None, "Which documents --split puts together: those next to each other in the file, or shuffled, those that a "
-        "draw puts together, the same for as many documents.",
+        None, "How --split divides documents: file takes neighbours in the file; shuffled draws them by a fixed key, "
+        "so that it draws the same ones of equally many documents.",
         group="files", choices=("file", SHUFFLED), derived="shuffled with --sft and --split, else file",
     )
     sft: bool = option(

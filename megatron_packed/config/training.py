@@ -78,8 +78,8 @@ class TrainingConfig(Section, title="training"):
         "so many iterations: before the update and after it.", unit="iterations", group=EXACT, minimum=1,
     )
     check_grad_hash_across_dp_replicas_interval: int | None = option(
-        None, "Check the sums of gradients over data-parallel ranks every so many iterations: with sums taken before, "
-        "and the bits between replicas.", unit="iterations", group=EXACT, minimum=1,
+        None, "Every so many iterations compare the gradients summed over data-parallel ranks with checksums taken "
+        "before, and their bits between replicas.", unit="iterations", group=EXACT, minimum=1,
     )
     isolation_self_test: bool = option(
         True, "Do not check at the start that documents of a pack cannot see each other.", group=EXACT,
@@ -107,7 +107,7 @@ class TrainingConfig(Section, title="training"):
         "auto", "Causal convolution kernel.", group=KERNELS, choices=("auto", "reference", "causal_conv1d")
     )
     require_fast_kernels: bool = option(
-        False, "End the run before its first step where an op would run its plain PyTorch reference.", group=KERNELS
+        False, "End the run before its first step if an op would run a plain PyTorch reference.", group=KERNELS
     )
 
     @property

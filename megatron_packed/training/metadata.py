@@ -5,7 +5,7 @@ A seal tells accidents; a file that was changed on purpose has a right one, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,12 +65,23 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     }  # fmt: skip
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
     found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
-    missing = [key for key in ("config", "plan_hash", "progress") if key not in metadata]
-    if found is None and missing:
-        found = f"{missing[0]} is missing"
-    elif found is None and "packing" in metadata["config"] and "iteration" not in metadata["progress"]:
-        found = "progress.iteration is missing"
+    found = found or next((f"{name} is missing" for name in _missing(metadata)), None)
     return None if found is None else f"has metadata that no run writes: {found}; use another checkpoint"
+
+
+def _missing(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what metadata of sound parts lacks; weights of no run, which have no packing, need little."""
+    yield from (key for key in ("config", "plan_hash", "progress") if key not in metadata)
+    if "packing" not in metadata["config"]:
+        return
+    if "iteration" not in metadata["progress"]:
+        yield "progress.iteration"
+    if "layout" in metadata:  # of the ranks whose random states follow
+        ranks = metadata["layout"].get("world_size")
+        if ranks is None:
+            yield "layout.world_size"
+        elif len(metadata.get("rng", ())) < ranks:
+            yield f"rng[{len(metadata.get('rng', ()))}]"
 
 
 def _is_whole(value: Any, most: int = _MOST) -> bool:

@@ -85,6 +85,14 @@ def test_what_is_missing_is_named(part: str) -> None:
     assert "progress.iteration is missing" in str(metadata_problem(metadata))
 
 
+@pytest.mark.parametrize(("key", "value", "missing"), [("rng", [], "rng[0]"), ("layout", {}, "layout.world_size")])
+def test_random_states_of_all_ranks_are_needed(key: str, value: Any, missing: str) -> None:
+    assert f"{missing} is missing" in str(metadata_problem(changed((key,), value)))
+    metadata = copy.deepcopy(SOUND)
+    del metadata["rng"]
+    assert "rng[0] is missing" in str(metadata_problem(metadata))
+
+
 @pytest.mark.parametrize(
     "forged",
     [None, [], {}, {"loss": [1.0]}, {"loss": [1.0], "grad_norm": []}, {"loss": 1.0, "grad_norm": 1.0},
