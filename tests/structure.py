@@ -1,0 +1,293 @@
+"""Figures of the package's structure: how long the road of a step is, and how the source reads.
+
+``python tests/structure.py`` prints them beside those of ``structure_before.json``, which
+``--save-before`` writes; ``--list FIGURE`` prints the places that a figure counts.
+``tests/unit/test_structure.py`` holds bounds. All lines of a file count, empty ones too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import traced_step
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_packed"
+BEFORE = Path(__file__).with_name("structure_before.json")
+
+COMMENTED = ("cuda_graphs", "memory", "distributed", "training")
+UNCOUNTED = {"ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
+"""Tokens that are not counted: what remains are names, numbers, strings and operators."""
+DIRECTIVE = re.compile(r"#\s*(!|fmt:|noqa|ruff:|type:|mypy:|pragma)")
+"""Comments that speak to a tool; they are not counted as comments."""
+OPENING = re.compile(r"\s*(What|Whether|Of|Who|How|Which|Where)\b")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Source(NamedTuple):
+    """One file of the package."""
+
+    path: str
+    """Relative to the package."""
+    lines: int
+    tokens: int
+    comments: int
+    nodes: list[ast.AST]
+
+    def at(self, node: ast.AST, text: str) -> str:
+        return f"{self.path}:{node.lineno} {text}"  # type: ignore[attr-defined]
+
+
+class Figure(NamedTuple):
+    """A number, and the places that it counts."""
+
+    value: float
+    found: list[str]
+
+    @classmethod
+    def count(cls, found: list[str]) -> Figure:
+        return cls(len(found), found)
+
+
+def read_sources(package: Path) -> list[Source]:
+    return [read_source(path, package) for path in sorted(package.rglob("*.py"))]
+
+
+def read_source(path: Path, package: Path) -> Source:
+    text = path.read_text()
+    with path.open("rb") as file:
+        tokens, comments = count_tokens(file.readline)
+    return Source(
+        path=path.relative_to(package).as_posix(),
+        lines=text.count("\n"),
+        tokens=tokens,
+        comments=comments,
+        nodes=list(ast.walk(ast.parse(text))),
+    )
+
+
+def count_tokens(readline: Any) -> tuple[int, int]:
+    """Return the tokens that count and the lines with a comment; an f-string is one token.
+
+    Python 3.12 and later split an f-string into its parts, earlier versions do not.
+    """
+    count = comments = depth = 0
+    for token in tokenize.tokenize(readline):
+        name = tokenize.tok_name[token.type]
+        depth += name == "FSTRING_START"
+        if name == "COMMENT":
+            comments += DIRECTIVE.match(token.string) is None
+        elif depth == 0:
+            count += name not in UNCOUNTED
+        elif name == "FSTRING_END":
+            depth -= 1
+            count += depth == 0
+    return count, comments
+
+
+def source_figures(sources: list[Source]) -> dict[str, Figure]:
+    """Return every figure that is read from the source, by name."""
+    lines = sum(source.lines for source in sources)
+    tokens = sum(source.tokens for source in sources)
+    private = find(sources, private_torch)
+    return {
+        "tokens_per_line": Figure(round(tokens / lines, 2), []),
+        **{f"comments_per_1000_lines_in_{name}": comments_in(sources, name) for name in COMMENTED},
+        "functions_over_60_lines": Figure.count(find(sources, long_functions)),
+        "files_over_400_lines": Figure.count(
+            [f"{source.path} {source.lines}" for source in sources if source.lines > 400]
+        ),
+        "class_names_more_than_once": Figure.count(repeated_class_names(sources)),
+        "nested_conditional_expressions": Figure.count(find(sources, nested_conditionals)),
+        "tuple_attribute_assignments": Figure.count(find(sources, tuple_assignments)),
+        "files_in_cuda_graphs": Figure.count(
+            [source.path for source in sources if source.path.startswith("cuda_graphs/")]
+        ),
+        "isinstance_full_iteration_elsewhere": Figure.count(find(sources, graph_type_tests)),
+        "private_torch_references": Figure.count(private),
+        "private_torch_files": Figure.count(by_file(private)),
+        "docstrings_by_question_word": Figure.count(find(sources, question_docstrings)),
+        "attribute_docstrings_by_question_word": Figure.count(find(sources, question_attributes)),
+    }
+
+
+def find(sources: list[Source], search: Any) -> list[str]:
+    return [place for source in sources for place in search(source)]
+
+
+def by_file(places: list[str]) -> list[str]:
+    counts = Counter(place.split(":")[0] for place in places)
+    return [f"{path} {count}" for path, count in counts.most_common()]
+
+
+def comments_in(sources: list[Source], folder: str) -> Figure:
+    inside = [source for source in sources if source.path.startswith(f"{folder}/")]
+    lines = sum(source.lines for source in inside)
+    comments = sum(source.comments for source in inside)
+    return Figure(round(1000 * comments / max(lines, 1), 1), [])
+
+
+def long_functions(source: Source) -> Iterator[str]:
+    """Find functions of more than 60 lines, from ``def`` to the last line."""
+    for node in source.nodes:
+        if isinstance(node, DEFINITIONS) and node.end_lineno - node.lineno + 1 > 60:
+            yield source.at(node, f"{node.name} {node.end_lineno - node.lineno + 1}")
+
+
+def repeated_class_names(sources: list[Source]) -> list[str]:
+    places = defaultdict(list)
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(source.path)
+    repeated = sorted((name, paths) for name, paths in places.items() if len(paths) > 1)
+    return [f"{name} x{len(paths)}: {', '.join(paths)}" for name, paths in repeated]
+
+
+def nested_conditionals(source: Source) -> Iterator[str]:
+    """Find conditional expressions inside another one, each once."""
+    outer = [node for node in source.nodes if isinstance(node, ast.IfExp)]
+    inner = {
+        child: None
+        for node in outer
+        for child in ast.walk(node)
+        if isinstance(child, ast.IfExp) and child is not node
+    }
+    for node in inner:
+        yield source.at(node, ast.unparse(node))
+
+
+def tuple_assignments(source: Source) -> Iterator[str]:
+    """Find ``self.a, self.b = a, b``: an attribute among the targets, and a tuple of values."""
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            tuples = [target for target in node.targets if isinstance(target, ast.Tuple)]
+            if any(isinstance(part, ast.Attribute) for target in tuples for part in target.elts):
+                yield source.at(node, ast.unparse(node))
+
+
+def graph_type_tests(source: Source) -> Iterator[str]:
+    if source.path.startswith("cuda_graphs/"):
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            call = ast.unparse(node)
+            if re.search(r"\bFullIteration\b", call):
+                yield source.at(node, call)
+
+
+def private_torch(source: Source) -> Iterator[str]:
+    """Find ``torch._x``, ``torch.distributed._x`` and imports of such names, also under an alias.
+
+    A chain such as ``torch._C._x`` counts once; private attributes of tensors and modules do not count.
+    """
+    names: dict[str, str] = {}
+    for node in source.nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                full = prefix + alias.name
+                first = alias.name.split(".")[0]
+                names[alias.asname or first] = full if prefix or alias.asname else first
+                if is_private_torch(full):
+                    yield source.at(node, full)
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute):
+            base = dotted(node.value, names)
+            full = f"{base}.{node.attr}"
+            if is_private_torch(full) and not is_private_torch(base):
+                yield source.at(node, full)
+
+
+def dotted(node: ast.AST, names: dict[str, str]) -> str:
+    """Return the full name of a chain of attributes; empty where it begins with no imported name."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, names)
+        return f"{base}.{node.attr}" if base else ""
+    return names.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+def is_private_torch(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "torch" and any(re.match(r"_(?!_)", part) for part in rest)
+
+
+def question_docstrings(source: Source) -> Iterator[str]:
+    """Find docstrings of modules, classes and functions that begin with a word of `OPENING`."""
+    for node in source.nodes:
+        if isinstance(node, (ast.Module, ast.ClassDef, *DEFINITIONS)):
+            text = ast.get_docstring(node)
+            if text and OPENING.match(text):
+                yield source.at(node.body[0], text.splitlines()[0])
+
+
+def question_attributes(source: Source) -> Iterator[str]:
+    """Find the same among strings that stand under an assignment."""
+    for node in source.nodes:
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for before, after in zip(node.body, node.body[1:]):
+                if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr):
+                    text = getattr(after.value, "value", None)
+                    if isinstance(text, str) and OPENING.match(text):
+                        yield source.at(after, text.splitlines()[0])
+
+
+def all_figures() -> dict[str, Figure]:
+    """Return the figures of a traced step and of the source, by name."""
+    tracer = traced_step.trace(PACKAGE)
+    return {
+        "frames_from_model_to_attention": Figure.count(tracer.road),
+        "switches_of_one_step": Figure.count(tracer.switches),
+        **source_figures(read_sources(PACKAGE)),
+    }
+
+
+def save_before(figures: dict[str, Figure]) -> None:
+    """Write the figures and the last commit that changed the package."""
+    git = ["git", "-C", str(ROOT)]
+    where = ["--", str(PACKAGE)]
+    if subprocess.check_output([*git, "status", "--porcelain", *where]):
+        sys.exit("megatron_packed/ differs from its last commit; commit it before --save-before.")
+    commit = subprocess.check_output([*git, "log", "-1", "--format=%H", *where], text=True).strip()
+    values = {name: figure.value for name, figure in figures.items()}
+    BEFORE.write_text(json.dumps({"commit": commit, "figures": values}, indent=2) + "\n")
+
+
+def print_table(figures: dict[str, Figure]) -> None:
+    before = json.loads(BEFORE.read_text())
+    print(f"{'':45}{'before':>10}{'now':>10}   (before: commit {before['commit'][:10]})")
+    for name, figure in figures.items():
+        print(f"{name:45}{before['figures'].get(name, '-'):>10}{figure.value:>10}")
+    print("\nprivate torch references by file:")
+    print(*(f"  {line}" for line in figures["private_torch_files"].found), sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print figures of the package's structure.")
+    parser.add_argument("--save-before", action="store_true", help="store them as those of before")
+    parser.add_argument("--list", metavar="FIGURE", help="print the places that this figure counts")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    figures = all_figures()
+    if args.list is not None:
+        if args.list not in figures:
+            parser.error(f"--list {args.list}: no such figure; choose one of {', '.join(figures)}.")
+        print(*figures[args.list].found, sep="\n")
+        return
+    if args.save_before:
+        save_before(figures)
+    print_table(figures)
+
+
+if __name__ == "__main__":
+    main()

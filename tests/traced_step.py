@@ -1,0 +1,123 @@
+"""Calls of one steady step: switches between files, and frames on the road to the attention kernel."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hybrid_layer_pattern": "M*-E",
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 8,
+    "num_experts": 5,
+    "moe_ffn_hidden_size": 16,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+}
+"""A model with a layer of every kind and no option that is off by default."""
+
+
+class Tracer:
+    """Profile function that counts calls into another file and frames on the road to a kernel.
+
+    It profiles what runs inside ``with tracer:``, in this thread.
+
+    Args:
+        package: folder whose functions count.
+        start, end: code of the functions between which frames are counted, both included.
+    """
+
+    def __init__(self, package: Path, start: Any, end: Any) -> None:
+        self.package = f"{package}{os.sep}"
+        self.start = start
+        self.end = end
+        self.last_file = ""
+        self.switches: list[str] = []
+        self.road: list[str] = []
+
+    def __enter__(self) -> None:
+        self.previous = sys.getprofile()
+        sys.setprofile(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self.previous)
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(self.package):
+            return
+        if file != self.last_file:
+            self.switches.append(self.place_of(frame))
+        self.last_file = file
+        if frame.f_code is self.end:
+            self.road = max(self.road, self.road_to(frame), key=len)
+
+    def road_to(self, frame: FrameType | None) -> list[str]:
+        """Return the package's frames from ``start`` to ``frame``; empty without ``start``."""
+        road: list[str] = []
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(self.package):
+                road.insert(0, self.place_of(frame))
+            if frame.f_code is self.start:
+                return road
+            frame = frame.f_back
+        return []
+
+    def place_of(self, frame: FrameType) -> str:
+        code = frame.f_code
+        return f"{code.co_filename.removeprefix(self.package)}:{code.co_firstlineno} {code.co_name}"
+
+
+def trace(package: Path) -> Tracer:
+    """Trace the third step of a tiny model: two micro-batches on the CPU, every option off.
+
+    A switch is a call of a function of the package whose file is not that of the package's call
+    before it. The road is the longest from `HybridModel.forward` to `varlen_attention`.
+    """
+    from megatron_packed.models.hybrid_model import HybridModel
+    from megatron_packed.ops.varlen_attention.api import varlen_attention
+
+    step, packs = tiny_step()
+    for _ in range(2):
+        step(packs, 1e-2)
+    tracer = Tracer(package, HybridModel.forward.__code__, varlen_attention.__code__)
+    gc.collect()
+    gc.disable()  # finalizers of other tests' garbage would count
+    try:
+        with tracer:
+            step(packs, 1e-2)
+    finally:
+        gc.enable()
+    return tracer
+
+
+def tiny_step() -> tuple[Any, list[Any]]:
+    """Return a step of a model ``M*-E`` and two packs for it."""
+    import numpy as np
+
+    from megatron_packed.config.model import ModelConfig
+    from megatron_packed.distributed.flat_buffers import FlatBuffers
+    from megatron_packed.distributed.groups import ParallelGroups
+    from megatron_packed.models.hybrid_model import HybridModel
+    from megatron_packed.optim.optimizer import Optimizer
+    from megatron_packed.packed.micro_batch import MicroBatch
+    from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+
+    config = ModelConfig(**SIZES)
+    groups = ParallelGroups.single()
+    model = HybridModel(config, vocab_size=61, max_positions=48, seed=1).train()
+    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
+    documents = [[(np.arange(length) % 61, None) for length in pack] for pack in ([20, 9, 3], [41])]
+    packs = [MicroBatch.build(pack, 48, scales=(1 / 69, 0.5)) for pack in documents]
+    return TrainStep(model, buffers, Optimizer(buffers), groups), packs
