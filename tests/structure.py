@@ -189,7 +189,7 @@ def graph_type_tests(source: Source) -> Iterator[str]:
 def private_torch(source: Source) -> Iterator[str]:
     """Find ``torch._x``, ``torch.distributed._x`` and imports of such names, also under an alias.
 
-    A chain such as ``torch._C._x`` counts once; private attributes of tensors and modules do not count.
+    A chain such as ``torch._C._x`` counts once. Private attributes of tensors do not count.
     """
     names: dict[str, str] = {}
     for node in source.nodes:
@@ -210,7 +210,7 @@ def private_torch(source: Source) -> Iterator[str]:
 
 
 def dotted(node: ast.AST, names: dict[str, str]) -> str:
-    """Return the full name of a chain of attributes; empty where it begins with no imported name."""
+    """Return the full name of a chain of attributes; empty if it begins with no import."""
     if isinstance(node, ast.Attribute):
         base = dotted(node.value, names)
         return f"{base}.{node.attr}" if base else ""

@@ -1,4 +1,4 @@
-"""Calls of one steady step: switches between files, and frames on the road to the attention kernel."""
+"""Calls of one steady step: switches between files, frames on the road to attention."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_function_may_have_60_lines(lines: int, count: int, tmp_path: Path) ->
 
 
 def test_frames_and_switches_are_of_the_package_alone(tmp_path: Path) -> None:
-    """Three calls change the file: into a, into b, back into a; the frame outside does not count."""
+    """Three calls change the file: into a, b, and a; the frame outside does not count."""
     namespace: dict = {"outside": lambda call: call()}
     for name, code in {
         "a.py": "def start(): helper(); outside(end)\ndef helper(): pass\ndef back(): pass",
