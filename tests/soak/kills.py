@@ -22,7 +22,7 @@ def options_of(folder: Path) -> dict[str, object]:
     data = Data.make(folder)
     return tiny_options(
         data, train_iters=LAST, hidden_dropout=0.1, valid_data_path=data.valid, eval_interval=4, eval_iters=2,
-        save_interval=3,
+        save_interval=3, loss_spike_policy="skip", loss_spike_window=8, grad_norm_spike_factor=1.2,
     )  # fmt: skip
 
 
