@@ -14,7 +14,7 @@ from megatron_packed.config.text_file import read_text_file
 MOST_VALUES = 10_000
 """Keys and values of a configuration file, some 50 times the options."""
 MOST_DIGITS = 300
-"""Of a whole number: what 0xfff... and 1:1:1... can spell fits into no float, and Python refuses to print it."""
+"""Most digits of a whole number: 0xfff... and 1:1:1... can spell one that fits into no float and is not printable."""
 
 
 @dataclass(frozen=True)

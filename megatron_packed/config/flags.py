@@ -38,7 +38,7 @@ from megatron_packed.config.surroundings import (
 
 EXIT_CODE = 2
 EXIT_NOT_WRITTEN = 1
-"""Of --help, --print-config and the like whose output a full disk has lost."""
+"""Exit code of --help, --print-config and the like whose output a full disk has lost."""
 SILENT_SECONDS = 3.0
 """A launcher kills all processes when the first has ended: those that say nothing wait for the one that speaks."""
 

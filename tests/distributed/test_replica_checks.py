@@ -86,7 +86,7 @@ def said(action: Callable[[], object]) -> str:
 
 
 def flipped(groups: ParallelGroups, cases: list[Case], flips: list[Flip]) -> list[dict[str, Any]]:
-    """What checked steps say by layout: of sound weights, after each flip, and of a flip before the step before."""
+    """Return the answers of checked steps by layout: sound weights, each flip, and a flip one step earlier."""
     return [flipped_in(groups, case, flips) for case in cases]
 
 
@@ -255,7 +255,7 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: f"{case.way}{'-bf16' * case.bf16}")
 def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPools) -> None:
-    """Where replicas hold the sum, its last bit counts; with one owner, what is beyond the rounding of the sum."""
+    """A replicated sum must agree to the last bit; a sum with one owner, up to its rounding."""
     results = pools.run(sums_checked, case.way.world_size, case, layout=case.way.layout)
     for result in results:
         assert result == results[0] and result["equal"]

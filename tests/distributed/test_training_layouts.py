@@ -178,7 +178,7 @@ def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: W
 
 
 def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
-    """What a step reports as dropped, by layer; and what is beyond the room of experts on each rank, summed."""
+    """Return the dropped assignments that a step reports by layer, and those counted from the room of experts."""
     job = build_job(config_of(way, moe_expert_capacity_factor=0.5), groups, VOCAB)
     forward, beyond = job.model.forward, torch.zeros(1)
 

@@ -89,7 +89,7 @@ def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
 
 
 def test_data_in_which_nothing_is_learned(data: Data, tmp_path: Path) -> None:
-    """Of every document the prompt alone fits, so the run ends before its first step."""
+    """Only the prompt of each document fits, so the run ends before its first step."""
     line = json.dumps({"prompt": "p" * 300, "completion": "c" * 10})
     (tmp_path / "long.jsonl").write_text(f"{line}\n" * 20)
     options = tiny_options(data, train_iters=3, overlong_policy="truncate", **in_folder(tmp_path))

@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.seal import seal, unseal
 
 OLD = Path(__file__).parent / "old_checkpoints"
 TOLERANCE = 1e-5
-"""Of losses between processors; on the one that wrote them they are equal."""
+"""Tolerance of losses between processors; on the one that wrote them they are equal."""
 
 
 def resumed(kind: str, folder: Path, **options: Any) -> Finished:
@@ -57,7 +57,7 @@ def test_it_goes_on_as_if_nothing_had_changed(kind: str, graphs: str | None, tmp
 
 
 def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
-    """Where packs differ for it, the refusal has the flags of the old ones."""
+    """If an explicit flag changes packs, the refusal names the flags that restore the old packs."""
     finished = resumed("sft", tmp_path, overlong_policy="split", split_order="shuffled")
     assert finished.exit_code == 4, finished.console
     assert "--overlong-policy split, was truncate" in finished.console

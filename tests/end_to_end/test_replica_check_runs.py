@@ -11,7 +11,7 @@ REPLICAS_DIFFER = 24
 
 
 def test_a_flip_before_a_checked_step(data: Data, tmp_path: Path) -> None:
-    """Of gathered bf16 weights, on rank 1; sums of gradients are checked in every step, and are right."""
+    """Flip a bit of gathered bf16 weights on rank 1; sums of gradients are checked in every step, and are right."""
     options = tiny_options(
         data, train_iters=8, save_interval=1, bf16=True, use_distributed_optimizer=True, overlap_grad_reduce=True,
         overlap_param_gather=True, check_weight_hash_across_dp_replicas_interval=2,
