@@ -1,6 +1,6 @@
 """Pretrains or fine-tunes a hybrid Mamba-Transformer-MoE model on packed documents.
 
-    torchrun --nproc_per_node 2 pretrain_hybrid.py --help
+torchrun --nproc_per_node 2 pretrain_hybrid.py --help
 """
 
 import sys
@@ -20,7 +20,9 @@ def explain(config: RunConfig) -> str:
 
 def main() -> None:
     guard_standard_streams()
-    config = parse_or_exit(sys.argv[1:], explain)  # before torch is imported: a wrong command line ends in a second
+    config = parse_or_exit(
+        sys.argv[1:], explain
+    )  # before torch is imported: a wrong command line ends in a second
     apply_environment(config.training)
     from megatron_packed.training.pretrain import pretrain
 

@@ -1,12 +1,14 @@
-"""What room for more documents costs: attention, by every backend, and a whole Mamba layer, at each capacity.
+"""What room for more documents costs: attention, by every backend, and a whole Mamba layer, at each
+capacity.
 
     python benchmarks/capacity_cost.py [SIZE ...] [--backends NAME ...] [--capacities N ...]
 
-A captured kernel keeps its grid: it runs for the capacity and for the bound of the longest row that it was captured
-with, whatever the pack holds. Here one pack of 12 documents of long-tailed lengths is run forward and backward at
-capacities from 12 (exact) to 512, with the pack's longest row and with T as the bound. Each is a graph of some calls;
-the graphs of one size take turns, and ratios are of calls of one round. The measure of all is the fastest backend at
-exact capacity and exact bound: what an eager step would take.
+A captured kernel keeps its grid: it runs for the capacity and for the bound of the longest row that
+it was captured with, whatever the pack holds. Here one pack of 12 documents of long-tailed lengths
+is run forward and backward at capacities from 12 (exact) to 512, with the pack's longest row and
+with T as the bound. Each is a graph of some calls; the graphs of one size take turns, and ratios
+are of calls of one round. The measure of all is the fastest backend at exact capacity and exact
+bound: what an eager step would take.
 """
 
 from __future__ import annotations
@@ -56,13 +58,20 @@ class Size:
 
 SIZES = {
     size.name: size
-    for size in (Size("shard8b", 4096), Size("hybrid1b", 8192), Size("shard8b", 8192), Size("hybrid1b", 4096))
+    for size in (
+        Size("shard8b", 4096),
+        Size("hybrid1b", 8192),
+        Size("shard8b", 8192),
+        Size("hybrid1b", 4096),
+    )
 }
 """The sizes of `model_step.py` first."""
 
 
 def long_tailed(tokens: int, documents: int = DOCUMENTS, seed: int = 0) -> list[int]:
-    """Lengths of documents that fill a pack: lognormal with a deviation of the logarithm of 1.2, each 1 or more."""
+    """Lengths of documents that fill a pack: lognormal with a deviation of the logarithm of 1.2,
+    each 1 or more.
+    """
     weights = np.exp(1.2 * np.random.default_rng(seed).standard_normal(documents))
     lengths = 1 + np.floor(weights / weights.sum() * (tokens - documents)).astype(int)
     lengths[int(lengths.argmax())] += tokens - int(lengths.sum())
@@ -82,7 +91,9 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
     with torch.cuda.stream(side):
         function()
         function()
-        torch.cuda.set_sync_debug_mode("error")  # a wait under capture would leave more behind than an exception
+        torch.cuda.set_sync_debug_mode(
+            "error"
+        )  # a wait under capture would leave more behind than an exception
         try:
             function()
         finally:
@@ -100,13 +111,19 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
     return replay
 
 
-def in_turns(functions: dict[Any, Callable[[], object]], device: torch.device, rounds: int) -> dict[Any, list[float]]:
-    """Seconds of each of the functions' calls, by round; the device is kept busy, and every other round is reversed."""
+def in_turns(
+    functions: dict[Any, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[Any, list[float]]:
+    """Seconds of each of the functions' calls, by round; the device is kept busy, and every other
+    round is reversed.
+    """
     if device.type != "cuda":
         return harness.interleaved_seconds(functions, warm=1, repeats=rounds)
     for function in functions.values():
         function()
-    marks: dict[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
+    marks: dict[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+        name: [] for name in functions
+    }
     torch.cuda.synchronize()
     for number in range(rounds):
         for name in list(functions) if number % 2 == 0 else reversed(functions):
@@ -116,10 +133,14 @@ def in_turns(functions: dict[Any, Callable[[], object]], device: torch.device, r
             end.record()
             marks[name].append((start, end))
     torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) / 1e3 / CALLS for a, b in pairs] for name, pairs in marks.items()}
+    return {
+        name: [a.elapsed_time(b) / 1e3 / CALLS for a, b in pairs] for name, pairs in marks.items()
+    }
 
 
-def attempt(build: Callable[[], Callable[[], object]], device: torch.device) -> Callable[[], object] | str:
+def attempt(
+    build: Callable[[], Callable[[], object]], device: torch.device
+) -> Callable[[], object] | str:
     """What was built and captured, or why not."""
     try:
         return captured(build(), device)
@@ -134,27 +155,47 @@ def attempt(build: Callable[[], Callable[[], object]], device: torch.device) -> 
 def attention(
     backend: str, leaves: list[Tensor], upstream: Tensor, packed: PackedSeqParams
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward of the op; tables are built beforehand, since all layers of a step share them."""
+    """Forward and backward of the op; tables are built beforehand, since all layers of a step share
+    them.
+    """
     q_TNH, k_TKH, v_TKH = leaves
     tables = prepare_tables(
-        backend, packed.seq_idx, packed.cu_seqlens, num_heads=q_TNH.shape[1], num_kv_heads=k_TKH.shape[1],
-        head_dim=q_TNH.shape[2], dtype=q_TNH.dtype,
-    )  # fmt: skip
+        backend,
+        packed.seq_idx,
+        packed.cu_seqlens,
+        num_heads=q_TNH.shape[1],
+        num_kv_heads=k_TKH.shape[1],
+        head_dim=q_TNH.shape[2],
+        dtype=q_TNH.dtype,
+    )
 
     def step() -> tuple[Tensor, ...]:
         output = varlen_attention(
-            q_TNH, k_TKH, v_TKH, packed.cu_seqlens, packed.max_seqlen, seq_idx_1T=packed.seq_idx, tables=tables,
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            seq_idx_1T=packed.seq_idx,
+            tables=tables,
             backend=backend,
-        )  # fmt: skip
+        )
         return torch.autograd.grad(output, leaves, upstream)
 
     return step
 
 
 def attention_cost(
-    size: Size, lengths: list[int], backends: list[str], capacities: list[int], device: torch.device, rounds: int
+    size: Size,
+    lengths: list[int],
+    backends: list[str],
+    capacities: list[int],
+    device: torch.device,
+    rounds: int,
 ) -> dict[str, Any]:
-    """``found[backend][bound][capacity]``: milliseconds and ratio to the fastest at exact size, or why not."""
+    """``found[backend][bound][capacity]``: milliseconds and ratio to the fastest at exact size, or
+    why not.
+    """
     c = CONFIGS[size.config]
     dtype, head_dim = (torch.bfloat16, 128) if device.type == "cuda" else (torch.float32, 16)
     generator = torch.Generator().manual_seed(0)
@@ -174,14 +215,19 @@ def attention_cost(
                 packed = PackedSeqParams.from_lengths(
                     lengths, size.tokens, capacity, size.tokens if bound == "T" else None, device
                 )
-                outcome = attempt(lambda b=backend, p=packed: attention(b, leaves, upstream, p), device)
+                outcome = attempt(
+                    lambda b=backend, p=packed: attention(b, leaves, upstream, p), device
+                )
                 label = EXACT if capacity is None else str(capacity)
                 if isinstance(outcome, str):
                     found[backend][bound][label] = outcome
                 else:
                     functions[backend, bound, label] = outcome
         captures = sum(key[0] == backend for key in functions)
-        print(f"{size.name} {backend}: {captures} sizes captured in {time.perf_counter() - started:.1f} s", flush=True)
+        print(
+            f"{size.name} {backend}: {captures} sizes captured in {time.perf_counter() - started:.1f} s",
+            flush=True,
+        )
     seconds = in_turns(functions, device, rounds)
     exact = {key: values for key, values in seconds.items() if key[1:] == ("longest", EXACT)}
     fastest = min(exact.values(), key=np.median) if exact else None
@@ -206,7 +252,9 @@ def mamba_cost(
     FlatBuffers(layer)
     generator = torch.Generator().manual_seed(0)
     hidden, upstream = (
-        torch.randn(size.tokens, c["hidden"], generator=generator).to(device, next(layer.parameters()).dtype)
+        torch.randn(size.tokens, c["hidden"], generator=generator).to(
+            device, next(layer.parameters()).dtype
+        )
         for _ in range(2)
     )
     hidden.requires_grad_()
@@ -232,24 +280,41 @@ def mamba_cost(
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """Attention: a row for each size, backend and bound; ratios to the size's fastest at exact capacity and bound."""
+    """Attention: a row for each size, backend and bound; ratios to the size's fastest at exact
+    capacity and bound.
+    """
     rows = []
     for size, result in results.items():
         for backend, bounds in result["attention"].items():
             for bound, entries in bounds.items():
-                rows.append({"size": size, "backend": backend, "max_seqlen": BOUNDS[bound], **_cells(entries)})
+                rows.append(
+                    {
+                        "size": size,
+                        "backend": backend,
+                        "max_seqlen": BOUNDS[bound],
+                        **_cells(entries),
+                    }
+                )
     return rows
 
 
 def mamba_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """The Mamba layer: ratios to its own time at exact capacity."""
-    return [{"size": size, **_cells(result["mamba"])} for size, result in results.items() if "mamba" in result]
+    return [
+        {"size": size, **_cells(result["mamba"])}
+        for size, result in results.items()
+        if "mamba" in result
+    ]
 
 
 def _cells(entries: dict[str, Any]) -> dict[str, object]:
-    """Milliseconds at exact capacity, then ratios; what could not run says so, the same reason once."""
+    """Milliseconds at exact capacity, then ratios; what could not run says so, the same reason
+    once.
+    """
     exact = entries.get(EXACT)
-    cells: dict[str, object] = {"exact ms": harness.shown(exact["ms"]) if isinstance(exact, dict) else ""}
+    cells: dict[str, object] = {
+        "exact ms": harness.shown(exact["ms"]) if isinstance(exact, dict) else ""
+    }
     said = None
     for label, found in entries.items():
         if isinstance(found, dict):
@@ -268,9 +333,13 @@ def ordered(entries: dict[str, Any], capacities: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sizes", nargs="*", help=f"from {list(SIZES)} (default: all)")
-    parser.add_argument("--backends", nargs="+", help=f"of attention (default: {' '.join(BACKENDS)})")
+    parser.add_argument(
+        "--backends", nargs="+", help=f"of attention (default: {' '.join(BACKENDS)})"
+    )
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
@@ -286,14 +355,18 @@ def main() -> None:
         lengths = long_tailed(size.tokens)
         found = attention_cost(size, lengths, backends, capacities, device, rounds)
         results[name] = {
-            "tokens": size.tokens, "lengths": lengths, "plan_hash": hash_of(lengths),
+            "tokens": size.tokens,
+            "lengths": lengths,
+            "plan_hash": hash_of(lengths),
             "attention": {
                 backend: {bound: ordered(entries, capacities) for bound, entries in bounds.items()}
                 for backend, bounds in found.items()
             },
-        }  # fmt: skip
+        }
         harness.save("capacity_cost", results, folder=arguments.results)
-        results[name]["mamba"] = ordered(mamba_cost(size, lengths, capacities, device, rounds), capacities)
+        results[name]["mamba"] = ordered(
+            mamba_cost(size, lengths, capacities, device, rounds), capacities
+        )
         path = harness.save("capacity_cost", results, folder=arguments.results)
         harness.free_memory()
         print(harness.table(rows_of(harness.plain({name: results[name]}))))

@@ -1,11 +1,12 @@
-"""cuBLAS with and without a workspace: time, kernels and memsets of the products of a training step.
+"""cuBLAS with and without a workspace: time, kernels and memsets of the products of a training
+step.
 
     python benchmarks/cublas_workspace.py
 
-Given a workspace, cuBLAS on Hopper takes kernels that count tiles in it and clears the counter with a memset before
-many products. Whether the products themselves are as fast without one is what this measures. Every setting of
-``CUBLAS_WORKSPACE_CONFIG`` runs in a process of its own, since torch reads it once. Products are captured 20 times in a
-graph; the time is of a replay, per product.
+Given a workspace, cuBLAS on Hopper takes kernels that count tiles in it and clears the counter with
+a memset before many products. Whether the products themselves are as fast without one is what this
+measures. Every setting of ``CUBLAS_WORKSPACE_CONFIG`` runs in a process of its own, since torch
+reads it once. Products are captured 20 times in a graph; the time is of a replay, per product.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ import harness
 SETTINGS = {"torch's default": "", "two buffers of 4 MiB": ":4096:2", "none": ":0:0"}
 TOKENS = 4096
 SHAPES = {
-    "shard8b in_proj": (4096, 2320), "shard8b out_proj": (1024, 4096), "shard8b fc1": (4096, 2688),
-    "shard8b fc2": (2688, 4096), "shard8b qkv": (4096, 768), "hybrid1b in_proj": (2048, 10304),
-    "hybrid1b fc1": (2048, 8192), "hybrid1b fc2": (8192, 2048), "head": (4096, 16384),
-}  # fmt: skip
+    "shard8b in_proj": (4096, 2320),
+    "shard8b out_proj": (1024, 4096),
+    "shard8b fc1": (4096, 2688),
+    "shard8b fc2": (2688, 4096),
+    "shard8b qkv": (4096, 768),
+    "hybrid1b in_proj": (2048, 10304),
+    "hybrid1b fc1": (2048, 8192),
+    "hybrid1b fc2": (8192, 2048),
+    "head": (4096, 16384),
+}
 """Input and output features."""
 COPIES = 20
 
@@ -68,29 +75,47 @@ def measure() -> list[dict[str, object]]:
             spread = harness.device_time(graph.replay, warm=3, repeats=10)
             busy = harness.gpu_busy(graph.replay, calls=1)
             memsets = any("memset" in kernel.lower() for kernel, _ in busy.kernels)
-            rows.append({
-                "layer": name, "product": kind, "us": [round(1e3 * value / COPIES, 2) for value in spread],
-                "memsets": memsets, "kernel": busy.kernels[0][0][:80],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "layer": name,
+                    "product": kind,
+                    "us": [round(1e3 * value / COPIES, 2) for value in spread],
+                    "memsets": memsets,
+                    "kernel": busy.kernels[0][0][:80],
+                }
+            )
             del graph
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", action="store_true", help="measure under the setting of this process, print JSON")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--one", action="store_true", help="measure under the setting of this process, print JSON"
+    )
     if parser.parse_args().one:
         print(json.dumps(measure()))
         return
     results = {}
     for label, setting in SETTINGS.items():
-        environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+        environ = {
+            name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
+        }
         if setting:
             environ["CUBLAS_WORKSPACE_CONFIG"] = setting
         run = subprocess.run(
-            [sys.executable, __file__, "--one"], env=environ, check=True, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, "--one"],
+            env=environ,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        results[label] = {"CUBLAS_WORKSPACE_CONFIG": setting, "rows": json.loads(run.stdout.splitlines()[-1])}
+        results[label] = {
+            "CUBLAS_WORKSPACE_CONFIG": setting,
+            "rows": json.loads(run.stdout.splitlines()[-1]),
+        }
     rows = []
     for number, row in enumerate(results["none"]["rows"]):
         cells = {"layer": row["layer"], "product": row["product"]}

@@ -1,13 +1,16 @@
-"""Full steps, optimizer included, over changing packs: whole steps in CUDA graphs beside our eager and megatron-core's.
+"""Full steps, optimizer included, over changing packs: whole steps in CUDA graphs beside our eager
+and megatron-core's.
 
     python benchmarks/full_step.py [shard8b] [hybrid1b] [--micro-batches 1 2 4]
 
-Models and weights are those of `model_step.py`. A step is one copy, forward and backward for each of its micro-batches,
-the sum of their gradients, the norm and clipping of it, and AdamW with float32 masters; micro-batches come from
-page-locked memory, and no two in a row have the same documents. Ours runs as in training (`TrainStep`), once eagerly
-and once with ``--cuda-graph-impl full_iteration``: k micro-batches are k + 1 launches of a graph. megatron-core's model
-runs in eager mode with gradients in bf16, `torch.nn.utils.clip_grad_norm_` and `torch.optim.AdamW(fused=True)` on its
-bf16 weights: less memory traffic than float32 masters take, so its GPU-busy time is not ours to undercut.
+Models and weights are those of `model_step.py`. A step is one copy, forward and backward for each
+of its micro-batches, the sum of their gradients, the norm and clipping of it, and AdamW with
+float32 masters; micro-batches come from page-locked memory, and no two in a row have the same
+documents. Ours runs as in training (`TrainStep`), once eagerly and once with ``--cuda-graph-impl
+full_iteration``: k micro-batches are k + 1 launches of a graph. megatron-core's model runs in eager
+mode with gradients in bf16, `torch.nn.utils.clip_grad_norm_` and `torch.optim.AdamW(fused=True)` on
+its bf16 weights: less memory traffic than float32 masters take, so its GPU-busy time is not ours to
+undercut.
 """
 
 from __future__ import annotations
@@ -38,7 +41,16 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
 from megatron_packed.training.graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.train_step import StepValues
-from model_step import CONFIGS, DOCUMENTS, Theirs, begin_alone, copy_weights, megatron_model, model_config, packings
+from model_step import (
+    CONFIGS,
+    DOCUMENTS,
+    Theirs,
+    begin_alone,
+    copy_weights,
+    megatron_model,
+    model_config,
+    packings,
+)
 from workloads import device_from, pinned, random_documents
 
 COUNTS = (1, 2, 4)
@@ -47,10 +59,15 @@ CAPACITIES = (16, 64)
 """Of the graphs; the packs have 12 documents and replay the smaller one."""
 PACKS = 8
 COUNTED = 2
-"""Calls in which what the host queues is counted: reading a profile of every operator takes seconds a call."""
+"""Calls in which what the host queues is counted: reading a profile of every operator takes seconds
+a call.
+"""
 LR, CLIP = 1e-5, 1.0
-PATHS = {"megatron_core": "megatron_core, eager", "eager": "megatron_packed, eager",
-         "full_iteration": "megatron_packed, whole steps in graphs"}  # fmt: skip
+PATHS = {
+    "megatron_core": "megatron_core, eager",
+    "eager": "megatron_packed, eager",
+    "full_iteration": "megatron_packed, whole steps in graphs",
+}
 FULL, QUICK = Effort(2, 8, 3, 8), Effort(1, 2, 1, 2)
 
 
@@ -66,9 +83,15 @@ def config_of(c: dict[str, Any], micro_batches: int, device: torch.device) -> Ru
 
 
 def steps_of(
-    c: dict[str, Any], lengths: Sequence[list[int]], count: int, ladder: Ladder | None, device: torch.device
+    c: dict[str, Any],
+    lengths: Sequence[list[int]],
+    count: int,
+    ladder: Ladder | None,
+    device: torch.device,
 ) -> list[list[MicroBatch]]:
-    """The packs in turn, ``count`` to a step, as a loader leaves them; of exactly their size without a ladder."""
+    """The packs in turn, ``count`` to a step, as a loader leaves them; of exactly their size
+    without a ladder.
+    """
     steps = []
     for first in range(0, len(lengths), count):
         rows = lengths[first : first + count]
@@ -76,8 +99,12 @@ def steps_of(
         step = []
         for number, row in enumerate(rows, start=first):
             cell = None if ladder is None else ladder.cell_for(len(row), c["T"])
-            size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
-            documents = [(tokens, None) for tokens in random_documents(row, c["vocab"], 100 + number)]
+            size = (
+                {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+            )
+            documents = [
+                (tokens, None) for tokens in random_documents(row, c["vocab"], 100 + number)
+            ]
             step.append(pinned(MicroBatch.build(documents, c["T"], scales=scales, **size), device))
         steps.append(step)
     return steps
@@ -86,7 +113,9 @@ def steps_of(
 class TheirStep:
     """megatron-core's model with torch's own optimizer."""
 
-    def __init__(self, c: dict[str, Any], model: torch.nn.Module, steps: list[list[MicroBatch]]) -> None:
+    def __init__(
+        self, c: dict[str, Any], model: torch.nn.Module, steps: list[list[MicroBatch]]
+    ) -> None:
         self.model, self.steps = model, steps
         self.sides = [Theirs(c, model, [one.to("cuda") for one in step]) for step in steps]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -114,12 +143,19 @@ def compared(
         restore()
         found[name] = [StepValues.from_list(run(step).tolist()) for step in steps]
     return [
-        {"loss_eager": a.loss, "loss_replay": b.loss, "grad_norm_eager": a.grad_norm, "grad_norm_replay": b.grad_norm}
+        {
+            "loss_eager": a.loss,
+            "loss_replay": b.loss,
+            "grad_norm_eager": a.grad_norm,
+            "grad_norm_replay": b.grad_norm,
+        }
         for a, b in zip(found["eager"], found["replay"])
     ]
 
 
-def measured(sides: dict[str, Callable[[], object]], calls: int, effort: Effort, graphs: str) -> dict[str, Any]:
+def measured(
+    sides: dict[str, Callable[[], object]], calls: int, effort: Effort, graphs: str
+) -> dict[str, Any]:
     """Wall-clock, host and GPU-busy milliseconds of each side's step, taking turns.
 
     Args:
@@ -135,18 +171,25 @@ def measured(sides: dict[str, Callable[[], object]], calls: int, effort: Effort,
             busy[name].append(harness.gpu_busy(function, calls=calls).milliseconds / 1e3)
     found: dict[str, Any] = {
         name: {
-            "wall_ms": walls[name], "row_ms": Spread.of(rows[name]), "host_ms": hosts[name],
-            "busy_ms": Spread.of(busy[name]), "row_over_busy": Spread.of_ratios(rows[name], busy[name]),
+            "wall_ms": walls[name],
+            "row_ms": Spread.of(rows[name]),
+            "host_ms": hosts[name],
+            "busy_ms": Spread.of(busy[name]),
+            "row_over_busy": Spread.of_ratios(rows[name], busy[name]),
             "launches": graph_step.host_launches(function, COUNTED),
         }
         for name, function in sides.items()
-    }  # fmt: skip
+    }
     settled = [harness.row(sides[graphs], calls=calls) for _ in range(effort.rounds)]
     drained = harness.wall_and_busy(sides[graphs], calls=calls, rounds=effort.rounds)
     found[graphs] |= {
         "drained_over_busy": drained.ratio,
-        "settled_row_over_busy": Spread.of_ratios([one.wall for one in settled], [one.busy for one in settled]),
-        "span_over_busy": Spread.of_ratios([one.span for one in settled], [one.busy for one in settled]),
+        "settled_row_over_busy": Spread.of_ratios(
+            [one.wall for one in settled], [one.busy for one in settled]
+        ),
+        "span_over_busy": Spread.of_ratios(
+            [one.span for one in settled], [one.busy for one in settled]
+        ),
     }
     if "megatron_core" in sides:
         found[graphs]["row_over_their_busy"] = Spread.of_ratios(rows[graphs], busy["megatron_core"])
@@ -163,7 +206,9 @@ def run(
     engine: Callable[[], Engine | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
-    """All measurements of one configuration; ``save`` gets what there is after each number of micro-batches."""
+    """All measurements of one configuration; ``save`` gets what there is after each number of
+    micro-batches.
+    """
     lengths = packings(c["T"], PACKS)
     ladder = Ladder.of(CAPACITIES, c["T"])
     groups = ParallelGroups.single(device)
@@ -171,13 +216,20 @@ def run(
     job = build_job(config, groups, c["vocab"])
     step = job.step
     state = {name: shard.clone() for name, shard in job.optimizer.state_shards().items()}
-    graphs = build_graphs(config, job, ladder, groups, lambda line: print(line, flush=True), engine())
+    graphs = build_graphs(
+        config, job, ladder, groups, lambda line: print(line, flush=True), engine()
+    )
     assert isinstance(graphs, FullIteration), "graphs need a GPU"
     result: dict[str, Any] = {
-        "tokens": c["T"], "plan_hash": hashlib.sha256(repr(lengths).encode()).hexdigest()[:12], "documents": DOCUMENTS,
-        "packs": PACKS, "capacities": list(CAPACITIES), "parameters": sum(p.numel() for p in job.model.parameters()),
+        "tokens": c["T"],
+        "plan_hash": hashlib.sha256(repr(lengths).encode()).hexdigest()[:12],
+        "documents": DOCUMENTS,
+        "packs": PACKS,
+        "capacities": list(CAPACITIES),
+        "parameters": sum(p.numel() for p in job.model.parameters()),
         "micro_batches": {},
-    }  # fmt: skip
+    }
+
     def eagerly(micro_batches: list[MicroBatch]) -> torch.Tensor:
         step.graphs = None
         return step(micro_batches, LR)
@@ -191,10 +243,15 @@ def run(
             result["eager_peak"] = peak_gib(over(eagerly, steps_of(c, lengths, 2, None, device)))
         capture_graphs(graphs, step, max(counts), groups, first=True)
         counters = graphs.counters
-        result |= {"graphs": counters.captures, "graph_mib": counters.memory_mib,
-                   "capture_seconds": counters.capture_seconds}  # fmt: skip
+        result |= {
+            "graphs": counters.captures,
+            "graph_mib": counters.memory_mib,
+            "capture_seconds": counters.capture_seconds,
+        }
         if device.type == "cuda":
-            result["graphs_peak"] = peak_gib(over(by_replay, steps_of(c, lengths, 2, ladder, device)))
+            result["graphs_peak"] = peak_gib(
+                over(by_replay, steps_of(c, lengths, 2, ladder, device))
+            )
         theirs_model = None
         if not skip_megatron:
             job.optimizer.load_state(state)
@@ -209,14 +266,18 @@ def run(
             exact = steps_of(c, lengths, count, None, device)
             placed = steps_of(c, lengths, count, ladder, device)
             found: dict[str, Any] = {
-                "comparisons": compared(eagerly, by_replay, exact, placed, lambda: job.optimizer.load_state(state))
+                "comparisons": compared(
+                    eagerly, by_replay, exact, placed, lambda: job.optimizer.load_state(state)
+                )
             }
             sides: dict[str, Callable[[], object]] = {}
             if theirs_model is not None:
                 theirs = TheirStep(c, theirs_model, exact)
                 sides["megatron_core"] = over(theirs.step, range(len(exact)))
             sides |= {"eager": over(eagerly, exact), "full_iteration": over(by_replay, placed)}
-            calls = len(exact) * -(-effort.calls // (len(exact) * count))  # as many micro-batches in every row
+            calls = len(exact) * -(
+                -effort.calls // (len(exact) * count)
+            )  # as many micro-batches in every row
             before = counters.replays
             found["sides"] = measured(sides, calls, effort, "full_iteration")
             assert counters.replays > before and not counters.fallbacks, counters.fallbacks
@@ -230,7 +291,9 @@ def run(
 
 
 def peak_gib(function: Callable[[], object]) -> dict[str, float]:
-    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the device."""
+    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the
+    device.
+    """
     for _ in range(2):
         function()
     harness.free_memory()
@@ -248,16 +311,21 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """A row for each number of micro-batches and side."""
     return [
         {
-            "config": config, "micro-batches": count, "path": PATHS[path], "in a row ms": harness.shown(side["row_ms"]),
+            "config": config,
+            "micro-batches": count,
+            "path": PATHS[path],
+            "in a row ms": harness.shown(side["row_ms"]),
             "GPU-busy ms": harness.shown(side["busy_ms"]),
             "wall / busy": harness.shown(side.get("settled_row_over_busy", side["row_over_busy"])),
-            "span / busy": harness.shown(side.get("span_over_busy")), "host ms": harness.shown(side["host_ms"]),
-            "queued by the host": f"{side['launches']:.0f}", "plan": result["plan_hash"],
+            "span / busy": harness.shown(side.get("span_over_busy")),
+            "host ms": harness.shown(side["host_ms"]),
+            "queued by the host": f"{side['launches']:.0f}",
+            "plan": result["plan_hash"],
         }
         for config, result in results.items()
         for count, found in sorted(result.get("micro_batches", {}).items())
         for path, side in found["sides"].items()
-    ]  # fmt: skip
+    ]
 
 
 def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
@@ -265,18 +333,27 @@ def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for config, result in results.items():
         row: dict[str, object] = {
-            "config": config, "capacities": " ".join(map(str, result["capacities"])), "graphs": result["graphs"],
-            "captured in s": f"{result['capture_seconds']:.1f}", "graphs hold MiB": f"{result['graph_mib']:,.0f}",
-        }  # fmt: skip
+            "config": config,
+            "capacities": " ".join(map(str, result["capacities"])),
+            "graphs": result["graphs"],
+            "captured in s": f"{result['capture_seconds']:.1f}",
+            "graphs hold MiB": f"{result['graph_mib']:,.0f}",
+        }
         for key, name in (("eager_peak", "eager"), ("graphs_peak", "whole steps")):
-            row[f"{name}: GiB reserved at the peak"] = f"{result[key]['reserved']:.2f}" if key in result else ""
+            row[f"{name}: GiB reserved at the peak"] = (
+                f"{result[key]['reserved']:.2f}" if key in result else ""
+            )
         rows.append(row)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)"
+    )
     parser.add_argument("--micro-batches", nargs="+", type=int, default=COUNTS, choices=COUNTS)
     parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
     harness.tilings_argument(parser)
@@ -297,8 +374,14 @@ def main() -> None:
             harness.save(arguments.name, results, folder=arguments.results)
 
         try:
-            run(CONFIGS[name], arguments.micro_batches, device, QUICK if arguments.quick else FULL,
-                skip_megatron=arguments.skip_megatron, save=save)  # fmt: skip
+            run(
+                CONFIGS[name],
+                arguments.micro_batches,
+                device,
+                QUICK if arguments.quick else FULL,
+                skip_megatron=arguments.skip_megatron,
+                save=save,
+            )
         except Exception:  # what was measured is saved; the next configuration may do better
             traceback.print_exc()
             failed.append(name)

@@ -1,15 +1,18 @@
-"""Runs of `pretrain_hybrid.py` with CUDA graphs on real documents: equal curves, and no fallback in three epochs.
+"""Runs of `pretrain_hybrid.py` with CUDA graphs on real documents: equal curves, and no fallback in
+three epochs.
 
     python benchmarks/graph_runs.py runs/real.zip [SET ...]
 
-The archive comes from `prepare_real.py`. Runs are processes of their own that share the device, so nothing is timed.
+The archive comes from `prepare_real.py`. Runs are processes of their own that share the device, so
+nothing is timed.
 
-*Equal*: 200 steps in deterministic mode, eagerly and with graphs for 64 documents, on packs that the best-fit packer
-made without regard to that. Losses and gradient norms must be the same numbers, the micro-batches that fell back those
-that the pack plan has beyond 64 documents, and an audit every 50 steps must pass.
+*Equal*: 200 steps in deterministic mode, eagerly and with graphs for 64 documents, on packs that
+the best-fit packer made without regard to that. Losses and gradient norms must be the same numbers,
+the micro-batches that fell back those that the pack plan has beyond 64 documents, and an audit
+every 50 steps must pass.
 
-*Epochs*: three epochs with the capacities that `auto` takes from the first one, and a validation after each 100th step:
-no micro-batch may fall back.
+*Epochs*: three epochs with the capacities that `auto` takes from the first one, and a validation
+after each 100th step: no micro-batch may fall back.
 """
 
 from __future__ import annotations
@@ -36,16 +39,41 @@ EPOCHS, STRIDE = 3, 50
 ROWS = (8192, 32768)
 """Tokens of a pack, for the runs over epochs."""
 MODEL = {
-    "hybrid-layer-pattern": "M*-EM*", "hidden-size": 256, "num-attention-heads": 4, "num-query-groups": 2,
-    "kv-channels": 64, "ffn-hidden-size": 512, "mamba-num-heads": 8, "mamba-num-groups": 2, "num-experts": 8,
-    "moe-ffn-hidden-size": 256, "bf16": True,
-}  # fmt: skip
+    "hybrid-layer-pattern": "M*-EM*",
+    "hidden-size": 256,
+    "num-attention-heads": 4,
+    "num-query-groups": 2,
+    "kv-channels": 64,
+    "ffn-hidden-size": 512,
+    "mamba-num-heads": 8,
+    "mamba-num-groups": 2,
+    "num-experts": 8,
+    "moe-ffn-hidden-size": 256,
+    "bf16": True,
+}
 SCHEDULE = {"lr": 1e-3, "min-lr": 1e-4, "lr-warmup-iters": 20, "no-isolation-self-test": True}
-EQUAL = {"train-iters": 200, "global-batch-size": 2, "seq-length": ROWS[0], "packing-method": "best_fit_decreasing",
-         "deterministic-mode": True, "eval-interval": 100, "eval-iters": 4}  # fmt: skip
-GRAPHS = {"cuda-graph-impl": "local", "cuda-graph-max-packed-seqs": CAPACITY, "cuda-graph-audit-interval": 50}
+EQUAL = {
+    "train-iters": 200,
+    "global-batch-size": 2,
+    "seq-length": ROWS[0],
+    "packing-method": "best_fit_decreasing",
+    "deterministic-mode": True,
+    "eval-interval": 100,
+    "eval-iters": 4,
+}
+GRAPHS = {
+    "cuda-graph-impl": "local",
+    "cuda-graph-max-packed-seqs": CAPACITY,
+    "cuda-graph-audit-interval": 50,
+}
 AUTO = {"global-batch-size": 2, "eval-interval": 100, "eval-iters": 8, "cuda-graph-impl": "local"}
-QUICK = {"train-iters": 4, "lr-warmup-iters": 2, "eval-interval": 2, "eval-iters": 1, "seq-length": 256}
+QUICK = {
+    "train-iters": 4,
+    "lr-warmup-iters": 2,
+    "eval-interval": 2,
+    "eval-iters": 1,
+    "seq-length": 256,
+}
 
 
 class Run:
@@ -55,7 +83,9 @@ class Run:
         self.log = folder / f"{name}.jsonl"
         self.command = command_line(folder.name, folder, {**options, "log-jsonl": self.log})
         self.console = folder / f"{name}.txt"
-        self._process = subprocess.Popen(self.command, stdout=self.console.open("w"), stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(
+            self.command, stdout=self.console.open("w"), stderr=subprocess.STDOUT
+        )
 
     def result(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Records of steps and of validations.
@@ -65,7 +95,9 @@ class Run:
         """
         code = self._process.wait()
         if code != 0:
-            raise SystemExit(f"{self.log.stem} ended with exit code {code}\n{self.console.read_text()[-4000:]}")
+            raise SystemExit(
+                f"{self.log.stem} ended with exit code {code}\n{self.console.read_text()[-4000:]}"
+            )
         return read_log(self.log)
 
     def data(self) -> RunData:
@@ -78,7 +110,9 @@ class Run:
 
 def documents(data: RunData, steps: int) -> list[list[int]]:
     """Documents in each micro-batch of each step, by the plan alone."""
-    return [[len(pieces) for pieces in data.train.plan.step(step).packs[0]] for step in range(steps)]
+    return [
+        [len(pieces) for pieces in data.train.plan.step(step).packs[0]] for step in range(steps)
+    ]
 
 
 def compared(eager: Run, graphs: Run) -> dict[str, Any]:
@@ -90,14 +124,20 @@ def compared(eager: Run, graphs: Run) -> dict[str, Any]:
     return {
         "plan_hash": steps[0]["plan_hash"],
         "steps": len(steps),
-        "steps_that_differ": sum(any(a[name] != b[name] for name in figures) for a, b in zip(steps, graph_steps)),
-        "validations_that_differ": sum(a["valid_loss"] != b["valid_loss"] for a, b in zip(valid, graph_valid)),
+        "steps_that_differ": sum(
+            any(a[name] != b[name] for name in figures) for a, b in zip(steps, graph_steps)
+        ),
+        "validations_that_differ": sum(
+            a["valid_loss"] != b["valid_loss"] for a, b in zip(valid, graph_valid)
+        ),
         "last_loss": steps[-1]["lm_loss"],
         "micro_batches": sum(map(len, with_plan)),
         "replays": sum(step.get("graph_replays", 0) for step in graph_steps),
         "fallbacks": sum(step.get("graph_fallbacks", 0) for step in graph_steps),
         "beyond_by_the_plan": sum(beyond),
-        "steps_counted_wrongly": sum(step.get("graph_fallbacks") != n for step, n in zip(graph_steps, beyond)),
+        "steps_counted_wrongly": sum(
+            step.get("graph_fallbacks") != n for step, n in zip(graph_steps, beyond)
+        ),
         "audits": graphs.said("audit at step"),
     }
 
@@ -109,13 +149,16 @@ def over_epochs(run: Run) -> dict[str, Any]:
     for step in steps:
         by_epoch[step["epoch"]] += step.get("graph_fallbacks", 0)
     return {
-        "plan_hash": steps[0]["plan_hash"], "steps": len(steps), "validations": len(valid),
-        "epochs": sorted(by_epoch), "fallbacks_by_epoch": [by_epoch[epoch] for epoch in sorted(by_epoch)],
+        "plan_hash": steps[0]["plan_hash"],
+        "steps": len(steps),
+        "validations": len(valid),
+        "epochs": sorted(by_epoch),
+        "fallbacks_by_epoch": [by_epoch[epoch] for epoch in sorted(by_epoch)],
         "replays": sum(step.get("graph_replays", 0) for step in steps),
         "captured": run.said("captured ") + run.said("not captured"),
         "in_all": "".join(run.said("micro-batches replayed")[-1:]),
         "last_loss": steps[-1]["lm_loss"],
-    }  # fmt: skip
+    }
 
 
 def problems_of(results: dict[str, Any]) -> list[str]:
@@ -125,9 +168,15 @@ def problems_of(results: dict[str, Any]) -> list[str]:
             if found[what]:
                 problems.append(f"{name}: {found[what]} {what.replace('_', ' ')}")
         if found["replays"] + found["fallbacks"] != found["micro_batches"] or not found["audits"]:
-            problems.append(f"{name}: replays and fallbacks are not all micro-batches, or nothing was audited")
+            problems.append(
+                f"{name}: replays and fallbacks are not all micro-batches, or nothing was audited"
+            )
     for name, found in results["epochs"].items():
-        if any(found["fallbacks_by_epoch"]) or len(found["epochs"]) < EPOCHS or not found["replays"]:
+        if (
+            any(found["fallbacks_by_epoch"])
+            or len(found["epochs"]) < EPOCHS
+            or not found["replays"]
+        ):
             problems.append(f"{name}: fallbacks by epoch {found['fallbacks_by_epoch']}")
         if ", 0 run eagerly" not in found["in_all"]:
             problems.append(f"{name}: {found['in_all']}")
@@ -145,13 +194,20 @@ def steps_of_epochs(name: str, folder: Path, options: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("archive", type=Path, help="file made by prepare_real.py")
     parser.add_argument("sets", nargs="*", help="names in the archive (default: all)")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device_from(arguments.device)
-    common = {**COMMON, **(TINY_MODEL if arguments.quick else MODEL), **SCHEDULE, "device": arguments.device}
+    common = {
+        **COMMON,
+        **(TINY_MODEL if arguments.quick else MODEL),
+        **SCHEDULE,
+        "device": arguments.device,
+    }
     quick = QUICK if arguments.quick else {}
     results: dict[str, Any] = {"equal": {}, "epochs": {}}
     begun = time.perf_counter()
@@ -184,27 +240,36 @@ def equal_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """The table of equal runs, from results in the form of a result file."""
     return [
         {
-            "set": name, "steps": found["steps"], "steps that differ": found["steps_that_differ"],
-            "validations that differ": found["validations_that_differ"], "last loss": found["last_loss"],
-            "replayed": found["replays"], "eager": found["fallbacks"],
-            "beyond by the plan": found["beyond_by_the_plan"], "audits passed": len(found["audits"]),
+            "set": name,
+            "steps": found["steps"],
+            "steps that differ": found["steps_that_differ"],
+            "validations that differ": found["validations_that_differ"],
+            "last loss": found["last_loss"],
+            "replayed": found["replays"],
+            "eager": found["fallbacks"],
+            "beyond by the plan": found["beyond_by_the_plan"],
+            "audits passed": len(found["audits"]),
             "plan": found["plan_hash"][:12],
         }
         for name, found in results["equal"].items()
-    ]  # fmt: skip
+    ]
 
 
 def epoch_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """The table of epochs."""
     return [
         {
-            "set, tokens of a pack": name, "steps": found["steps"], "validations": found["validations"],
-            "epochs": len(found["epochs"]), "replayed": found["replays"],
-            "eager, by epoch": " ".join(map(str, found["fallbacks_by_epoch"])), "last loss": found["last_loss"],
+            "set, tokens of a pack": name,
+            "steps": found["steps"],
+            "validations": found["validations"],
+            "epochs": len(found["epochs"]),
+            "replayed": found["replays"],
+            "eager, by epoch": " ".join(map(str, found["fallbacks_by_epoch"])),
+            "last loss": found["last_loss"],
             "plan": found["plan_hash"][:12],
         }
         for name, found in results["epochs"].items()
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""Forward + backward of changing packings by a CUDA graph per layer, beside the same model and megatron-core's, eager.
+"""Forward + backward of changing packings by a CUDA graph per layer, beside the same model and
+megatron-core's, eager.
 
     python benchmarks/graph_step.py [shard8b] [hybrid1b] [--capacities N ...] [--lengths FILE] [--packs N]
 
-Models and weights are those of `model_step.py`. Micro-batches come from page-locked memory, as from a loader, and each
-step of ours includes that copy. Captured are all layers; embedding, final norm and loss run eagerly. The ladder has the
-most documents of a pack (the exact capacity) and the capacities given; each pack is replayed in the smallest that holds
-it. Then every cell that holds all packs runs all of them: wall-clock over GPU-busy time at the same clocks, and what
-room for more documents costs a step.
+Models and weights are those of `model_step.py`. Micro-batches come from page-locked memory, as from
+a loader, and each step of ours includes that copy. Captured are all layers; embedding, final norm
+and loss run eagerly. The ladder has the most documents of a pack (the exact capacity) and the
+capacities given; each pack is replayed in the smallest that holds it. Then every cell that holds
+all packs runs all of them: wall-clock over GPU-busy time at the same clocks, and what room for more
+documents costs a step.
 
-``--lengths`` takes the lengths of real documents, one to a line; longer ones than a pack are cut, and the packer fills
-the packs. Without it the packings are those of `model_step.py`, 12 documents each.
+``--lengths`` takes the lengths of real documents, one to a line; longer ones than a pack are cut,
+and the packer fills the packs. Without it the packings are those of `model_step.py`, 12 documents
+each.
 """
 
 from __future__ import annotations
@@ -35,14 +38,31 @@ from megatron_packed.data.packing import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capacity import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from model_step import CONFIGS, Theirs, begin_alone, copy_weights, megatron_model, our_model, packings
+from model_step import (
+    CONFIGS,
+    Theirs,
+    begin_alone,
+    copy_weights,
+    megatron_model,
+    our_model,
+    packings,
+)
 from workloads import device_from, pinned, random_documents
 
 CAPACITIES = (16, 64, 512)
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaGraphLaunch",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
 """How calls begin by which the host gives the device work."""
-PATHS = {"megatron_core": "megatron_core, eager", "eager": "megatron_packed, eager",
-         "graphs": "megatron_packed, a graph per layer"}  # fmt: skip
+PATHS = {
+    "megatron_core": "megatron_core, eager",
+    "eager": "megatron_packed, eager",
+    "graphs": "megatron_packed, a graph per layer",
+}
 
 
 class Effort(NamedTuple):
@@ -71,7 +91,9 @@ def packs_of(c: dict[str, Any], count: int, path: Path | None) -> list[list[int]
     lengths = np.clip(np.loadtxt(path, dtype=np.int64, ndmin=1), 1, c["T"])
     packs = Packer(slots=c["T"]).pack(lengths, seed=0)
     if len(packs) < count:
-        raise SystemExit(f"{path.name} fills {len(packs)} packs of {c['T']} tokens; ask for that many by --packs.")
+        raise SystemExit(
+            f"{path.name} fills {len(packs)} packs of {c['T']} tokens; ask for that many by --packs."
+        )
     return [lengths[packs[number]].tolist() for number in range(count)]
 
 
@@ -94,8 +116,12 @@ class Ours:
         self.buffers = FlatBuffers(self.model)
         self.runner: GraphRunner | None = None
 
-    def capture(self, ladder: Ladder, lengths: list[list[int]], engine: Engine | None) -> GraphRunner:
-        """Graphs of all layers; the packs that fit a cell, or equal documents, are what it is tuned on."""
+    def capture(
+        self, ladder: Ladder, lengths: list[list[int]], engine: Engine | None
+    ) -> GraphRunner:
+        """Graphs of all layers; the packs that fit a cell, or equal documents, are what it is tuned
+        on.
+        """
 
         def dummy(cell: Cell) -> MicroBatch:
             fitting = [row for row in lengths if len(row) <= cell.capacity]
@@ -104,9 +130,14 @@ class Ours:
 
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
         self.runner = GraphRunner(
-            layers, total_tokens=self.c["T"], ladder=ladder, device=self.device, tables=self.model.tables,
-            check=self.model.check, engine=engine,
-        )  # fmt: skip
+            layers,
+            total_tokens=self.c["T"],
+            ladder=ladder,
+            device=self.device,
+            tables=self.model.tables,
+            check=self.model.check,
+            engine=engine,
+        )
         self.runner.capture(self._run, dummy)
         return self.runner
 
@@ -128,7 +159,9 @@ class Ours:
     def _run(self, micro_batch: MicroBatch) -> Tensor:
         return self.model.forward_backward(micro_batch).loss
 
-    def results(self, run: Callable[[MicroBatch], Tensor], micro_batch: MicroBatch) -> tuple[float, Tensor]:
+    def results(
+        self, run: Callable[[MicroBatch], Tensor], micro_batch: MicroBatch
+    ) -> tuple[float, Tensor]:
         """Loss and all gradients."""
         self.buffers.zero_grad()
         return run(micro_batch).item(), self.buffers.grads.clone()
@@ -154,7 +187,9 @@ def host_times(functions: dict[str, Callable[[], object]], effort: Effort) -> di
 
 
 def row_seconds(function: Callable[[], object], calls: int) -> float:
-    """Seconds per call of a row of calls that is drained at its end only, right after a row that does not count."""
+    """Seconds per call of a row of calls that is drained at its end only, right after a row that
+    does not count.
+    """
     for _ in range(2):
         start = time.perf_counter()
         for _ in range(calls):
@@ -177,7 +212,9 @@ def host_launches(function: Callable[[], object], calls: int) -> float:
 
 
 def peak(function: Callable[[], object], calls: int) -> dict[str, float]:
-    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the device."""
+    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the
+    device.
+    """
     function()
     harness.free_memory()
     torch.cuda.reset_peak_memory_stats()
@@ -190,28 +227,43 @@ def peak(function: Callable[[], object], calls: int) -> dict[str, float]:
     }
 
 
-def comparisons(ours: Ours, replayed: list[MicroBatch], exact: list[MicroBatch]) -> list[dict[str, Any]]:
-    """Each pack by replay and eagerly at its exact size; gradients by relative norm, beside eager's to itself."""
+def comparisons(
+    ours: Ours, replayed: list[MicroBatch], exact: list[MicroBatch]
+) -> list[dict[str, Any]]:
+    """Each pack by replay and eagerly at its exact size; gradients by relative norm, beside eager's
+    to itself.
+    """
     found = []
     for placed, plain in zip(replayed, exact):
         loss_replay, replay = ours.results(ours.replay, placed)
         loss_eager, eager = ours.results(ours.eager, plain)
         again = ours.results(ours.eager, plain)[1]
         norm = eager.norm().item()
-        found.append({
-            "documents": plain.packed.num_seqs, "capacity": placed.layout.capacity, "loss_replay": loss_replay,
-            "loss_eager": loss_eager, "grad_difference": (replay - eager).norm().item() / norm,
-            "eager_against_eager": (again - eager).norm().item() / norm,
-            "finite": bool(torch.isfinite(replay).all()),
-        })  # fmt: skip
+        found.append(
+            {
+                "documents": plain.packed.num_seqs,
+                "capacity": placed.layout.capacity,
+                "loss_replay": loss_replay,
+                "loss_eager": loss_eager,
+                "grad_difference": (replay - eager).norm().item() / norm,
+                "eager_against_eager": (again - eager).norm().item() / norm,
+                "finite": bool(torch.isfinite(replay).all()),
+            }
+        )
     return found
 
 
 def memory_of(
-    ours: Ours, ladder: Ladder, lengths: list[list[int]], exact: list[MicroBatch],
-    replayed: list[MicroBatch], engine: Callable[[], Engine | None],
-) -> dict[str, Any]:  # fmt: skip
-    """Captures the largest cell alone, then all; peaks of eager steps before, and of replayed ones after."""
+    ours: Ours,
+    ladder: Ladder,
+    lengths: list[list[int]],
+    exact: list[MicroBatch],
+    replayed: list[MicroBatch],
+    engine: Callable[[], Engine | None],
+) -> dict[str, Any]:
+    """Captures the largest cell alone, then all; peaks of eager steps before, and of replayed ones
+    after.
+    """
     on_gpu = ours.device.type == "cuda"
     found: dict[str, Any] = {"capacities": list(ladder.capacities)}
     if on_gpu:
@@ -221,21 +273,27 @@ def memory_of(
     ours.close()
     counters = ours.capture(ladder, lengths, engine()).counters
     found |= {
-        "mib": counters.memory_mib, "over_one_capacity": counters.memory_mib / max(found["one_capacity_mib"], 1e-9),
-        "captures": counters.captures, "capture_seconds": counters.capture_seconds,
-    }  # fmt: skip
+        "mib": counters.memory_mib,
+        "over_one_capacity": counters.memory_mib / max(found["one_capacity_mib"], 1e-9),
+        "captures": counters.captures,
+        "capture_seconds": counters.capture_seconds,
+    }
     if on_gpu:
         found["graphs"] = peak(over(ours.replay, replayed), len(replayed))
         held = found["graphs"]["allocated_gib"] + counters.memory_mib / 1024
         found["held_over_eager"] = held / found["eager"]["allocated_gib"]
-        found["reserved_over_eager"] = found["graphs"]["reserved_gib"] / found["eager"]["reserved_gib"]
+        found["reserved_over_eager"] = (
+            found["graphs"]["reserved_gib"] / found["eager"]["reserved_gib"]
+        )
     return found
 
 
 def measured_sides(
     sides: dict[str, Callable[[], object]], packs: int, effort: Effort
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Wall, host and GPU-busy milliseconds of each side, which cycle through ``packs``; and busy seconds by round."""
+    """Wall, host and GPU-busy milliseconds of each side, which cycle through ``packs``; and busy
+    seconds by round.
+    """
     calls = calls_for(packs, effort)
     walls = harness.interleaved(sides, warm=effort.warm, repeats=effort.walls)
     hosts = host_times(sides, effort)
@@ -247,18 +305,25 @@ def measured_sides(
             busy[name].append(harness.gpu_busy(function, calls=calls).milliseconds / 1e3)
     found = {
         name: {
-            "wall_ms": walls[name], "row_ms": Spread.of(rows[name]), "host_ms": hosts[name],
-            "busy_ms": Spread.of(busy[name]), "launches": host_launches(function, packs),
+            "wall_ms": walls[name],
+            "row_ms": Spread.of(rows[name]),
+            "host_ms": hosts[name],
+            "busy_ms": Spread.of(busy[name]),
+            "launches": host_launches(function, packs),
         }
         for name, function in sides.items()
-    }  # fmt: skip
+    }
     return found, busy
 
 
 def measured_cells(
-    ours: Ours, batches: dict[Cell, list[MicroBatch]], effort: Effort, their_busy: list[float] | None
+    ours: Ours,
+    batches: dict[Cell, list[MicroBatch]],
+    effort: Effort,
+    their_busy: list[float] | None,
 ) -> list[dict[str, Any]]:
-    """Cells that hold all packs, taking turns: wall over busy time at the same clocks, and busy over the smallest's.
+    """Cells that hold all packs, taking turns: wall over busy time at the same clocks, and busy
+    over the smallest's.
 
     Args:
         their_busy: seconds that megatron-core's kernels took, by round.
@@ -275,15 +340,23 @@ def measured_cells(
     found = []
     for cell, rounds in samples.items():
         row_wall, row_busy, row_span, wall, busy = map(list, zip(*rounds))
-        found.append({
-            "capacity": cell.capacity, "packs": len(batches[cell]), "wall_ms": spread_of(wall),
-            "busy_ms": spread_of(busy), "wall_over_busy": Spread.of_ratios(wall, busy),
-            "row_ms": spread_of(row_wall), "row_busy_ms": spread_of(row_busy),
-            "row_over_busy": Spread.of_ratios(row_wall, row_busy),
-            "span_over_busy": Spread.of_ratios(row_span, row_busy),
-            "busy_over_exact": Spread.of_ratios(row_busy, smallest),
-            "wall_over_their_busy": Spread.of_ratios(row_wall, [1e3 * x for x in their_busy]) if their_busy else None,
-        })  # fmt: skip
+        found.append(
+            {
+                "capacity": cell.capacity,
+                "packs": len(batches[cell]),
+                "wall_ms": spread_of(wall),
+                "busy_ms": spread_of(busy),
+                "wall_over_busy": Spread.of_ratios(wall, busy),
+                "row_ms": spread_of(row_wall),
+                "row_busy_ms": spread_of(row_busy),
+                "row_over_busy": Spread.of_ratios(row_wall, row_busy),
+                "span_over_busy": Spread.of_ratios(row_span, row_busy),
+                "busy_over_exact": Spread.of_ratios(row_busy, smallest),
+                "wall_over_their_busy": Spread.of_ratios(row_wall, [1e3 * x for x in their_busy])
+                if their_busy
+                else None,
+            }
+        )
     return found
 
 
@@ -312,13 +385,16 @@ def run(
     ladder = Ladder.of({most, *capacities}, c["T"])
     natural = [ladder.cell_for(len(row), c["T"]) for row in lengths]
     exact = [host_batch(c, row, n, None, device) for n, row in enumerate(lengths)]
-    replayed = [host_batch(c, row, n, cell, device) for n, (row, cell) in enumerate(zip(lengths, natural))]
+    replayed = [
+        host_batch(c, row, n, cell, device) for n, (row, cell) in enumerate(zip(lengths, natural))
+    ]
     ours = Ours(c, device)
     result: dict[str, Any] = {
-        "tokens": c["T"], "documents": [len(row) for row in lengths],
+        "tokens": c["T"],
+        "documents": [len(row) for row in lengths],
         "plan_hash": hashlib.sha256(repr(lengths).encode()).hexdigest()[:12],
         "parameters": sum(p.numel() for p in ours.model.parameters()),
-    }  # fmt: skip
+    }
 
     def done(**more: Any) -> None:
         result.update(more)
@@ -333,7 +409,10 @@ def run(
         theirs_model = megatron_model(c)
         copy_weights(ours.model, theirs_model, c["pattern"])
         theirs = Theirs(c, theirs_model, [micro_batch.to(device) for micro_batch in exact])
-        losses = {"megatron_core": theirs.check(0)[0], "megatron_packed": ours.results(ours.eager, exact[0])[0]}
+        losses = {
+            "megatron_core": theirs.check(0)[0],
+            "megatron_packed": ours.results(ours.eager, exact[0])[0],
+        }
         done(losses=losses)
         sides["megatron_core"] = over(theirs.step, range(len(lengths)))
     sides |= {"eager": over(ours.eager, exact), "graphs": over(ours.replay, replayed)}
@@ -355,22 +434,29 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """What each side takes."""
     return [
         {
-            "config": config, "path": PATHS[path], "wall ms": harness.shown(found["wall_ms"]),
-            "in a row ms": harness.shown(found["row_ms"]), "host ms": harness.shown(found["host_ms"]),
-            "GPU-busy ms": harness.shown(found["busy_ms"]), "queued by the host": f"{found['launches']:.0f}",
+            "config": config,
+            "path": PATHS[path],
+            "wall ms": harness.shown(found["wall_ms"]),
+            "in a row ms": harness.shown(found["row_ms"]),
+            "host ms": harness.shown(found["host_ms"]),
+            "GPU-busy ms": harness.shown(found["busy_ms"]),
+            "queued by the host": f"{found['launches']:.0f}",
             "plan": result["plan_hash"],
         }
         for config, result in results.items()
         for path, found in result.get("sides", {}).items()
-    ]  # fmt: skip
+    ]
 
 
 def cell_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """Every capacity on the same packs."""
     return [
         {
-            "config": config, "capacity": found["capacity"], "drained: wall ms": harness.shown(found["wall_ms"]),
-            "wall / busy": harness.shown(found["wall_over_busy"]), "in a row: wall ms": harness.shown(found["row_ms"]),
+            "config": config,
+            "capacity": found["capacity"],
+            "drained: wall ms": harness.shown(found["wall_ms"]),
+            "wall / busy": harness.shown(found["wall_over_busy"]),
+            "in a row: wall ms": harness.shown(found["row_ms"]),
             "busy ms": harness.shown(found["row_busy_ms"]),
             "wall / busy in a row": harness.shown(found["row_over_busy"]),
             "span / busy": harness.shown(found["span_over_busy"]),
@@ -379,7 +465,7 @@ def cell_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
         }
         for config, result in results.items()
         for found in result.get("cells", [])
-    ]  # fmt: skip
+    ]
 
 
 def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
@@ -390,18 +476,23 @@ def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             continue
         memory, compared = result["memory"], result.get("comparisons", [])
         differ = sum(one["loss_replay"] != one["loss_eager"] for one in compared)
-        rows.append({
-            "config": config, "capacities": " ".join(map(str, memory["capacities"])), "graphs": memory["captures"],
-            "captured in s": f"{memory['capture_seconds']:.1f}", "graphs hold MiB": f"{memory['mib']:,.0f}",
-            "of one capacity's": f"{memory['over_one_capacity']:.3f}",
-            "peak of eager's: held, reserved": percentages(memory),
-            "losses that differ": f"{differ} of {len(compared)}",
-            "gradients: replay to eager, eager to eager": ", ".join(
-                f"{max((one[key] for one in compared), default=0.0):.1e}"
-                for key in ("grad_difference", "eager_against_eager")
-            ),
-            "replayed": f"{100 * result['hit_rate']:.1f} %" if "hit_rate" in result else "",
-        })  # fmt: skip
+        rows.append(
+            {
+                "config": config,
+                "capacities": " ".join(map(str, memory["capacities"])),
+                "graphs": memory["captures"],
+                "captured in s": f"{memory['capture_seconds']:.1f}",
+                "graphs hold MiB": f"{memory['mib']:,.0f}",
+                "of one capacity's": f"{memory['over_one_capacity']:.3f}",
+                "peak of eager's: held, reserved": percentages(memory),
+                "losses that differ": f"{differ} of {len(compared)}",
+                "gradients: replay to eager, eager to eager": ", ".join(
+                    f"{max((one[key] for one in compared), default=0.0):.1e}"
+                    for key in ("grad_difference", "eager_against_eager")
+                ),
+                "replayed": f"{100 * result['hit_rate']:.1f} %" if "hit_rate" in result else "",
+            }
+        )
     return rows
 
 
@@ -411,10 +502,16 @@ def percentages(memory: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
-    parser.add_argument("--capacities", nargs="*", type=int, default=CAPACITIES, help="beside the exact one")
-    parser.add_argument("--lengths", type=Path, help="tokens of real documents, one number to a line")
+    parser.add_argument(
+        "--capacities", nargs="*", type=int, default=CAPACITIES, help="beside the exact one"
+    )
+    parser.add_argument(
+        "--lengths", type=Path, help="tokens of real documents, one number to a line"
+    )
     parser.add_argument("--packs", type=int, default=4)
     parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
     parser.add_argument("--name", default="graph_step", help="name of the result file")
@@ -435,8 +532,15 @@ def main() -> None:
         c = CONFIGS[name]
         lengths = packs_of(c, arguments.packs, arguments.lengths)
         try:
-            run(c, lengths, arguments.capacities, device, QUICK if arguments.quick else FULL,
-                skip_megatron=arguments.skip_megatron, save=save)  # fmt: skip
+            run(
+                c,
+                lengths,
+                arguments.capacities,
+                device,
+                QUICK if arguments.quick else FULL,
+                skip_megatron=arguments.skip_megatron,
+                save=save,
+            )
         except Exception:  # what was measured is saved; the next configuration may do better
             traceback.print_exc()
             failed.append(name)

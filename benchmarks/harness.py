@@ -1,6 +1,8 @@
-"""Shared by the benchmarks: warm timing, GPU-busy time, host waits, and results with their circumstances.
+"""Shared by the benchmarks: warm timing, GPU-busy time, host waits, and results with their
+circumstances.
 
-GPU-busy time is the union of the kernels' intervals in a profile, so overlapping streams are not counted twice.
+GPU-busy time is the union of the kernels' intervals in a profile, so overlapping streams are not
+counted twice.
 """
 
 from __future__ import annotations
@@ -29,8 +31,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a checkout that is not 
 
 RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = (
-    "torch", "triton", "transformer-engine", "flash-attn", "flash-attn-4", "mamba-ssm", "causal-conv1d", "megatron-core"
-)  # fmt: skip
+    "torch",
+    "triton",
+    "transformer-engine",
+    "flash-attn",
+    "flash-attn-4",
+    "mamba-ssm",
+    "causal-conv1d",
+    "megatron-core",
+)
 
 
 class Spread(NamedTuple):
@@ -71,8 +80,9 @@ def synchronize() -> None:
 
 
 def tune_over(tilings: int | None) -> None:
-    """Triton kernels, ours and mamba-ssm's, are tuned over so many of their tilings: a first step in seconds. None
-    leaves all of them."""
+    """Triton kernels, ours and mamba-ssm's, are tuned over so many of their tilings: a first step
+    in seconds. None leaves all of them.
+    """
     if tilings is None:
         return
     for package in ("megatron_packed.ops", "mamba_ssm.ops.triton"):
@@ -96,7 +106,9 @@ def free_memory() -> None:
 
 
 def wall(function: Callable[[], object], *, warm: int = 5, repeats: int = 20) -> Spread:
-    """Wall-clock of ``function`` with the device drained before and after each call: median, 10th, 90th percentile."""
+    """Wall-clock of ``function`` with the device drained before and after each call: median, 10th,
+    90th percentile.
+    """
     for _ in range(warm):
         function()
     seconds = []
@@ -109,7 +121,9 @@ def wall(function: Callable[[], object], *, warm: int = 5, repeats: int = 20) ->
     return Spread.of(seconds)
 
 
-def interleaved(functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20) -> dict[str, Spread]:
+def interleaved(
+    functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20
+) -> dict[str, Spread]:
     """`wall` of several functions taking turns, so that a drift of the machine reaches all alike."""
     samples = interleaved_seconds(functions, warm=warm, repeats=repeats)
     return {name: Spread.of(seconds) for name, seconds in samples.items()}
@@ -118,7 +132,9 @@ def interleaved(functions: dict[str, Callable[[], object]], *, warm: int = 5, re
 def interleaved_seconds(
     functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20
 ) -> dict[str, list[float]]:
-    """Seconds of every call of `interleaved`; the n-th entries belong together. Every other round runs backwards."""
+    """Seconds of every call of `interleaved`; the n-th entries belong together. Every other round
+    runs backwards.
+    """
     for function in functions.values():
         for _ in range(warm):
             function()
@@ -134,10 +150,15 @@ def interleaved_seconds(
 
 
 def device_time(function: Callable[[], object], *, warm: int = 10, repeats: int = 50) -> Spread:
-    """Time between CUDA events around each call: for single ops whose launch time would drown the kernel."""
+    """Time between CUDA events around each call: for single ops whose launch time would drown the
+    kernel.
+    """
     for _ in range(warm):
         function()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     torch.cuda.synchronize()
     for start, end in pairs:
         start.record()
@@ -168,7 +189,9 @@ def gpu_busy(function: Callable[[], object], *, calls: int = 3) -> Busy:
     events = device_events(profiler)
     totals: dict[str, float] = {}
     for event in events:
-        totals[event.name] = totals.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / calls
+        totals[event.name] = (
+            totals.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / calls
+        )
     ranked = sorted(totals.items(), key=lambda item: -item[1])
     return Busy(union_ms(events) / calls, len(events) / calls, ranked)
 
@@ -182,11 +205,12 @@ class WallAndBusy(NamedTuple):
 
 
 def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int = 5) -> WallAndBusy:
-    """Wall-clock of a graph's replay over its GPU-busy time, the GPU being at the same clocks for both.
+    """Wall-clock of a graph's replay over its GPU-busy time, the GPU being at the same clocks for
+    both.
 
-    Under load a GPU settles at lower clocks than after a rest, and a profiler gives it a rest before it starts. So in
-    every round the calls that are timed, and those that are profiled, come right after as many that do not count. The
-    device is drained after each call, as `wall` does.
+    Under load a GPU settles at lower clocks than after a rest, and a profiler gives it a rest
+    before it starts. So in every round the calls that are timed, and those that are profiled, come
+    right after as many that do not count. The device is drained after each call, as `wall` does.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -205,7 +229,9 @@ def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int =
             drained(2 * calls)
         events = device_events(profiler)
         if len(events) % (2 * calls):
-            raise RuntimeError(f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some")
+            raise RuntimeError(
+                f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some"
+            )
         busies.append(union_ms(events[len(events) // 2 :]) / calls / 1e3)
     return WallAndBusy(Spread.of(walls), Spread.of(busies), Spread.of_ratios(walls, busies))
 
@@ -217,8 +243,9 @@ class Row(NamedTuple):
     busy: float
     """Under a profiler, in a row like that: the kernels' union."""
     span: float
-    """In the same profile: from the start of the first kernel to the end of the last. Gaps between kernels are what it
-    has beyond ``busy``, at the very same clocks; the profiler may add to them."""
+    """In the same profile: from the start of the first kernel to the end of the last. Gaps between
+    kernels are what it has beyond ``busy``, at the very same clocks; the profiler may add to them.
+    """
 
 
 def row(function: Callable[[], object], *, calls: int) -> Row:
@@ -238,7 +265,9 @@ def row(function: Callable[[], object], *, calls: int) -> Row:
         run(2 * calls)
     events = device_events(profiler)
     if len(events) % (2 * calls):
-        raise RuntimeError(f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some")
+        raise RuntimeError(
+            f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some"
+        )
     settled = events[len(events) // 2 :]
     span = max(event.time_range.end for event in settled) - settled[0].time_range.start
     return Row(1e3 * wall, union_ms(settled) / calls, span / 1e3 / calls)
@@ -251,7 +280,9 @@ def device_events(profiler: Any) -> list[Any]:
 
 
 def union_ms(events: Sequence[Any]) -> float:
-    """Milliseconds in which at least one of the events, given in the order of their starts, was running."""
+    """Milliseconds in which at least one of the events, given in the order of their starts, was
+    running.
+    """
     busy, end = 0.0, float("-inf")
     for event in events:
         start, stop = event.time_range.start, event.time_range.end
@@ -261,8 +292,16 @@ def union_ms(events: Sequence[Any]) -> float:
     return busy / 1e3
 
 
-SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",
-                 "cuStreamSynchronize", "cuEventSynchronize", "cudaMemcpy", "cuMemcpyDtoH_v2")  # fmt: skip
+SYNCHRONISING = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+    "cudaMemcpy",
+    "cuMemcpyDtoH_v2",
+)
 """Calls in a profile that make the host wait."""
 
 
@@ -270,7 +309,9 @@ class HostWaits(NamedTuple):
     """How often one call made the host wait for the device, seen in two ways."""
 
     torch_warnings: int
-    """Synchronising operations of torch, by ``torch.cuda.set_sync_debug_mode``; it does not see inside libraries."""
+    """Synchronising operations of torch, by ``torch.cuda.set_sync_debug_mode``; it does not see
+    inside libraries.
+    """
     runtime_calls: int
     """Synchronising calls of the CUDA runtime and driver in a profile, whoever made them."""
     copies_to_host: int
@@ -298,7 +339,11 @@ def host_waits(function: Callable[[], object]) -> HostWaits | None:
         synchronize()
     events = profiler.events()
     window = next(e for e in events if e.name == "counted_call").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    inside = [
+        e.name
+        for e in events
+        if window.start <= e.time_range.start and e.time_range.end <= window.end
+    ]
     return HostWaits(
         torch_warnings=sum("called a synchronizing" in str(warning.message) for warning in caught),
         runtime_calls=sum(name in SYNCHRONISING for name in inside),
@@ -330,13 +375,17 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    )
 
 
 def command() -> str:
     """The command line as one types it in the checkout: folders of this machine left out."""
     script, *rest = sys.argv
-    return " ".join(["python", f"benchmarks/{Path(script).name}", *(_without_folder(text) for text in rest)])
+    return " ".join(
+        ["python", f"benchmarks/{Path(script).name}", *(_without_folder(text) for text in rest)]
+    )
 
 
 def _without_folder(argument: str) -> str:
@@ -345,14 +394,22 @@ def _without_folder(argument: str) -> str:
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every benchmark that runs on either device."""
-    parser.add_argument("--quick", action="store_true", help="few repeats: shows that it works, times nothing well")
-    parser.add_argument("--device", default="auto", help="auto (the GPU when there is one), cuda or cpu")
-    parser.add_argument("--results", type=Path, help="folder of the result file (default: benchmarks/results)")
+    parser.add_argument(
+        "--quick", action="store_true", help="few repeats: shows that it works, times nothing well"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto (the GPU when there is one), cuda or cpu"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="folder of the result file (default: benchmarks/results)"
+    )
 
 
 def tilings_argument(parser: argparse.ArgumentParser) -> None:
     """The option whose value `tune_over` takes."""
-    parser.add_argument("--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)")
+    parser.add_argument(
+        "--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)"
+    )
 
 
 def save(name: str, results: object, *, folder: Path | None = None) -> Path:
@@ -387,7 +444,9 @@ def markdown(rows: Sequence[dict[str, object]]) -> str:
 
 
 def between_markers(text: str, begin: str, end: str, content: str) -> str:
-    """``text`` with what stands between ``begin``, which occurs once, and the ``end`` after it replaced."""
+    """``text`` with what stands between ``begin``, which occurs once, and the ``end`` after it
+    replaced.
+    """
     before, rest = text.split(begin)
     _, after = rest.split(end, 1)
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"
@@ -398,4 +457,6 @@ def table(rows: Sequence[dict[str, object]]) -> str:
     header = list(rows[0])
     cells = [header] + [[str(row.get(key, "")) for key in header] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells
+    )

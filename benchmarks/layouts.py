@@ -2,11 +2,12 @@
 
     torchrun --nproc_per_node 2 benchmarks/layouts.py [--models hybrid1b hybrid1b_moe] [--layouts NAME ...]
 
-All layouts start from the same weights and train for 20 steps on the same packs, new ones in each step: repeated ones
-would be learnt by heart, and rounding then decides which one first. Loss and gradient norm of each step
-are compared with those of one process. Timed are the steps after the first ones; the share of communication is the
-time in which kernels of NCCL run, over the time from a step's first kernel to its last, on rank 0. On GPUs the same job
-then captures CUDA graphs, and rows of eager and of replayed steps take turns.
+All layouts start from the same weights and train for 20 steps on the same packs, new ones in each
+step: repeated ones would be learnt by heart, and rounding then decides which one first. Loss and
+gradient norm of each step are compared with those of one process. Timed are the steps after the
+first ones; the share of communication is the time in which kernels of NCCL run, over the time from
+a step's first kernel to its last, on rank 0. On GPUs the same job then captures CUDA graphs, and
+rows of eager and of replayed steps take turns.
 """
 
 from __future__ import annotations
@@ -55,42 +56,63 @@ ALIGNMENT = 8
 STEPS, WARM, PROFILED = 20, 8, 2
 QUICK_STEPS, QUICK_WARM = 4, 2
 LEARNING_RATE = 4e-6
-"""Reached in the last step, from zero: a first step at full rate throws the loss off, and what follows is chaos."""
+"""Reached in the last step, from zero: a first step at full rate throws the loss off, and what
+follows is chaos.
+"""
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
 """Highest relative difference of a step's loss and gradient norm from one process's."""
 LOCAL = "local"
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
 MODELS = {
     "hybrid1b": CONFIGS["hybrid1b"],
-    "hybrid1b_moe": {**CONFIGS["hybrid1b"], "pattern": "MEM-M*-MEM-M*-MEM-M*-", "experts": 8, "expert_ffn": 4096},
+    "hybrid1b_moe": {
+        **CONFIGS["hybrid1b"],
+        "pattern": "MEM-M*-MEM-M*-MEM-M*-",
+        "experts": 8,
+        "expert_ffn": 4096,
+    },
 }
 ONE = "one process"
 
-TP2, CP2, EP2 = ({f"{axis}_size": 2} for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel"))
+TP2, CP2, EP2 = (
+    {f"{axis}_size": 2}
+    for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel")
+)
 SP = {"sequence_parallel": True}
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        "dp2 zero": ZERO, "dp2 zero overlap": {**ZERO, **OVERLAP}, "tp2": TP2, "tp2 sp": {**TP2, **SP},
-        "cp2 a2a": {**CP2, "cp_comm_type": "a2a"}, "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
+        "dp2 zero": ZERO,
+        "dp2 zero overlap": {**ZERO, **OVERLAP},
+        "tp2": TP2,
+        "tp2 sp": {**TP2, **SP},
+        "cp2 a2a": {**CP2, "cp_comm_type": "a2a"},
+        "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
         "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
         "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
     },
     4: {
-        "tp2 sp cp2": {**TP2, **SP, **CP2, "cp_comm_type": "a2a"}, "cp2 dp2": {**CP2, "cp_comm_type": "a2a"},
+        "tp2 sp cp2": {**TP2, **SP, **CP2, "cp_comm_type": "a2a"},
+        "cp2 dp2": {**CP2, "cp_comm_type": "a2a"},
         "tp2 sp ep2": {**TP2, **SP, **EP2, "moe_token_dispatcher_type": "allgather"},
-        "dp4 zero": ZERO, "tp4 sp": {"tensor_model_parallel_size": 4, **SP},
+        "dp4 zero": ZERO,
+        "tp4 sp": {"tensor_model_parallel_size": 4, **SP},
         "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
-        "ep4 allgather": {"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "allgather"},
+        "ep4 allgather": {
+            "expert_model_parallel_size": 4,
+            "moe_token_dispatcher_type": "allgather",
+        },
     },
-}  # fmt: skip
+}
 """By number of processes: name -> options of `ParallelConfig` and `ModelConfig`."""
 SCALED = {
-    "DP": ("hybrid1b", "dp2 zero", "dp4 zero"), "TP": ("hybrid1b", "tp2 sp", "tp4 sp"),
-    "CP": ("hybrid1b", "cp2 a2a", "cp4 a2a"), "EP": ("hybrid1b_moe", "ep2 allgather", "ep4 allgather"),
-}  # fmt: skip
+    "DP": ("hybrid1b", "dp2 zero", "dp4 zero"),
+    "TP": ("hybrid1b", "tp2 sp", "tp4 sp"),
+    "CP": ("hybrid1b", "cp2 a2a", "cp4 a2a"),
+    "EP": ("hybrid1b_moe", "ep2 allgather", "ep4 allgather"),
+}
 """A model, and its layouts of one axis alone."""
 
 
@@ -106,13 +128,19 @@ def config_of(
         data=DataConfig(train_data_path=("none.jsonl",)),
         packing=PackingConfig(seq_length=c["T"], global_batch_size=packs),
         optim=OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0),
-        parallel=ParallelConfig(**{name: value for name, value in options.items() if name in fields}),
+        parallel=ParallelConfig(
+            **{name: value for name, value in options.items() if name in fields}
+        ),
         training=TrainingConfig(train_iters=steps, bf16=device.type == "cuda", device=device.type),
     )
 
 
-def steps_of(c: dict[str, Any], packs: int, steps: int, device: torch.device) -> list[list[MicroBatch]]:
-    """The packs of each step, as a loader leaves them; few tokens of the vocabulary are frequent, as in any text."""
+def steps_of(
+    c: dict[str, Any], packs: int, steps: int, device: torch.device
+) -> list[list[MicroBatch]]:
+    """The packs of each step, as a loader leaves them; few tokens of the vocabulary are frequent,
+    as in any text.
+    """
     rows = []
     for row in packings(c["T"], packs * steps):
         lengths = [max(length // ALIGNMENT, 1) * ALIGNMENT for length in row[:-1]]
@@ -121,12 +149,25 @@ def steps_of(c: dict[str, Any], packs: int, steps: int, device: torch.device) ->
     for step in range(steps):
         of_step = rows[step * packs : (step + 1) * packs]
         scales = (1 / sum(length - 1 for row in of_step for length in row), 1 / packs)
-        made.append([
-            pinned(MicroBatch.build([(frequent(tokens, c["vocab"]), None) for tokens in
-                                     random_documents(row, c["vocab"], step * packs + number)],
-                                    c["T"], CAPACITY, scales, c["T"], ALIGNMENT), device)
-            for number, row in enumerate(of_step)
-        ])  # fmt: skip
+        made.append(
+            [
+                pinned(
+                    MicroBatch.build(
+                        [
+                            (frequent(tokens, c["vocab"]), None)
+                            for tokens in random_documents(row, c["vocab"], step * packs + number)
+                        ],
+                        c["T"],
+                        CAPACITY,
+                        scales,
+                        c["T"],
+                        ALIGNMENT,
+                    ),
+                    device,
+                )
+                for number, row in enumerate(of_step)
+            ]
+        )
     return made
 
 
@@ -135,7 +176,9 @@ def frequent(tokens: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
     return (vocab * (tokens / vocab) ** 4).astype(np.int64)
 
 
-def train(config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch]], vocab: int) -> dict[str, Any]:
+def train(
+    config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch]], vocab: int
+) -> dict[str, Any]:
     """Losses, norms and times of the steps on this rank's share of the packs."""
     warm = WARM if len(steps) == STEPS else QUICK_WARM
     job = build_job(config, groups, vocab)
@@ -153,29 +196,44 @@ def train(config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch
         norms.append(values.grad_norm)
     tokens = sum(pack.num_real_tokens for pack in packs)
     found: dict[str, Any] = {
-        "loss": losses, "grad_norm": norms, "step_ms": Spread.of(seconds),
+        "loss": losses,
+        "grad_norm": norms,
+        "step_ms": Spread.of(seconds),
         "tokens_per_second_per_gpu": tokens / statistics.median(seconds) / groups.world_size,
         "parameters": sum(p.numel() for p in job.model.parameters()),
-    }  # fmt: skip
+    }
     if groups.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found |= communication(lambda: job.step(mine, config.optim.lr))
         whole = asks_nothing(config) and not config.parallel.overlap_param_gather
         kinds = (LOCAL, FULL_ITERATION) if whole else (LOCAL,)
-        found["graphs"] = {impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds}
+        found["graphs"] = {
+            impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds
+        }
         job.buffers.wait_params()  # else the process group holds the weights that it was gathering
     return found
 
 
 def replayed(
-    config: RunConfig, job: Job, groups: ParallelGroups, mine: Sequence[MicroBatch], impl: str, tokens: int
+    config: RunConfig,
+    job: Job,
+    groups: ParallelGroups,
+    mine: Sequence[MicroBatch],
+    impl: str,
+    tokens: int,
 ) -> dict[str, Any]:
     """Rows of eager and of replayed steps of the same job, in turns."""
     modules = () if asks_nothing(config) else WITHOUT_EXPERTS
     graph_options = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_modules=modules)
     config = dataclasses.replace(config, cuda_graph=graph_options)
     job.buffers.wait_params()
-    graphs = build_graphs(config, job, Ladder.of([CAPACITY], config.packing.tokens_per_pack), groups, lambda line: None)
+    graphs = build_graphs(
+        config,
+        job,
+        Ladder.of([CAPACITY], config.packing.tokens_per_pack),
+        groups,
+        lambda line: None,
+    )
     assert graphs is not None
     with released(graphs):
         capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
@@ -196,7 +254,9 @@ def replayed(
             "eager_ms": Spread.of(seconds[False]),
             "step_ms": Spread.of(seconds[True]),
             "of_eager": Spread.of_ratios(seconds[True], seconds[False]),
-            "tokens_per_second_per_gpu": tokens / statistics.median(seconds[True]) / groups.world_size,
+            "tokens_per_second_per_gpu": tokens
+            / statistics.median(seconds[True])
+            / groups.world_size,
             "modules": " ".join(modules) or "full",
             "graph_mib": counters.memory_mib,
             "capture_seconds": counters.capture_seconds,
@@ -212,7 +272,9 @@ def asks_nothing(config: RunConfig) -> bool:
 
 
 def communication(step: Callable[[], object]) -> dict[str, float]:
-    """Of the time from a step's first kernel to its last: shares in which NCCL runs at all, and nothing but NCCL."""
+    """Of the time from a step's first kernel to its last: shares in which NCCL runs at all, and
+    nothing but NCCL.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -225,7 +287,11 @@ def communication(step: Callable[[], object]) -> dict[str, float]:
     span = (max(event.time_range.end for event in events) - events[0].time_range.start) / 1e3
     busy, compute = harness.union_ms(events), harness.union_ms(ours)
     sending = harness.union_ms([event for event in events if "nccl" in event.name.lower()])
-    return {"communication": sending / span, "exposed_communication": (busy - compute) / span, "idle": 1 - busy / span}
+    return {
+        "communication": sending / span,
+        "exposed_communication": (busy - compute) / span,
+        "idle": 1 - busy / span,
+    }
 
 
 def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -240,7 +306,8 @@ def compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
         "grad_norm_difference": difference(found["grad_norm"], one["grad_norm"]),
         "scaling": found["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"],
         "graphs": {
-            impl: by_graphs | {
+            impl: by_graphs
+            | {
                 "scaling": by_graphs["tokens_per_second_per_gpu"]
                 / one["graphs"][impl]["tokens_per_second_per_gpu"],
             }
@@ -255,9 +322,14 @@ def problems_of(results: dict[str, Any]) -> list[str]:
         for name, found in result["layouts"].items():
             if "failed" in found:
                 problems.append(f"{model}, {name}: {found['failed']}")
-            elif not (found["loss_difference"] <= LOSS_BOUND and found["grad_norm_difference"] <= NORM_BOUND):
-                problems.append(f"{model}, {name}: loss {found['loss_difference']:.1e}, "
-                                f"norm {found['grad_norm_difference']:.1e} from one process")
+            elif not (
+                found["loss_difference"] <= LOSS_BOUND
+                and found["grad_norm_difference"] <= NORM_BOUND
+            ):
+                problems.append(
+                    f"{model}, {name}: loss {found['loss_difference']:.1e}, "
+                    f"norm {found['grad_norm_difference']:.1e} from one process"
+                )
     return problems
 
 
@@ -275,15 +347,22 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                 rows.append({"model": model, "layout": name, "step ms": found["failed"][:80]})
                 continue
             shares = (found.get(key) for key in ("communication", "exposed_communication", "idle"))
-            rows.append({
-                "model": model, "layout": name, "step ms": harness.shown(found["step_ms"]),
-                "tokens/s per GPU": round(found["tokens_per_second_per_gpu"]),
-                "of one GPU's": f"{found['scaling']:.3f}",
-                "NCCL runs, alone; idle": ", ".join(f"{100 * s:.0f} %" for s in shares if s is not None),
-                "peak GiB": round(found.get("peak_gib", 0.0), 1),
-                "loss, norm from one process's": f"{found['loss_difference']:.1e}, {found['grad_norm_difference']:.1e}",
-                "plan": result["plan_hash"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "model": model,
+                    "layout": name,
+                    "step ms": harness.shown(found["step_ms"]),
+                    "tokens/s per GPU": round(found["tokens_per_second_per_gpu"]),
+                    "of one GPU's": f"{found['scaling']:.3f}",
+                    "NCCL runs, alone; idle": ", ".join(
+                        f"{100 * s:.0f} %" for s in shares if s is not None
+                    ),
+                    "peak GiB": round(found.get("peak_gib", 0.0), 1),
+                    "loss, norm from one process's": f"{found['loss_difference']:.1e}, "
+                    f"{found['grad_norm_difference']:.1e}",
+                    "plan": result["plan_hash"],
+                }
+            )
     return rows
 
 
@@ -293,19 +372,26 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     for model, result in results.items():
         for name, found in result["layouts"].items():
             for impl, graphs in found.get("graphs", {}).items():
-                rows.append({
-                    "model": model, "layout": name, "graphs": f"{impl} ({graphs['modules']})",
-                    "eager ms": harness.shown(graphs["eager_ms"]), "replayed ms": harness.shown(graphs["step_ms"]),
-                    "of eager": harness.shown(graphs["of_eager"]),
-                    "tokens/s per GPU": round(graphs["tokens_per_second_per_gpu"]),
-                    "of one GPU's": f"{graphs['scaling']:.3f}", "graphs hold": f"{graphs['graph_mib']:,.0f} MiB",
-                    "plan": result["plan_hash"],
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "model": model,
+                        "layout": name,
+                        "graphs": f"{impl} ({graphs['modules']})",
+                        "eager ms": harness.shown(graphs["eager_ms"]),
+                        "replayed ms": harness.shown(graphs["step_ms"]),
+                        "of eager": harness.shown(graphs["of_eager"]),
+                        "tokens/s per GPU": round(graphs["tokens_per_second_per_gpu"]),
+                        "of one GPU's": f"{graphs['scaling']:.3f}",
+                        "graphs hold": f"{graphs['graph_mib']:,.0f} MiB",
+                        "plan": result["plan_hash"],
+                    }
+                )
     return rows
 
 
 def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each axis alone and number of GPUs: tokens/s per GPU, and of them what one GPU had in the same run.
+    """A row for each axis alone and number of GPUs: tokens/s per GPU, and of them what one GPU had
+    in the same run.
 
     Args:
         of_processes: results in the form of result files, some for each model.
@@ -316,49 +402,86 @@ def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
             for name in (name for name in names if "step_ms" in result["layouts"].get(name, {})):
                 found, one = result["layouts"][name], result["layouts"][ONE]
                 kinds = {"eager": (found, one)}
-                kinds |= {impl: (graphs, one["graphs"][impl]) for impl, graphs in found.get("graphs", {}).items()}
+                kinds |= {
+                    impl: (graphs, one["graphs"][impl])
+                    for impl, graphs in found.get("graphs", {}).items()
+                }
                 rates = {
                     kind: f"{many['tokens_per_second_per_gpu']:,.0f} ({many['scaling']:.3f} of "
                     f"{single['tokens_per_second_per_gpu']:,.0f})"
                     for kind, (many, single) in kinds.items()
                 }
-                rows.append({"axis": axis, "GPUs": result["processes"], "model": model, "layout": name, **rates,
-                             "plan": result["plan_hash"]})  # fmt: skip
+                rows.append(
+                    {
+                        "axis": axis,
+                        "GPUs": result["processes"],
+                        "model": model,
+                        "layout": name,
+                        **rates,
+                        "plan": result["plan_hash"],
+                    }
+                )
     return rows
 
 
 def quick(c: dict[str, Any]) -> dict[str, Any]:
     """The same layers, small enough for a CPU."""
-    small = {**c, "T": 128, "pattern": "M*E-" if "experts" in c else "M*-", "hidden": 64, "heads": 4, "groups": 2,
-             "ffn": 64, "mamba_heads": 4, "mamba_groups": 2, "vocab": 256}  # fmt: skip
+    small = {
+        **c,
+        "T": 128,
+        "pattern": "M*E-" if "experts" in c else "M*-",
+        "hidden": 64,
+        "heads": 4,
+        "groups": 2,
+        "ffn": 64,
+        "mamba_heads": 4,
+        "mamba_groups": 2,
+        "vocab": 256,
+    }
     return small | ({"expert_ffn": 32} if "experts" in c else {})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--layouts", nargs="+", help="names (default: all for the number of processes)")
+    parser.add_argument(
+        "--layouts", nargs="+", help="names (default: all for the number of processes)"
+    )
     parser.add_argument("--packs", type=int, default=4, help="of a step, over all processes")
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
-    device = torch.device(device_from(arguments.device).type)  # each process takes the GPU of its local rank
+    device = torch.device(
+        device_from(arguments.device).type
+    )  # each process takes the GPU of its local rank
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world not in LAYOUTS:
-        parser.error(f"there are layouts of {' and '.join(map(str, LAYOUTS))} processes, not of {world}: use torchrun")
+        parser.error(
+            f"there are layouts of {' and '.join(map(str, LAYOUTS))} processes, not of {world}: use torchrun"
+        )
     wanted = arguments.layouts or list(LAYOUTS[world])
     if unknown := set(wanted) - LAYOUTS[world].keys():
-        parser.error(f"no layout {', '.join(sorted(unknown))} of {world}; there are {', '.join(LAYOUTS[world])}")
+        parser.error(
+            f"no layout {', '.join(sorted(unknown))} of {world}; there are {', '.join(LAYOUTS[world])}"
+        )
     apply_environment(TrainingConfig(train_iters=STEPS))
     harness.tune_over(arguments.tilings)
     everyone = ParallelGroups.create(ParallelConfig(), device, layout=Layout(world_size=world))
     results: dict[str, Any] = {}
     for model in arguments.models:
         c = quick(MODELS[model]) if arguments.quick else MODELS[model]
-        steps = steps_of(c, arguments.packs, QUICK_STEPS if arguments.quick else STEPS, everyone.device)
-        layouts = {ONE: {}} | {name: LAYOUTS[world][name] for name in wanted if suits(LAYOUTS[world][name], c)}
+        steps = steps_of(
+            c, arguments.packs, QUICK_STEPS if arguments.quick else STEPS, everyone.device
+        )
+        layouts = {ONE: {}} | {
+            name: LAYOUTS[world][name] for name in wanted if suits(LAYOUTS[world][name], c)
+        }
         result: dict[str, Any] = {"tokens": c["T"], "processes": world, "layouts": {}}
-        result["plan_hash"] = hash_of([pack.packed.cu_seqlens_cpu.tolist() for packs in steps for pack in packs])
+        result["plan_hash"] = hash_of(
+            [pack.packed.cu_seqlens_cpu.tolist() for packs in steps for pack in packs]
+        )
         results[model] = result
         for name, options in layouts.items():
             if device.type == "cuda":
@@ -381,7 +504,10 @@ def main() -> None:
                 one = result["layouts"].get(ONE, found)
                 result["layouts"][name] = found if "failed" in found else compared(found, one)
                 harness.save(f"layouts_{world}_{model}", {model: result}, folder=arguments.results)
-                print(f"{model}, {name}: {harness.shown(harness.plain(found).get('step_ms'))} ms", flush=True)
+                print(
+                    f"{model}, {name}: {harness.shown(harness.plain(found).get('step_ms'))} ms",
+                    flush=True,
+                )
     problems = problems_of(results) if rank == 0 else []
     if rank == 0:
         print(harness.table(rows_of(harness.plain(results))))

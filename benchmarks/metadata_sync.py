@@ -1,19 +1,23 @@
-"""What it is worth to build a pack's metadata once, on the host: against layers that each rebuild it on the device.
+"""What it is worth to build a pack's metadata once, on the host: against layers that each rebuild
+it on the device.
 
     python benchmarks/metadata_sync.py [case ...]
 
 Two paths through the same model on the same packs:
 
 ``once``       the library's: offsets, longest document, positions and document numbers are known on the host before
-               the micro-batch is copied (one copy), kernel tables are derived once; no layer asks the device anything.
-``per layer``  kept here to compare with: every attention layer derives offsets and the longest document from a device
-               tensor of lengths (one host wait), under SDPA also an additive block-causal (T, T) mask, document by
-               document (a second wait); every Mamba layer derives the document numbers (one wait).
-``per layer, one mask kernel``  for SDPA: the same, but the mask comes from a fixed number of operations.
+               the micro-batch is copied (one copy), kernel tables are derived once; no layer asks
+               the device anything.
+``per layer``  kept here to compare with: every attention layer derives offsets and the longest
+               document from a device tensor of lengths (one host wait), under SDPA also an additive
+               block-causal (T, T) mask, document by document (a second wait); every Mamba layer
+               derives the document numbers (one wait).
+``per layer, one mask kernel``  for SDPA: the same, but the mask comes from a fixed number of
+operations.
 
-Reported: forward, backward (the device drained around each) and whole training steps (blocks of steps, drained at
-their ends only), paired ratios, host waits per step counted in two ways, peak memory, and whether the losses are equal;
-for one case also over 61 deterministic optimizer steps.
+Reported: forward, backward (the device drained around each) and whole training steps (blocks of
+steps, drained at their ends only), paired ratios, host waits per step counted in two ways, peak
+memory, and whether the losses are equal; for one case also over 61 deterministic optimizer steps.
 """
 
 from __future__ import annotations
@@ -41,7 +45,15 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.training.train_step import StepValues, TrainStep, counter_slots, extra_slots
-from workloads import build_model, device_from, filled_packs, hash_of, pinned, random_documents, shape_of
+from workloads import (
+    build_model,
+    device_from,
+    filled_packs,
+    hash_of,
+    pinned,
+    random_documents,
+    shape_of,
+)
 
 ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL = "once", "per layer", "per layer, one mask kernel"
 
@@ -78,18 +90,26 @@ class PerLayerRebuild:
             elif isinstance(layer.mixer, Attention):
                 layer.register_forward_pre_hook(self._rebuild_for_attention)
 
-    def _give_lengths(self, _model: nn.Module, arguments: tuple[MicroBatch]) -> tuple[MicroBatch] | None:
-        """A micro-batch that brings lengths and positions, and nothing that layers could share ('prepared')."""
+    def _give_lengths(
+        self, _model: nn.Module, arguments: tuple[MicroBatch]
+    ) -> tuple[MicroBatch] | None:
+        """A micro-batch that brings lengths and positions, and nothing that layers could share
+        ('prepared').
+        """
         if self.path == ONCE:
             return None
         (micro_batch,) = arguments
         packed = micro_batch.packed
         prepared = packed.with_tables(
-            prepared=True, lengths=packed.cu_seqlens.diff(), rope_position_ids=packed.position_ids * packed.valid
+            prepared=True,
+            lengths=packed.cu_seqlens.diff(),
+            rope_position_ids=packed.position_ids * packed.valid,
         )
         return (dataclasses.replace(micro_batch, packed=prepared),)
 
-    def _rebuild_for_attention(self, _layer: nn.Module, arguments: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+    def _rebuild_for_attention(
+        self, _layer: nn.Module, arguments: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any] | None:
         if self.path == ONCE:
             return None
         hidden_TD, packed = arguments
@@ -98,8 +118,9 @@ class PerLayerRebuild:
         max_seqlen = int(lengths_D.max())  # waits for the device
         rebuilt = dataclasses.replace(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if self._uses_mask:
-            rebuilt = rebuilt.with_tables(varlen_attention=MaskTable(mask_TT=self._mask(hidden_TD, packed),
-                                                                     window_size=None))  # fmt: skip
+            rebuilt = rebuilt.with_tables(
+                varlen_attention=MaskTable(mask_TT=self._mask(hidden_TD, packed), window_size=None)
+            )
         return hidden_TD, rebuilt
 
     def _mask(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
@@ -110,11 +131,15 @@ class PerLayerRebuild:
         start = 0
         for length in packed.tables["lengths"].tolist():  # waits for the device
             block = slice(start, start + length)
-            mask_TT[block, block] = torch.triu(hidden_TD.new_full((length, length), float("-inf")), diagonal=1)
+            mask_TT[block, block] = torch.triu(
+                hidden_TD.new_full((length, length), float("-inf")), diagonal=1
+            )
             start += length
         return mask_TT
 
-    def _rebuild_for_mamba(self, _layer: nn.Module, arguments: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+    def _rebuild_for_mamba(
+        self, _layer: nn.Module, arguments: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any] | None:
         if self.path == ONCE:
             return None
         hidden_TD, packed = arguments
@@ -130,7 +155,9 @@ class Run:
     def __init__(self, case: Case, device: torch.device, *, deterministic: bool = False) -> None:
         self.shape = shape_of(case.shape, device)
         backends = {"varlen_attention": case.attention, "deterministic": deterministic}
-        self.model = build_model(self.shape, device, max_positions=self.shape.slots, backends=backends)
+        self.model = build_model(
+            self.shape, device, max_positions=self.shape.slots, backends=backends
+        )
         groups = ParallelGroups.single(device)
         buffers = FlatBuffers(
             self.model, extras=extra_slots(groups), counters=counter_slots(self.model)
@@ -140,7 +167,9 @@ class Run:
         self.lengths = filled_packs(self.shape.slots, PACKS, mean=min(180.0, self.shape.slots / 8))
         self.batches = []
         for seed, lengths in enumerate(self.lengths):
-            documents = [(tokens, None) for tokens in random_documents(lengths, self.shape.vocab, seed)]
+            documents = [
+                (tokens, None) for tokens in random_documents(lengths, self.shape.vocab, seed)
+            ]
             targets = sum(lengths) - len(lengths)
             batch = MicroBatch.build(documents, self.shape.slots, scales=(1 / targets, 1.0))
             self.batches.append(pinned(batch, device))
@@ -186,19 +215,25 @@ def measure(case: Case, device: torch.device, *, repeats: int, blocks: int) -> d
     losses = {path: [run.loss(path, number) for number in range(PACKS)] for path in paths}
     for path in paths:
         run.steps(path, PACKS)
-    phases: dict[str, dict[str, list[float]]] = {path: {"forward": [], "backward": [], "step": []} for path in paths}
+    phases: dict[str, dict[str, list[float]]] = {
+        path: {"forward": [], "backward": [], "step": []} for path in paths
+    }
     for number in range(repeats):
         for path in paths if number % 2 == 0 else paths[::-1]:
             forward, backward = run.forward_backward(path, run.batches[number % PACKS])
             phases[path]["forward"].append(forward)
             phases[path]["backward"].append(backward)
-    block: dict[str, Callable[[], object]] = {path: lambda p=path: run.steps(p, STEPS_PER_BLOCK) for path in paths}
+    block: dict[str, Callable[[], object]] = {
+        path: lambda p=path: run.steps(p, STEPS_PER_BLOCK) for path in paths
+    }
     for path, seconds in harness.interleaved_seconds(block, warm=0, repeats=blocks).items():
         phases[path]["step"] = [value / STEPS_PER_BLOCK for value in seconds]
     return {
         "like": run.shape.like,
         "attention": case.attention,
-        "layers": {symbol: run.shape.pattern.count(symbol) for symbol in sorted(set(run.shape.pattern))},
+        "layers": {
+            symbol: run.shape.pattern.count(symbol) for symbol in sorted(set(run.shape.pattern))
+        },
         "tokens": run.shape.slots,
         "documents": [len(lengths) for lengths in run.lengths],
         "plan_hash": hash_of(run.lengths),
@@ -211,25 +246,30 @@ def measure(case: Case, device: torch.device, *, repeats: int, blocks: int) -> d
                 "backward_ms": harness.Spread.of(times["backward"]),
                 "step_ms": harness.Spread.of(times["step"]),
                 "over_once": {
-                    phase: harness.Spread.of_ratios(times[phase], phases[ONCE][phase]) for phase in times
+                    phase: harness.Spread.of_ratios(times[phase], phases[ONCE][phase])
+                    for phase in times
                 },
                 "host_waits_per_step": harness.host_waits(lambda p=path: run.steps(p, 1)),
                 "peak_gib": harness.peak_gib(lambda p=path: run.steps(p, PACKS)),
             }
             for path, times in phases.items()
         },
-    }  # fmt: skip
+    }
 
 
 def equal_over_steps(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
-    """The largest difference of loss and gradient norm between the two paths, each trained from the same weights."""
+    """The largest difference of loss and gradient norm between the two paths, each trained from the
+    same weights.
+    """
     configure_determinism()
     curves = {}
     for path in (ONCE, PER_LAYER):
         harness.free_memory()
         run = Run(case, device, deterministic=True)
         run.rebuild.path = path
-        metrics = [run.step_once([run.batches[n % PACKS]], LEARNING_RATE).clone() for n in range(steps)]
+        metrics = [
+            run.step_once([run.batches[n % PACKS]], LEARNING_RATE).clone() for n in range(steps)
+        ]
         curves[path] = [StepValues.from_list(one.tolist()) for one in metrics]
     torch.use_deterministic_algorithms(False)
     pairs = list(zip(curves[ONCE], curves[PER_LAYER]))
@@ -248,13 +288,25 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     for name, result in results.items():
         for path, found in result["paths"].items():
             waits = found["host_waits_per_step"]
-            rows.append({
-                "case": name, "path": path,
-                **{f"{phase} ms": harness.shown(found[f"{phase}_ms"]) for phase in found["over_once"]},
-                **{f"{phase} / once": harness.shown(ratio) for phase, ratio in found["over_once"].items()},
-                "waits per step (torch / runtime)": "" if waits is None else f"{waits[0]} / {waits[1]}",
-                "peak GiB": found["peak_gib"], "losses equal": result["losses_equal"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "case": name,
+                    "path": path,
+                    **{
+                        f"{phase} ms": harness.shown(found[f"{phase}_ms"])
+                        for phase in found["over_once"]
+                    },
+                    **{
+                        f"{phase} / once": harness.shown(ratio)
+                        for phase, ratio in found["over_once"].items()
+                    },
+                    "waits per step (torch / runtime)": ""
+                    if waits is None
+                    else f"{waits[0]} / {waits[1]}",
+                    "peak GiB": found["peak_gib"],
+                    "losses equal": result["losses_equal"],
+                }
+            )
     return rows
 
 
@@ -262,22 +314,27 @@ def equality_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """What training from the same weights by either path gives, where it was measured."""
     return [
         {
-            "case": name, "deterministic steps": found["steps"],
+            "case": name,
+            "deterministic steps": found["steps"],
             "largest difference of losses": found["max_loss_difference"],
             "of gradient norms": found["max_grad_norm_difference"],
             "loss: first, last": ", ".join(f"{loss:.4f}" for loss in found["loss_first_last"]),
         }
         for name, result in results.items()
         if (found := result.get("equal_over_steps"))
-    ] or [{"case": "none was measured"}]  # fmt: skip
+    ] or [{"case": "none was measured"}]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help=f"from {list(CASES)} (default: all)")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; deterministic steps need it
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # read when cuBLAS starts; deterministic steps need it
     device = device_from(arguments.device)
     repeats, blocks, steps = (2, 1, 3) if arguments.quick else (16, 8, EQUAL_STEPS)
     results: dict[str, Any] = {}

@@ -1,11 +1,13 @@
-"""Forward + backward of one micro-batch: our model beside megatron-core's, same weights, same packs, same run.
+"""Forward + backward of one micro-batch: our model beside megatron-core's, same weights, same
+packs, same run.
 
     python benchmarks/model_step.py [shard8b] [hybrid1b]
 
-``shard8b`` is one rank's TP8 share of a Nemotron-H-8B-like model at 4,096 tokens, ``hybrid1b`` a whole 797 M model at
-8,192. Both models get the same weights, four packings of 12 documents and the environment variables of a run.
-Reported: loss and gradient norm of both, wall-clock and GPU-busy time, and ours captured by hand in one CUDA graph and
-replayed over the other packings. The eager sides take turns; a ratio is of two measurements that followed each other.
+``shard8b`` is one rank's TP8 share of a Nemotron-H-8B-like model at 4,096 tokens, ``hybrid1b`` a
+whole 797 M model at 8,192. Both models get the same weights, four packings of 12 documents and the
+environment variables of a run. Reported: loss and gradient norm of both, wall-clock and GPU-busy
+time, and ours captured by hand in one CUDA graph and replayed over the other packings. The eager
+sides take turns; a ratio is of two measurements that followed each other.
 """
 
 from __future__ import annotations
@@ -30,11 +32,29 @@ DOCUMENTS = 12
 ROUNDS = 5
 """Profiles of each side, taking turns."""
 CONFIGS = {
-    "shard8b": {"T": 4096, "pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-", "hidden": 4096, "heads": 4, "groups": 1,
-                "ffn": 2688, "mamba_heads": 16, "mamba_groups": 1, "vocab": 16384},
-    "hybrid1b": {"T": 8192, "pattern": "M-M-M*-M-M-M*-M-M-M*-M-", "hidden": 2048, "heads": 16, "groups": 4, "ffn": 8192,
-                 "mamba_heads": 64, "mamba_groups": 8, "vocab": 32768},
-}  # fmt: skip
+    "shard8b": {
+        "T": 4096,
+        "pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-",
+        "hidden": 4096,
+        "heads": 4,
+        "groups": 1,
+        "ffn": 2688,
+        "mamba_heads": 16,
+        "mamba_groups": 1,
+        "vocab": 16384,
+    },
+    "hybrid1b": {
+        "T": 8192,
+        "pattern": "M-M-M*-M-M-M*-M-M-M*-M-",
+        "hidden": 2048,
+        "heads": 16,
+        "groups": 4,
+        "ffn": 8192,
+        "mamba_heads": 64,
+        "mamba_groups": 8,
+        "vocab": 32768,
+    },
+}
 
 
 def packings(T: int, count: int) -> list[list[int]]:
@@ -50,24 +70,47 @@ def packings(T: int, count: int) -> list[list[int]]:
 
 def model_config(c: dict) -> ModelConfig:
     """With experts of ``expert_ffn`` in E layers where ``c`` has ``experts``."""
-    experts = {
-        "num_experts": c["experts"], "moe_ffn_hidden_size": c["expert_ffn"], "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 1e-2,
-    } if "experts" in c else {}  # fmt: skip
+    experts = (
+        {
+            "num_experts": c["experts"],
+            "moe_ffn_hidden_size": c["expert_ffn"],
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 1e-2,
+        }
+        if "experts" in c
+        else {}
+    )
     return ModelConfig(
-        hybrid_layer_pattern=c["pattern"], hidden_size=c["hidden"], num_attention_heads=c["heads"],
-        num_query_groups=c["groups"], kv_channels=128, ffn_hidden_size=c["ffn"],
-        squared_relu=True, normalization="RMSNorm", add_bias_linear=False, position_embedding_type="none",
-        untie_embeddings_and_output_weights=True, mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
-        mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], vocab_size=c["vocab"], **experts,
-    )  # fmt: skip
+        hybrid_layer_pattern=c["pattern"],
+        hidden_size=c["hidden"],
+        num_attention_heads=c["heads"],
+        num_query_groups=c["groups"],
+        kv_channels=128,
+        ffn_hidden_size=c["ffn"],
+        squared_relu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="none",
+        untie_embeddings_and_output_weights=True,
+        mamba_num_heads=c["mamba_heads"],
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=c["mamba_groups"],
+        vocab_size=c["vocab"],
+        **experts,
+    )
 
 
 def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
     """bf16 on a GPU, float32 on a CPU."""
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return HybridModel(
-        model_config(c), vocab_size=c["vocab"], max_positions=c["T"], device=device, dtype=dtype, seed=1234
+        model_config(c),
+        vocab_size=c["vocab"],
+        max_positions=c["T"],
+        device=device,
+        dtype=dtype,
+        seed=1234,
     )
 
 
@@ -84,31 +127,61 @@ def megatron_model(c: dict) -> torch.nn.Module:
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
     config = TransformerConfig(
-        num_layers=len(c["pattern"]), hidden_size=c["hidden"], num_attention_heads=c["heads"], kv_channels=128,
-        num_query_groups=c["groups"], ffn_hidden_size=c["ffn"], mamba_num_heads=c["mamba_heads"], mamba_head_dim=64,
-        mamba_state_dim=128, mamba_num_groups=c["mamba_groups"], bf16=True, params_dtype=torch.bfloat16,
-        normalization="RMSNorm", add_bias_linear=False, activation_func=squared_relu, gated_linear_unit=False,
-        attention_dropout=0.0, hidden_dropout=0.0, pipeline_dtype=torch.bfloat16,
-    )  # fmt: skip
+        num_layers=len(c["pattern"]),
+        hidden_size=c["hidden"],
+        num_attention_heads=c["heads"],
+        kv_channels=128,
+        num_query_groups=c["groups"],
+        ffn_hidden_size=c["ffn"],
+        mamba_num_heads=c["mamba_heads"],
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=c["mamba_groups"],
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        activation_func=squared_relu,
+        gated_linear_unit=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        pipeline_dtype=torch.bfloat16,
+    )
     model = MegatronHybridModel(
-        config=config, hybrid_stack_spec=hybrid_stack_spec, vocab_size=c["vocab"], max_sequence_length=c["T"],
-        hybrid_layer_pattern=c["pattern"], position_embedding_type="none",
-    )  # fmt: skip
+        config=config,
+        hybrid_stack_spec=hybrid_stack_spec,
+        vocab_size=c["vocab"],
+        max_sequence_length=c["T"],
+        hybrid_layer_pattern=c["pattern"],
+        position_embedding_type="none",
+    )
     return model.cuda().bfloat16()
 
 
 # Our parameter name inside layer N -> theirs, by kind of layer.
 _LAYER_NAMES = {
-    "M": {"norm.weight": "mixer.in_proj.layer_norm_weight", "mixer.in_proj.weight": "mixer.in_proj.weight",
-          "mixer.conv1d.weight": "mixer.conv1d_weight", "mixer.conv1d.bias": "mixer.conv1d_bias",
-          "mixer.A_log": "mixer.A_log", "mixer.D": "mixer.D", "mixer.dt_bias": "mixer.dt_bias",
-          "mixer.norm.weight": "mixer.norm.weight", "mixer.out_proj.weight": "mixer.out_proj.weight"},
-    "*": {"norm.weight": "self_attention.linear_qkv.layer_norm_weight",
-          "mixer.qkv.weight": "self_attention.linear_qkv.weight",
-          "mixer.proj.weight": "self_attention.linear_proj.weight"},
-    "-": {"norm.weight": "mlp.linear_fc1.layer_norm_weight", "mixer.fc1.weight": "mlp.linear_fc1.weight",
-          "mixer.fc2.weight": "mlp.linear_fc2.weight"},
-}  # fmt: skip
+    "M": {
+        "norm.weight": "mixer.in_proj.layer_norm_weight",
+        "mixer.in_proj.weight": "mixer.in_proj.weight",
+        "mixer.conv1d.weight": "mixer.conv1d_weight",
+        "mixer.conv1d.bias": "mixer.conv1d_bias",
+        "mixer.A_log": "mixer.A_log",
+        "mixer.D": "mixer.D",
+        "mixer.dt_bias": "mixer.dt_bias",
+        "mixer.norm.weight": "mixer.norm.weight",
+        "mixer.out_proj.weight": "mixer.out_proj.weight",
+    },
+    "*": {
+        "norm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "mixer.qkv.weight": "self_attention.linear_qkv.weight",
+        "mixer.proj.weight": "self_attention.linear_proj.weight",
+    },
+    "-": {
+        "norm.weight": "mlp.linear_fc1.layer_norm_weight",
+        "mixer.fc1.weight": "mlp.linear_fc1.weight",
+        "mixer.fc2.weight": "mlp.linear_fc2.weight",
+    },
+}
 
 
 def copy_weights(ours: HybridModel, theirs: torch.nn.Module, pattern: str) -> None:
@@ -161,16 +234,21 @@ class Theirs:
     def accumulate(self, number: int) -> None:
         batch = self.batches[number]
         per_token = self.model(
-            input_ids=batch.tokens.long()[None], position_ids=batch.packed.position_ids.long()[None],
-            attention_mask=None, labels=batch.labels.long()[None], packed_seq_params=self.packs[number],
-        )  # fmt: skip
+            input_ids=batch.tokens.long()[None],
+            position_ids=batch.packed.position_ids.long()[None],
+            attention_mask=None,
+            labels=batch.labels.long()[None],
+            packed_seq_params=self.packs[number],
+        )
         loss = (per_token.float().view(-1) * batch.loss_mask).sum() * batch.scales[0]
         loss.backward()
         self.loss.copy_(loss.detach())
 
     def check(self, number: int) -> tuple[float, float]:
         self.step(number)
-        squares = [p.grad.float().square().sum() for p in self.model.parameters() if p.grad is not None]
+        squares = [
+            p.grad.float().square().sum() for p in self.model.parameters() if p.grad is not None
+        ]
         return self.loss.item(), torch.stack(squares).sum().sqrt().item()
 
 
@@ -180,7 +258,9 @@ def make_batches(
     batches = []
     for seed, row in enumerate(lengths):
         random = torch.Generator().manual_seed(100 + seed)
-        documents = [(torch.randint(0, c["vocab"], (n,), generator=random).numpy(), None) for n in row]
+        documents = [
+            (torch.randint(0, c["vocab"], (n,), generator=random).numpy(), None) for n in row
+        ]
         targets = sum(n - 1 for n in row)
         scales = (1 / targets, 1.0)
         batches.append(MicroBatch.build(documents, c["T"], capacity, scales, max_seqlen).to("cuda"))
@@ -189,7 +269,8 @@ def make_batches(
 
 def graph_replay(ours: Ours, c: dict, lengths: list[list[int]]) -> dict[str, object]:
     """Captures one forward + backward by hand and replays it over the other packings."""
-    # A captured kernel keeps its grid: the capacity and max_seqlen must serve every packing that is replayed.
+    # A captured kernel keeps its grid: the capacity and max_seqlen must serve every packing that is
+    # replayed.
     static = make_batches(c, lengths[:1], DOCUMENTS, max_seqlen=c["T"])[0]
     batches = make_batches(c, lengths[1:], DOCUMENTS)
     ours.batches = [static]
@@ -211,15 +292,25 @@ def graph_replay(ours: Ours, c: dict, lengths: list[list[int]]) -> dict[str, obj
         gradients = ours.buffers.grads.clone()
         ours.batches = [batch]
         eager = ours.check(0)
-        difference = (ours.buffers.grads - gradients).norm().item() / ours.buffers.grads.norm().item()
+        difference = (
+            ours.buffers.grads - gradients
+        ).norm().item() / ours.buffers.grads.norm().item()
         again = ours.check(0), ours.buffers.grads.clone()
         second = ours.check(0)
         spread = (ours.buffers.grads - again[1]).norm().item() / ours.buffers.grads.norm().item()
         comparisons.append(
-            {"packing": number, "loss_replay": replayed[0], "loss_eager": eager[0], "grad_norm_replay": replayed[1],
-             "grad_norm_eager": eager[1], "grad_difference": difference, "eager_against_eager": spread,
-             "finite": bool(torch.isfinite(gradients).all()), "second_loss": second[0]}
-        )  # fmt: skip
+            {
+                "packing": number,
+                "loss_replay": replayed[0],
+                "loss_eager": eager[0],
+                "grad_norm_replay": replayed[1],
+                "grad_norm_eager": eager[1],
+                "grad_difference": difference,
+                "eager_against_eager": spread,
+                "finite": bool(torch.isfinite(gradients).all()),
+                "second_loss": second[0],
+            }
+        )
     times = harness.wall_and_busy(graph.replay)
     del graph
     return {
@@ -237,9 +328,11 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
     batches = make_batches(c, lengths, DOCUMENTS)
     model = our_model(c)
     result: dict[str, object] = {
-        "tokens": c["T"], "plan_hash": plan_hash, "documents": DOCUMENTS,
+        "tokens": c["T"],
+        "plan_hash": plan_hash,
+        "documents": DOCUMENTS,
         "parameters": sum(p.numel() for p in model.parameters()),
-    }  # fmt: skip
+    }
     sides: dict[str, object] = {}
     if not skip_megatron:
         theirs_model = megatron_model(c)
@@ -264,7 +357,9 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
             torch.cuda.reset_peak_memory_stats()
             profiles[label].append(harness.gpu_busy(cycling(side), calls=len(batches)))
             result[label]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    busy_s = {label: [one.milliseconds / 1e3 for one in rounds] for label, rounds in profiles.items()}
+    busy_s = {
+        label: [one.milliseconds / 1e3 for one in rounds] for label, rounds in profiles.items()
+    }
     for label in sides:
         wall, busy = walls[label], harness.Spread.of(busy_s[label])
         result[label] |= {
@@ -280,9 +375,13 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
             print(f"{milliseconds:9.3f}  {kernel[:120]}")
     if not skip_megatron:
         mine, other = result["megatron_packed"], result["megatron_core"]
-        result["busy_ratio"] = harness.Spread.of_ratios(busy_s["megatron_packed"], busy_s["megatron_core"])
+        result["busy_ratio"] = harness.Spread.of_ratios(
+            busy_s["megatron_packed"], busy_s["megatron_core"]
+        )
         result["loss_difference"] = abs(mine["loss"] - other["loss"]) / abs(other["loss"])
-        result["grad_norm_difference"] = abs(mine["grad_norm"] - other["grad_norm"]) / other["grad_norm"]
+        result["grad_norm_difference"] = (
+            abs(mine["grad_norm"] - other["grad_norm"]) / other["grad_norm"]
+        )
         sides.pop("megatron_core")
         del theirs_model
         torch.cuda.empty_cache()
@@ -291,18 +390,30 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
 
 
 def begin_alone(*, port: int) -> None:
-    """The environment of a job of one process, which megatron-core looks at, and that of our kernels; the first GPU."""
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1",
-                       "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():  # fmt: skip
+    """The environment of a job of one process, which megatron-core looks at, and that of our
+    kernels; the first GPU.
+    """
+    for key, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }.items():
         os.environ.setdefault(key, value)
     apply_environment(TrainingConfig(train_iters=1))
     torch.cuda.set_device(0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
-    parser.add_argument("--kernels", type=int, default=22, help="longest kernels to print of each side")
+    parser.add_argument(
+        "--kernels", type=int, default=22, help="longest kernels to print of each side"
+    )
     parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
     parser.add_argument("--name", default="model_step", help="name of the result file")
     arguments = parser.parse_args()
@@ -316,11 +427,31 @@ def main() -> None:
     for name, result in results.items():
         for label in ("megatron_core", "megatron_packed", "graph"):
             if label in result:
-                rows.append({"config": name, "path": label, **{
-                    key: result[label].get(key) for key in ("loss", "grad_norm", "wall_ms", "busy_ms", "wall_over_busy",
-                                                            "mfu_of_busy", "launches")}})  # fmt: skip
-        print({key: result[key] for key in ("busy_ratio", "loss_difference", "grad_norm_difference", "plan_hash")
-               if key in result})  # fmt: skip
+                rows.append(
+                    {
+                        "config": name,
+                        "path": label,
+                        **{
+                            key: result[label].get(key)
+                            for key in (
+                                "loss",
+                                "grad_norm",
+                                "wall_ms",
+                                "busy_ms",
+                                "wall_over_busy",
+                                "mfu_of_busy",
+                                "launches",
+                            )
+                        },
+                    }
+                )
+        print(
+            {
+                key: result[key]
+                for key in ("busy_ratio", "loss_difference", "grad_norm_difference", "plan_hash")
+                if key in result
+            }
+        )
         print(*result["graph"]["packings"], sep="\n")
     print(harness.table(rows))
     print(path)

@@ -1,12 +1,14 @@
-"""Whole training steps that keep all activations, compute layers again, or fetch their inputs from the host as well.
+"""Whole training steps that keep all activations, compute layers again, or fetch their inputs from
+the host as well.
 
     python benchmarks/offload.py [hybrid1b] [hybrid1b_deep] [--graphs hybrid1b]
 
-One optimizer step is one pack of 32,768 tokens in 12 documents, AdamW included, at a learning rate of 0, so that every
-side sees the same weights in every step. All sides share weights, gradients and optimizer state: what a side's peak has
-beyond another's are activations. Sides take turns, step by step. Copies are measured in a profile of the device: those
-of layers' inputs are the long ones. A copy is hidden while a kernel runs. ``--graphs`` captures recomputation with and
-without offload, layer by layer and as whole steps, and lets both take turns again.
+One optimizer step is one pack of 32,768 tokens in 12 documents, AdamW included, at a learning rate
+of 0, so that every side sees the same weights in every step. All sides share weights, gradients and
+optimizer state: what a side's peak has beyond another's are activations. Sides take turns, step by
+step. Copies are measured in a profile of the device: those of layers' inputs are the long ones. A
+copy is hidden while a kernel runs. ``--graphs`` captures recomputation with and without offload,
+layer by layer and as whole steps, and lets both take turns again.
 """
 
 from __future__ import annotations
@@ -46,12 +48,18 @@ from workloads import device_from, filled_on_device, hash_of, pinned, random_doc
 TOKENS, PACKS, CAPACITY = 32768, 4, 16
 _HYBRID = {**CONFIGS["hybrid1b"], "T": TOKENS}
 MODELS = {"hybrid1b": _HYBRID, "hybrid1b_deep": {**_HYBRID, "pattern": 2 * _HYBRID["pattern"]}}
-WHOLE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+WHOLE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 NONE, RECOMPUTE, ONE, TWO = "nothing", "recompute", "offload, 1 buffer", "offload, 2 buffers"
 SIDES: dict[str, dict[str, Any]] = {
-    NONE: {}, RECOMPUTE: WHOLE, ONE: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 1},
+    NONE: {},
+    RECOMPUTE: WHOLE,
+    ONE: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 1},
     TWO: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 2},
-}  # fmt: skip
+}
 IMPLS = (LOCAL, FULL_ITERATION)
 """Graphs that offload goes together with."""
 WARM, PROFILED = 3, 2
@@ -61,8 +69,14 @@ NORM_BOUND = 1e-3
 """Kernels add up in an order of their own."""
 
 
-def config_of(c: dict[str, Any], memory: dict[str, Any], device: torch.device, impl: str = "none") -> RunConfig:
-    small = {"min_offloaded_tensor_size": 1} if device.type == "cpu" and "offload_layer_inputs" in memory else {}
+def config_of(
+    c: dict[str, Any], memory: dict[str, Any], device: torch.device, impl: str = "none"
+) -> RunConfig:
+    small = (
+        {"min_offloaded_tensor_size": 1}
+        if device.type == "cpu" and "offload_layer_inputs" in memory
+        else {}
+    )
     return RunConfig(
         model=model_config(c),
         data=DataConfig(train_data_path=("none.jsonl",)),
@@ -131,11 +145,16 @@ def in_turns(runs: dict[str, Callable[[], StepValues]], rounds: int) -> dict[str
     return {
         name: {
             "step_ms": Spread.of(seconds[name]),
-            "losses": [one.loss for one in values[name]], "grad_norms": [one.grad_norm for one in values[name]],
-            "of": {other: Spread.of_ratios(seconds[name], seconds[other]) for other in runs if other != name},
+            "losses": [one.loss for one in values[name]],
+            "grad_norms": [one.grad_norm for one in values[name]],
+            "of": {
+                other: Spread.of_ratios(seconds[name], seconds[other])
+                for other in runs
+                if other != name
+            },
         }
         for name in runs
-    }  # fmt: skip
+    }
 
 
 def peak_of(run: Callable[[], object]) -> dict[str, float]:
@@ -170,17 +189,25 @@ def copies(run: Callable[[], object], num_bytes: int) -> dict[str, Any]:
         both = sorted([*kernels, *large], key=lambda event: event.time_range.start)
         exposed = harness.union_ms(both) - harness.union_ms(kernels)
         found[kind] = {
-            "per_step": len(large) / PROFILED, "copy_ms": Spread.of(seconds or [0.0]),
-            "gb_per_s": Spread.of_ratios([num_bytes / 1e9] * len(seconds), seconds) if seconds else None,
+            "per_step": len(large) / PROFILED,
+            "copy_ms": Spread.of(seconds or [0.0]),
+            "gb_per_s": Spread.of_ratios([num_bytes / 1e9] * len(seconds), seconds)
+            if seconds
+            else None,
             "hidden": 1 - exposed / max(harness.union_ms(large), 1e-9) if large else 1.0,
-        }  # fmt: skip
+        }
     return found
 
 
 def of_graphs(
-    c: dict[str, Any], jobs: dict[str, Job], impl: str, packs: Sequence[MicroBatch], groups: ParallelGroups,
-    rounds: int, engine: Callable[[], Engine | None],
-) -> dict[str, Any]:  # fmt: skip
+    c: dict[str, Any],
+    jobs: dict[str, Job],
+    impl: str,
+    packs: Sequence[MicroBatch],
+    groups: ParallelGroups,
+    rounds: int,
+    engine: Callable[[], Engine | None],
+) -> dict[str, Any]:
     """Recomputation by replay with and without offload."""
     made, runs, found = [], {}, {}
     ladder = Ladder.of([CAPACITY], c["T"])
@@ -199,9 +226,10 @@ def of_graphs(
         for name, graphs in zip(runs, made):
             counters = graphs.counters
             found[name] = times[name] | {
-                "graph_mib": counters.memory_mib, "capture_seconds": counters.capture_seconds,
+                "graph_mib": counters.memory_mib,
+                "capture_seconds": counters.capture_seconds,
                 "fallbacks": counters.fallbacks.total() + counters.module_fallbacks.total(),
-            }  # fmt: skip
+            }
             if groups.device.type == "cuda":
                 found[name] |= peak_of(runs[name])
                 if name == TWO:
@@ -235,14 +263,21 @@ def run(
     jobs = {NONE: first_job(config_of(c, SIDES[NONE], device), groups, c["vocab"])}
     jobs |= {
         name: sharing(jobs[NONE], config_of(c, memory, device), groups)
-        for name, memory in SIDES.items() if name != NONE
-    }  # fmt: skip
+        for name, memory in SIDES.items()
+        if name != NONE
+    }
     result: dict[str, Any] = {
-        "tokens": c["T"], "layers": len(c["pattern"]), "documents": DOCUMENTS, "input_mib": input_bytes(c) / 2**20,
+        "tokens": c["T"],
+        "layers": len(c["pattern"]),
+        "documents": DOCUMENTS,
+        "input_mib": input_bytes(c) / 2**20,
         "parameters": jobs[NONE].model.num_parameters,
-        "plan_hash": hash_of([pack.packed.cu_seqlens_cpu.tolist() for pack in packs]), "peaks": {}, "copies": {},
-        "figures": {}, "graphs": {},
-    }  # fmt: skip
+        "plan_hash": hash_of([pack.packed.cu_seqlens_cpu.tolist() for pack in packs]),
+        "peaks": {},
+        "copies": {},
+        "figures": {},
+        "graphs": {},
+    }
     for name, job in jobs.items():
         once = runner(job, packs)
         for _ in range(WARM):
@@ -254,9 +289,10 @@ def run(
         if job.model.offload is not None:
             figures = job.model.offload.figures
             result["figures"][name] = {
-                "buffers": job.model.offload.buffers.now, "off": job.model.offload.off,
+                "buffers": job.model.offload.buffers.now,
+                "off": job.model.offload.off,
                 **({} if figures is None else asdict(figures)),
-            }  # fmt: skip
+            }
         harness.free_memory()
     result["sides"] = in_turns({name: runner(job, packs) for name, job in jobs.items()}, rounds)
     save(result)
@@ -272,7 +308,11 @@ def run(
 
 def moved(result: dict[str, Any], name: str) -> float | None:
     """Share of the layers' inputs that went to the host."""
-    return result["copies"][name]["DtoH"]["per_step"] / result["layers"] if name in result["copies"] else None
+    return (
+        result["copies"][name]["DtoH"]["per_step"] / result["layers"]
+        if name in result["copies"]
+        else None
+    )
 
 
 def freed(result: dict[str, Any], name: str) -> float | None:
@@ -280,14 +320,21 @@ def freed(result: dict[str, Any], name: str) -> float | None:
     peaks = result["peaks"]
     if name not in peaks:
         return None
-    return (peaks[RECOMPUTE]["peak_gib"] - peaks[name]["peak_gib"]) * 1024 / result["layers"] / result["input_mib"]
+    return (
+        (peaks[RECOMPUTE]["peak_gib"] - peaks[name]["peak_gib"])
+        * 1024
+        / result["layers"]
+        / result["input_mib"]
+    )
 
 
 def problems_of(results: dict[str, Any]) -> list[str]:
     """What must not be, whatever the machine."""
     problems = []
     for model, result in results.items():
-        groups = {"": result["sides"]} | {f"{impl}, ": found for impl, found in result["graphs"].items()}
+        groups = {"": result["sides"]} | {
+            f"{impl}, ": found for impl, found in result["graphs"].items()
+        }
         for where, sides in groups.items():
             if "failed" in sides:
                 problems.append(f"{model}, {where}{sides['failed']}")
@@ -295,10 +342,16 @@ def problems_of(results: dict[str, Any]) -> list[str]:
             wanted = sides[RECOMPUTE]
             for name, side in sides.items():
                 pairs = zip(side["grad_norms"], wanted["grad_norms"], strict=True)
-                if side["losses"] != wanted["losses"] or any(abs(a - b) > NORM_BOUND * b for a, b in pairs):
-                    problems.append(f"{model}, {where}{name}: loss or norm differ from {RECOMPUTE}'s")
+                if side["losses"] != wanted["losses"] or any(
+                    abs(a - b) > NORM_BOUND * b for a, b in pairs
+                ):
+                    problems.append(
+                        f"{model}, {where}{name}: loss or norm differ from {RECOMPUTE}'s"
+                    )
                 if result["figures"].get(name, {}).get("off"):
-                    problems.append(f"{model}, {name}: offload is off: {result['figures'][name]['off']}")
+                    problems.append(
+                        f"{model}, {name}: offload is off: {result['figures'][name]['off']}"
+                    )
                 if side.get("fallbacks"):
                     problems.append(f"{model}, {where}{name}: {side['fallbacks']} fallbacks")
     return problems
@@ -313,13 +366,18 @@ def misses_of(results: dict[str, Any]) -> list[str]:
             if share < LEAST_MOVED:
                 found.append(f"{model}, {name}: {100 * share:.0f} % of the layers' inputs moved")
             if name == TWO and hidden < LEAST_HIDDEN:
-                found.append(f"{model}, {name}: {100 * hidden:.0f} % of the time of copies back is hidden")
+                found.append(
+                    f"{model}, {name}: {100 * hidden:.0f} % of the time of copies back is hidden"
+                )
         if (buffers := result["figures"].get(TWO, {}).get("buffers", 2)) != 2:
             found.append(f"{model}, {TWO}: there are {buffers}")
         if (of_one := result["sides"][TWO]["of"][ONE][0]) > MOST_OF_ONE_BUFFER:
             found.append(f"{model}: two buffers take {of_one:.3f} of one buffer's time")
         for impl, sides in result["graphs"].items():
-            if "failed" not in sides and (of_graphs := sides[TWO]["of"][RECOMPUTE][0]) > MOST_OF_GRAPHS:
+            if (
+                "failed" not in sides
+                and (of_graphs := sides[TWO]["of"][RECOMPUTE][0]) > MOST_OF_GRAPHS
+            ):
                 found.append(f"{model}, {impl}: offload takes {of_graphs:.3f} of the time without")
     return found
 
@@ -332,18 +390,25 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """A row for each model and side, from results in the form of a result file."""
     return [
         {
-            "model": model, "tokens": result["tokens"], "kept": name, "step ms": harness.shown(side["step_ms"]),
+            "model": model,
+            "tokens": result["tokens"],
+            "kept": name,
+            "step ms": harness.shown(side["step_ms"]),
             "of recompute's": harness.shown(side["of"].get(RECOMPUTE)),
             "of one buffer's": harness.shown(side["of"].get(ONE)) if name == TWO else "",
-            "peak GiB": f"{result['peaks'][name]['peak_gib']:.2f}" if name in result["peaks"] else "",
+            "peak GiB": f"{result['peaks'][name]['peak_gib']:.2f}"
+            if name in result["peaks"]
+            else "",
             "inputs moved, freed": ", ".join(
                 filter(None, (percent(moved(result, name)), percent(freed(result, name))))
-            ) if name in (ONE, TWO) else "",
+            )
+            if name in (ONE, TWO)
+            else "",
             "plan": result["plan_hash"],
         }
         for model, result in results.items()
         for name, side in result["sides"].items()
-    ]  # fmt: skip
+    ]
 
 
 def copy_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
@@ -353,17 +418,23 @@ def copy_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
         measured = {f"eager, {name}": found for name, found in result["copies"].items()}
         measured |= {
             f"{impl}, {TWO}": sides[TWO]["copies"]
-            for impl, sides in result["graphs"].items() if "copies" in sides.get(TWO, {})
-        }  # fmt: skip
+            for impl, sides in result["graphs"].items()
+            if "copies" in sides.get(TWO, {})
+        }
         rows += [
             {
-                "model": model, "side": side, "copy": kind, "of a step": f"{found['per_step']:.0f}",
-                "MiB": f"{result['input_mib']:.0f}", "ms": harness.shown(found["copy_ms"]),
-                "GB/s": harness.shown(found["gb_per_s"]), "hidden": percent(max(found["hidden"], 0)),
+                "model": model,
+                "side": side,
+                "copy": kind,
+                "of a step": f"{found['per_step']:.0f}",
+                "MiB": f"{result['input_mib']:.0f}",
+                "ms": harness.shown(found["copy_ms"]),
+                "GB/s": harness.shown(found["gb_per_s"]),
+                "hidden": percent(max(found["hidden"], 0)),
             }
             for side, directions in measured.items()
             for kind, found in directions.items()
-        ]  # fmt: skip
+        ]
     return rows
 
 
@@ -374,20 +445,35 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
         for impl, sides in result["graphs"].items():
             for name, side in sides.items():
                 failed = name == "failed"
-                rows.append({
-                    "model": model, "graphs": impl, "kept": side[:80] if failed else name,
-                    "step ms": "" if failed else harness.shown(side["step_ms"]),
-                    "of recompute's": "" if failed else harness.shown(side["of"].get(RECOMPUTE)),
-                    "graphs hold MiB": "" if failed else f"{side['graph_mib']:,.0f}",
-                    "fallbacks": "" if failed else side["fallbacks"],
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "model": model,
+                        "graphs": impl,
+                        "kept": side[:80] if failed else name,
+                        "step ms": "" if failed else harness.shown(side["step_ms"]),
+                        "of recompute's": ""
+                        if failed
+                        else harness.shown(side["of"].get(RECOMPUTE)),
+                        "graphs hold MiB": "" if failed else f"{side['graph_mib']:,.0f}",
+                        "fallbacks": "" if failed else side["fallbacks"],
+                    }
+                )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"from {list(MODELS)} (default: all)")
-    parser.add_argument("--graphs", nargs="*", default=["hybrid1b"], help="models with graphs, too (default: hybrid1b)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="*", default=list(MODELS), help=f"from {list(MODELS)} (default: all)"
+    )
+    parser.add_argument(
+        "--graphs",
+        nargs="*",
+        default=["hybrid1b"],
+        help="models with graphs, too (default: hybrid1b)",
+    )
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()

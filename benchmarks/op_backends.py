@@ -2,11 +2,12 @@
 
     python benchmarks/op_backends.py [op ...]
 
-Errors are relative norms against the reference in float32 on the same inputs, outputs and every gradient; beside them
-those of plain PyTorch in bf16, which a kernel may exceed by a factor of two: the reference under ``torch.autocast``,
-so that products take bf16 operands as they do in a kernel. Isolation perturbs one token of
-one document and counts other documents' rows, of outputs and input gradients, that changed by any bit. Replay captures
-forward and backward once and compares it with eager over other packings.
+Errors are relative norms against the reference in float32 on the same inputs, outputs and every
+gradient; beside them those of plain PyTorch in bf16, which a kernel may exceed by a factor of two:
+the reference under ``torch.autocast``, so that products take bf16 operands as they do in a kernel.
+Isolation perturbs one token of one document and counts other documents' rows, of outputs and input
+gradients, that changed by any bit. Replay captures forward and backward once and compares it with
+eager over other packings.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ PACKINGS = [
     [17] * 30 + [2000, 1586],
 ]
 VICTIM = 7
-"""Document of the first packing of which one token is perturbed, in the middle of a chunk it shares with others."""
+"""Document of the first packing of which one token is perturbed, in the middle of a chunk it shares
+with others.
+"""
 
 
 READS_ON_THE_HOST = ("recurrence",)
@@ -62,8 +65,8 @@ ROUNDING = 2.0**-9
 class Case:
     """One op: how to call it on the rows of a pack.
 
-    ``call(backend, tensors, packed)`` returns one row-wise output. ``rows`` are inputs with one row per token,
-    ``weights`` inputs that all tokens share; every one gets a gradient.
+    ``call(backend, tensors, packed)`` returns one row-wise output. ``rows`` are inputs with one row
+    per token, ``weights`` inputs that all tokens share; every one gets a gradient.
     """
 
     op: Op
@@ -87,8 +90,12 @@ def _routes(device: torch.device) -> Tensor:
 
 def _moe(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
     ids_TK = _routes(t["x"].device)
-    moved = permute(t["x"], ids_TK, 8, packed.valid, backend="auto" if backend != "reference" else "reference")
-    y_RD = grouped_mlp(moved.x_RD, t["w1"], t["w2"], moved.offsets_E, activation="squared_relu", backend=backend)
+    moved = permute(
+        t["x"], ids_TK, 8, packed.valid, backend="auto" if backend != "reference" else "reference"
+    )
+    y_RD = grouped_mlp(
+        moved.x_RD, t["w1"], t["w2"], moved.offsets_E, activation="squared_relu", backend=backend
+    )
     weights_TK = torch.full(ids_TK.shape, 0.5, device=t["x"].device, dtype=torch.float32)
     return unpermute(y_RD, moved, weights_TK)
 
@@ -96,7 +103,9 @@ def _moe(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
 def _loss(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
     labels = (torch.arange(T, device=t["x"].device) * 7919) % 1000
     mask = packed.valid.float()
-    loss_sum, _ = linear_cross_entropy(t["x"], t["w"], labels, mask, vocab_size=1000, backend=backend)
+    loss_sum, _ = linear_cross_entropy(
+        t["x"], t["w"], labels, mask, vocab_size=1000, backend=backend
+    )
     return loss_sum.reshape(1)
 
 
@@ -105,23 +114,45 @@ def cases() -> dict[str, Case]:
     nheads, headdim, ngroups, state = 16, 64, 2, 128
     channels = 1536
     cos, sin = rope_tables(T, head_dim, 10000.0)
-    tables = {"cpu": (cos, sin), "cuda": (cos.cuda(), sin.cuda()) if torch.cuda.is_available() else None}
+    tables = {
+        "cpu": (cos, sin),
+        "cuda": (cos.cuda(), sin.cuda()) if torch.cuda.is_available() else None,
+    }
 
-    def attention(backend: str, t: dict[str, Tensor], p: PackedSeqParams, *, deterministic: bool = False) -> Tensor:
+    def attention(
+        backend: str, t: dict[str, Tensor], p: PackedSeqParams, *, deterministic: bool = False
+    ) -> Tensor:
         return varlen_attention(
-            t["q"], t["k"], t["v"], p.cu_seqlens, p.max_seqlen, seq_idx_1T=p.seq_idx, deterministic=deterministic,
+            t["q"],
+            t["k"],
+            t["v"],
+            p.cu_seqlens,
+            p.max_seqlen,
+            seq_idx_1T=p.seq_idx,
+            deterministic=deterministic,
             backend=backend,
-        )  # fmt: skip
+        )
 
     def rope(backend: str, t: dict[str, Tensor], p: PackedSeqParams) -> Tensor:
-        q, k = apply_rope(t["q"], t["k"], p.position_ids, *tables[t["q"].device.type], backend=backend)
+        q, k = apply_rope(
+            t["q"], t["k"], p.position_ids, *tables[t["q"].device.type], backend=backend
+        )
         return torch.cat([q, k], dim=1)
 
     def scan(backend: str, t: dict[str, Tensor], p: PackedSeqParams) -> Tensor:
         return ssd(
-            t["x"], t["dt"], t["A_log"], t["B"], t["C"], t["D"], t["dt_bias"], p.seq_idx, p.cu_seqlens,
-            chunk_size=128, backend=backend,
-        )  # fmt: skip
+            t["x"],
+            t["dt"],
+            t["A_log"],
+            t["B"],
+            t["C"],
+            t["D"],
+            t["dt_bias"],
+            p.seq_idx,
+            p.cu_seqlens,
+            chunk_size=128,
+            backend=backend,
+        )
 
     qkv = {"q": (heads, head_dim), "k": (groups, head_dim), "v": (groups, head_dim)}
     per_head = {
@@ -131,7 +162,9 @@ def cases() -> dict[str, Case]:
     }
     return {
         "attention": Case(ATTENTION, qkv, {}, attention),
-        "attention_deterministic": Case(ATTENTION, qkv, {}, lambda b, t, p: attention(b, t, p, deterministic=True)),
+        "attention_deterministic": Case(
+            ATTENTION, qkv, {}, lambda b, t, p: attention(b, t, p, deterministic=True)
+        ),
         "ssd": Case(
             SSD,
             {"x": (nheads, headdim), "dt": (nheads,), "B": (ngroups, state), "C": (ngroups, state)},
@@ -156,13 +189,21 @@ def cases() -> dict[str, Case]:
             GATED_NORM,
             {"x": (channels,), "z": (channels,)},
             {"w": gaussian(channels)},
-            lambda b, t, p: gated_rms_norm(t["x"], t["z"], t["w"], 1e-5, group_size=channels // 2, backend=b),
+            lambda b, t, p: gated_rms_norm(
+                t["x"], t["z"], t["w"], 1e-5, group_size=channels // 2, backend=b
+            ),
         ),
         "activation_squared_relu": Case(
-            ACTIVATION, {"x": (channels,)}, {}, lambda b, t, p: activation(t["x"], "squared_relu", backend=b)
+            ACTIVATION,
+            {"x": (channels,)},
+            {},
+            lambda b, t, p: activation(t["x"], "squared_relu", backend=b),
         ),
         "activation_swiglu": Case(
-            ACTIVATION, {"x": (channels,)}, {}, lambda b, t, p: activation(t["x"], "swiglu", backend=b)
+            ACTIVATION,
+            {"x": (channels,)},
+            {},
+            lambda b, t, p: activation(t["x"], "swiglu", backend=b),
         ),
         "moe": Case(
             GROUPED_MLP,
@@ -178,14 +219,18 @@ def cases() -> dict[str, Case]:
 
 def make_inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    rows = {name: torch.randn((T, *shape), generator=generator) for name, shape in case.rows.items()}
+    rows = {
+        name: torch.randn((T, *shape), generator=generator) for name, shape in case.rows.items()
+    }
     # bf16 values, so that both precisions see the same numbers
     rows = {name: value.bfloat16().float() for name, value in rows.items()}
     weights = {name: make(generator) for name, make in case.weights.items()}
     return rows | {k: v if k in case.fp32 else v.bfloat16().float() for k, v in weights.items()}
 
 
-def on_device(case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+def on_device(
+    case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, device: str
+) -> dict[str, Tensor]:
     """Leaves that ask for gradients, in ``dtype`` but for those that stay float32."""
     return {
         name: value.to(device, torch.float32 if name in case.fp32 else dtype).requires_grad_()
@@ -220,13 +265,19 @@ def _upstream(output: Tensor) -> Tensor:
 
 def relative_errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     return {
-        name: float(((found[name].float() - ref.float()).norm() / ref.float().norm().clamp(min=1e-30)).item())
+        name: float(
+            (
+                (found[name].float() - ref.float()).norm() / ref.float().norm().clamp(min=1e-30)
+            ).item()
+        )
         for name, ref in reference.items()
     }
 
 
 def isolation(case: Case, backend: str, dtype: torch.dtype, device: str) -> dict[str, object]:
-    """Rows of other documents that changed when one token of ``VICTIM`` did, beside those that change by themselves."""
+    """Rows of other documents that changed when one token of ``VICTIM`` did, beside those that
+    change by themselves.
+    """
     lengths = PACKINGS[0]
     packed = PackedSeqParams.from_lengths(lengths, T, device=device)
     start = sum(lengths[:VICTIM])
@@ -254,7 +305,9 @@ def _changed_rows(before: Tensor, after: Tensor, rows_T: Tensor) -> dict[str, fl
     return {"rows": int((difference_R > 0).sum()), "max_abs": float(difference_R.max())}
 
 
-def determinism(case: Case, backend: str, dtype: torch.dtype, device: str, runs: int = 5) -> list[str]:
+def determinism(
+    case: Case, backend: str, dtype: torch.dtype, device: str, runs: int = 5
+) -> list[str]:
     """Names of results that differ in any bit between runs."""
     packed = PackedSeqParams.from_lengths(PACKINGS[0], T, device=device)
     inputs = make_inputs(case)
@@ -267,8 +320,13 @@ def determinism(case: Case, backend: str, dtype: torch.dtype, device: str, runs:
 
 
 def replay(case: Case, backend: str, dtype: torch.dtype) -> dict[str, object]:
-    """Capture on one packing, replay over the others: names whose bits differ from eager, and the largest error."""
-    packs = [PackedSeqParams.from_lengths(row, T, CAPACITY, max_seqlen=T, device="cuda") for row in PACKINGS]
+    """Capture on one packing, replay over the others: names whose bits differ from eager, and the
+    largest error.
+    """
+    packs = [
+        PackedSeqParams.from_lengths(row, T, CAPACITY, max_seqlen=T, device="cuda")
+        for row in PACKINGS
+    ]
     static = PackedSeqParams.from_lengths(PACKINGS[0], T, CAPACITY, max_seqlen=T, device="cuda")
     inputs = make_inputs(case)
     leaves = on_device(case, inputs, dtype, "cuda")
@@ -318,7 +376,9 @@ def measure(case: Case, backend: str, device: str) -> dict[str, object]:
     exact = PackedSeqParams.from_lengths(PACKINGS[0], T, device=device)
     inputs = make_inputs(case)
     reference = evaluate(case, "reference", inputs, exact, torch.float32, device)
-    plain = relative_errors(evaluate(case, "reference", inputs, exact, dtype, device, autocast=True), reference)
+    plain = relative_errors(
+        evaluate(case, "reference", inputs, exact, dtype, device, autocast=True), reference
+    )
     found = relative_errors(evaluate(case, backend, inputs, exact, dtype, device), reference)
     row: dict[str, object] = {
         "errors": found,
@@ -335,7 +395,9 @@ def measure(case: Case, backend: str, device: str) -> dict[str, object]:
 
 
 def isolation_summary(found: object) -> str:
-    """'bitwise', or for each result that changed: rows and size, beside what changes without any perturbation."""
+    """'bitwise', or for each result that changed: rows and size, beside what changes without any
+    perturbation.
+    """
     if not isinstance(found, dict):
         return str(found)[:60]
     parts = [
@@ -348,7 +410,9 @@ def isolation_summary(found: object) -> str:
 
 def main() -> None:
     known = cases()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ops", nargs="*", help=f"from {list(known)} (default: all)")
     parser.add_argument("--name", default="op_backends")
     arguments = parser.parse_args()
@@ -370,15 +434,25 @@ def main() -> None:
                 rows.append({"op": name, "backend": backend, "isolation": result[:90]})
                 continue
             again = result.get("replay", "")
-            rows.append({
-                "op": name, "backend": backend, "worst/plain": f"{result['worst_ratio']:.2f}",
-                "max error": f"{max(result['errors'].values()):.1e}",
-                "isolation": isolation_summary(result["isolation"]),
-                "run to run": ",".join(result["run_to_run_differ"]) or "bitwise",
-                "replay": (",".join(again["differ"]) or "bitwise") if isinstance(again, dict) else str(again)[:60],
-                "replay error": f"{again['max_relative']:.1e}" if isinstance(again, dict) else "",
-                "graph ms": again["forward_backward_ms"].median if isinstance(again, dict) else "",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "op": name,
+                    "backend": backend,
+                    "worst/plain": f"{result['worst_ratio']:.2f}",
+                    "max error": f"{max(result['errors'].values()):.1e}",
+                    "isolation": isolation_summary(result["isolation"]),
+                    "run to run": ",".join(result["run_to_run_differ"]) or "bitwise",
+                    "replay": (",".join(again["differ"]) or "bitwise")
+                    if isinstance(again, dict)
+                    else str(again)[:60],
+                    "replay error": f"{again['max_relative']:.1e}"
+                    if isinstance(again, dict)
+                    else "",
+                    "graph ms": again["forward_backward_ms"].median
+                    if isinstance(again, dict)
+                    else "",
+                }
+            )
             print({k: rows[-1][k] for k in rows[-1]}, flush=True)
         path = harness.save(arguments.name, results)
     print(harness.table([{k: row.get(k, "") for k in max(rows, key=len)} for row in rows]))

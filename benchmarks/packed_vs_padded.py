@@ -2,11 +2,12 @@
 
     python benchmarks/packed_vs_padded.py [run ...]
 
-Padded: batches of 8 documents in shuffled order, each row padded to the longest of its batch (not to a maximum), the
-rows attended to by the same varlen kernel with one row per document, which is as fast as a dense one on equal rows;
-padding takes no part in the loss. Packed: the packs of the library's packer, as large as the largest padded batch, so
-that both sides need the same memory. Every batch is built and page-locked beforehand; times contain its copy, forward
-and backward, of all documents of the sample. Both sides must see the same targets and lose the same.
+Padded: batches of 8 documents in shuffled order, each row padded to the longest of its batch (not
+to a maximum), the rows attended to by the same varlen kernel with one row per document, which is as
+fast as a dense one on equal rows; padding takes no part in the loss. Packed: the packs of the
+library's packer, as large as the largest padded batch, so that both sides need the same memory.
+Every batch is built and page-locked beforehand; times contain its copy, forward and backward, of
+all documents of the sample. Both sides must see the same targets and lose the same.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def lengths_of(data: str, longest: int) -> Lengths:
 
 
 def padding_share(lengths: Lengths, *, sort_window: int = 0) -> float:
-    """Padding among the slots of batches of 8 padded to their longest; of batches alike in length if sorted first."""
+    """Padding among the slots of batches of 8 padded to their longest; of batches alike in length
+    if sorted first.
+    """
     lengths = lengths[: lengths.size // ROWS * ROWS]
     if sort_window:
         windows = np.array_split(lengths, range(sort_window, lengths.size, sort_window))
@@ -88,7 +91,9 @@ def padded_batches(documents: list[np.ndarray]) -> list[MicroBatch]:
     batches = []
     for start in range(0, len(documents), ROWS):
         rows = documents[start : start + ROWS]
-        longest = -(-max(len(row) for row in rows) // 8) * 8  # rows of a multiple of 8 tokens, as collators pad
+        longest = (
+            -(-max(len(row) for row in rows) // 8) * 8
+        )  # rows of a multiple of 8 tokens, as collators pad
         padded = [
             (np.pad(row, (0, longest - len(row))), np.arange(longest) < len(row)) for row in rows
         ]
@@ -101,7 +106,8 @@ def packed_batches(documents: list[np.ndarray], slots: int) -> list[MicroBatch]:
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     packs = Packer(slots=slots).pack(lengths, SEED)
     return [
-        MicroBatch.build([(documents[index], None) for index in packs[number]], slots) for number in range(len(packs))
+        MicroBatch.build([(documents[index], None) for index in packs[number]], slots)
+        for number in range(len(packs))
     ]
 
 
@@ -117,7 +123,9 @@ def packing_of(lengths: Lengths, slots: int) -> dict[str, float]:
     }
 
 
-def measure(case: RunCase, device: torch.device, *, padded_slots: int, passes: int) -> dict[str, Any]:
+def measure(
+    case: RunCase, device: torch.device, *, padded_slots: int, passes: int
+) -> dict[str, Any]:
     harness.free_memory()
     shape = shape_of(case.shape, device)
     longest, everything = case.longest, lengths_of(case.data, case.longest)
@@ -153,7 +161,9 @@ def measure(case: RunCase, device: torch.device, *, padded_slots: int, passes: i
         "longest": longest,
         "plan_hash": hash_of(lengths.tolist()),
         "padding_of_the_set": round(padding_share(everything), 4),
-        "padding_of_the_set_sorted_in_windows_of_512": round(padding_share(everything, sort_window=512), 4),
+        "padding_of_the_set_sorted_in_windows_of_512": round(
+            padding_share(everything, sort_window=512), 4
+        ),
         "documents": len(documents),
         "real_tokens": real,
         "packing_of_the_set": packing_of(everything, slots),
@@ -180,7 +190,9 @@ def problems_of(name: str, found: dict[str, Any], device: torch.device) -> list[
     """Why a result may not be used: the sides did not do the same work."""
     problems = []
     if found["padded"]["targets"] != found["packed"]["targets"]:
-        problems.append(f"{name}: {found['padded']['targets']} targets padded, {found['packed']['targets']} packed")
+        problems.append(
+            f"{name}: {found['padded']['targets']} targets padded, {found['packed']['targets']} packed"
+        )
     if not found["loss_difference"] <= LOSS_TOLERANCE[device.type]:
         problems.append(
             f"{name}: summed losses differ by {found['loss_difference']:.1e}, more than {LOSS_TOLERANCE[device.type]}"
@@ -194,13 +206,20 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     for name, found in results.items():
         for label in ("padded", "packed"):
             side, last = found[label], label == "packed"
-            rows.append({
-                "case": name, "side": label, "batches": side["batches"], "fill %": f"{100 * side['fill']:.1f}",
-                "pass ms": harness.shown(side["pass_ms"]), "real tokens/s": side["real_tokens_per_second"],
-                "documents/s": side["documents_per_second"], "peak GiB": side["peak_gib"],
-                "speed-up": harness.shown(found["speedup"]) if last else "",
-                "loss difference": f"{found['loss_difference']:.1e}" if last else "",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "case": name,
+                    "side": label,
+                    "batches": side["batches"],
+                    "fill %": f"{100 * side['fill']:.1f}",
+                    "pass ms": harness.shown(side["pass_ms"]),
+                    "real tokens/s": side["real_tokens_per_second"],
+                    "documents/s": side["documents_per_second"],
+                    "peak GiB": side["peak_gib"],
+                    "speed-up": harness.shown(found["speedup"]) if last else "",
+                    "loss difference": f"{found['loss_difference']:.1e}" if last else "",
+                }
+            )
     return rows
 
 
@@ -208,21 +227,28 @@ def data_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """What was measured on: the sets, how much padding they need, and how the sample was packed."""
     return [
         {
-            "case": name, "model": found["like"], "data": found["data"], "documents": found["documents"],
+            "case": name,
+            "model": found["like"],
+            "data": found["data"],
+            "documents": found["documents"],
             "real tokens": found["real_tokens"],
             "padding of the whole set": f"{100 * found['padding_of_the_set']:.1f} %",
             "if sorted in windows of 512": f"{100 * found['padding_of_the_set_sorted_in_windows_of_512']:.1f} %",
             "slots of a pack": found["packed"]["largest_batch"],
             "fill of the whole set": f"{100 * found['packing_of_the_set']['fill']:.2f} %",
-            "packing it, ms per 1000 documents": found["packing_of_the_set"]["ms_per_1000_documents"],
+            "packing it, ms per 1000 documents": found["packing_of_the_set"][
+                "ms_per_1000_documents"
+            ],
             "plan": found["plan_hash"],
         }
         for name, found in results.items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help=f"from {list(CASES)} (default: all)")
     harness.common_arguments(parser)
     arguments = parser.parse_args()

@@ -2,8 +2,9 @@
 
     python benchmarks/packing_report.py DATA... --tokenizer FOLDER [--docs docs/packing.md]
 
-DATA is JSONL(.gz) with `text`, `messages` or `prompt`/`completion`, or a .npy file of document lengths (.npy needs no
-tokenizer). FOLDER holds GPT-2's `encoder.json` and `vocab.bpe`. A document is counted as the trainer counts it: its
+DATA is JSONL(.gz) with `text`, `messages` or `prompt`/`completion`, or a .npy file of document
+lengths (.npy needs no tokenizer). FOLDER holds GPT-2's `encoder.json` and `vocab.bpe`. A document
+is counted as the trainer counts it: its
 tokens and one end-of-document token; messages are written as ChatML, <|im_start|> and <|im_end|> one token each.
 Every figure is the worst of the epochs packed (lowest fill, largest count).
 """
@@ -39,13 +40,19 @@ def main() -> None:
     full: list[dict[str, object]] = []
     for source in args.data:
         lengths = document_lengths(source, args.tokenizer, args.lengths)
-        print(f"{name_of(source)}: {lengths.size} documents of {lengths.min()} to {lengths.max()} tokens")
+        print(
+            f"{name_of(source)}: {lengths.size} documents of {lengths.min()} to {lengths.max()} tokens"
+        )
         for slots in args.slots:
             segments = Segments.cut(lengths, slots, args.policy)
             for method in METHODS:
-                packer = Packer(slots=slots, method=method, window=args.window, max_documents=args.max_documents)
+                packer = Packer(
+                    slots=slots, method=method, window=args.window, max_documents=args.max_documents
+                )
                 reports, row = measure(name_of(source), segments, packer, args.seed, args.epochs)
-                row["s per 1M documents"] = time_million(lengths, packer, args.seed) if args.million else ""
+                row["s per 1M documents"] = (
+                    time_million(lengths, packer, args.seed) if args.million else ""
+                )
                 rows.append(row)
                 full.append({**row, "epochs": [report.as_dict() for report in reports]})
                 print(harness.table([row]).splitlines()[1], flush=True)
@@ -56,23 +63,38 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", nargs="+", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="folder with encoder.json and vocab.bpe")
-    parser.add_argument("--lengths", type=Path, help="folder that keeps the lengths of tokenised files, as .npy")
-    parser.add_argument("--slots", type=int, nargs="+", default=[2048, 8192, 32768], help="pack lengths in tokens")
+    parser.add_argument(
+        "--lengths", type=Path, help="folder that keeps the lengths of tokenised files, as .npy"
+    )
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[2048, 8192, 32768], help="pack lengths in tokens"
+    )
     parser.add_argument("--policy", choices=OVERLONG_POLICIES, default="truncate")
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--max-documents", type=int)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--million", action="store_true", help="also time the packing of a million documents")
-    parser.add_argument("--docs", type=Path, help="put the table between the markers of this Markdown file")
+    parser.add_argument(
+        "--million", action="store_true", help="also time the packing of a million documents"
+    )
+    parser.add_argument(
+        "--docs", type=Path, help="put the table between the markers of this Markdown file"
+    )
     return parser.parse_args()
 
 
 def name_of(source: Path) -> str:
-    return source.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".npy").removesuffix(".gpt2")
+    return (
+        source.name.removesuffix(".gz")
+        .removesuffix(".jsonl")
+        .removesuffix(".npy")
+        .removesuffix(".gpt2")
+    )
 
 
 def document_lengths(source: Path, tokenizer: Path | None, keep: Path | None) -> NDArray[np.int64]:
@@ -104,7 +126,8 @@ def count_tokens(bpe: Any, record: dict[str, Any]) -> int:
         return len(bpe.encode(record["text"]).ids) + 1
     if "messages" not in record:
         return len(bpe.encode(record["prompt"] + record["completion"]).ids) + 1
-    # <|im_start|> role newline content <|im_end|> newline: two special tokens and one newline beside the text.
+    # <|im_start|> role newline content <|im_end|> newline: two special tokens and one newline
+    # beside the text.
     texts = [f"{message['role']}\n{message['content']}" for message in record["messages"]]
     return sum(len(bpe.encode(text).ids) + 3 for text in texts) + 1
 
@@ -166,9 +189,22 @@ def time_million(lengths: NDArray[np.int64], packer: Packer, seed: int) -> str:
 
 BEGIN, END = "<!-- begin: benchmarks/packing_report.py -->", "<!-- end -->"
 COLUMNS = (
-    "data", "slots", "method", "packs", "fill %", "possible %", "P50", "P90", "P99", "most", "<=64 %", "<=106 %",
-    "meet again %", "by chance %", "s per 1M documents",
-)  # fmt: skip
+    "data",
+    "slots",
+    "method",
+    "packs",
+    "fill %",
+    "possible %",
+    "P50",
+    "P90",
+    "P99",
+    "most",
+    "<=64 %",
+    "<=106 %",
+    "meet again %",
+    "by chance %",
+    "s per 1M documents",
+)
 
 
 def write_docs(path: Path, rows: list[dict[str, object]], args: argparse.Namespace) -> None:
@@ -183,7 +219,10 @@ def write_docs(path: Path, rows: list[dict[str, object]], args: argparse.Namespa
         "",
         harness.markdown(
             [
-                {column: row[column] for column in ("data", "slots", "tokens in", "kept", "truncated", "dropped")}
+                {
+                    column: row[column]
+                    for column in ("data", "slots", "tokens in", "kept", "truncated", "dropped")
+                }
                 for row in rows
                 if row["method"] == METHODS[0]
             ]

@@ -1,10 +1,12 @@
-"""The memory that `megatron-packed plan` estimates, beside what whole training steps allocate on a GPU.
+"""The memory that `megatron-packed plan` estimates, beside what whole training steps allocate on a
+GPU.
 
     python benchmarks/plan_peaks.py [NAME ...]
 
-Five configurations of one model with 8,192 tokens: eager, CUDA graphs of layers, recomputation of whole layers, offload
-of their inputs, and experts. Each is a job of its own, optimizer included; the peak is that of two steps after the
-first ones. Of graphs it is what tensors outside of their pool need at the worst moment, and the pool.
+Five configurations of one model with 8,192 tokens: eager, CUDA graphs of layers, recomputation of
+whole layers, offload of their inputs, and experts. Each is a job of its own, optimizer included;
+the peak is that of two steps after the first ones. Of graphs it is what tensors outside of their
+pool need at the worst moment, and the pool.
 """
 
 from __future__ import annotations
@@ -41,11 +43,18 @@ WITHIN = 0.10
 def estimated(config: RunConfig, vocab: int) -> dict[str, Any]:
     """Of a single process, for packs with the room that the benchmark's have."""
     one = usual(estimates(config, 1, vocab, offload.CAPACITY))
-    return {"gib": one.allocated / 2**30, "where": one.peak.where, "pinned_mib": one.host_bytes / 2**20}
+    return {
+        "gib": one.allocated / 2**30,
+        "where": one.peak.where,
+        "pinned_mib": one.host_bytes / 2**20,
+    }
 
 
 def measured(
-    c: dict[str, Any], config: RunConfig, device: torch.device, engine: Callable[[], Engine | None] = lambda: None
+    c: dict[str, Any],
+    config: RunConfig,
+    device: torch.device,
+    engine: Callable[[], Engine | None] = lambda: None,
 ) -> dict[str, float]:
     """GiB; 0 where there is no GPU, whose steps show that it works."""
     groups = ParallelGroups.single(device)
@@ -63,7 +72,11 @@ def measured(
         if device.type != "cuda":
             return {"gib": 0.0, "pool_gib": pool}
         peak = offload.peak_of(step)
-        return {"gib": peak["peak_gib"] + pool, "pool_gib": pool, "reserved_gib": peak["reserved_gib"]}
+        return {
+            "gib": peak["peak_gib"] + pool,
+            "pool_gib": pool,
+            "reserved_gib": peak["reserved_gib"],
+        }
     finally:
         if graphs is not None:
             graphs.close()
@@ -77,10 +90,15 @@ def sizes_and_config(name: str, device: torch.device) -> tuple[dict[str, Any], R
     return c, offload.config_of(c, case.get("memory", {}), device, case.get("impl", "none"))
 
 
-def run(name: str, device: torch.device, engine: Callable[[], Engine | None] = lambda: None) -> dict[str, Any]:
+def run(
+    name: str, device: torch.device, engine: Callable[[], Engine | None] = lambda: None
+) -> dict[str, Any]:
     """One configuration."""
     c, config = sizes_and_config(name, device)
-    found = {"estimated": estimated(config, c["vocab"]), "measured": measured(c, config, device, engine)}
+    found = {
+        "estimated": estimated(config, c["vocab"]),
+        "measured": measured(c, config, device, engine),
+    }
     if found["measured"]["gib"]:
         found["error"] = found["estimated"]["gib"] / found["measured"]["gib"] - 1
     return found
@@ -90,19 +108,24 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """A row for each configuration."""
     return [
         {
-            "configuration": name, "measured GiB": f"{found['measured']['gib']:.2f}",
+            "configuration": name,
+            "measured GiB": f"{found['measured']['gib']:.2f}",
             "estimated GiB": f"{found['estimated']['gib']:.2f}",
             "": f"{100 * found['error']:+.1f} %" if "error" in found else "",
             "pinned on the host MiB": f"{found['estimated']['pinned_mib']:,.0f}",
             "worst moment": found["estimated"]["where"],
         }
         for name, found in results.items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(CASES), help=f"from {list(CASES)} (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=list(CASES), help=f"from {list(CASES)} (default: all)"
+    )
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()

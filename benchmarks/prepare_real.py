@@ -1,9 +1,11 @@
-"""Puts real documents and a tokenizer trained on them into one file, for `train_real.py` on a machine without either.
+"""Puts real documents and a tokenizer trained on them into one file, for `train_real.py` on a
+machine without either.
 
     python benchmarks/prepare_real.py runs/real.zip --set NAME TRAIN [VALID] [--set ...]
 
-TRAIN and VALID are JSONL(.gz) as `pretrain_hybrid.py` reads them. Without VALID every 20th line of TRAIN is held out.
-Each set becomes ``NAME/train.jsonl.gz``, ``NAME/valid.jsonl.gz`` and ``NAME/tokenizer/``.
+TRAIN and VALID are JSONL(.gz) as `pretrain_hybrid.py` reads them. Without VALID every 20th line of
+TRAIN is held out. Each set becomes ``NAME/train.jsonl.gz``, ``NAME/valid.jsonl.gz`` and
+``NAME/tokenizer/``.
 """
 
 from __future__ import annotations
@@ -24,17 +26,26 @@ LIMIT_MB = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument(
-        "--set", dest="sets", nargs="+", action="append", required=True, metavar=("NAME", "TRAIN [VALID]"),
+        "--set",
+        dest="sets",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar=("NAME", "TRAIN [VALID]"),
         help="a name and one or two files; may be given several times",
-    )  # fmt: skip
+    )
     parser.add_argument("--vocab-size", type=int, default=16384, help="entries of each tokenizer")
     arguments = parser.parse_args()
     for given in arguments.sets:
         if not 2 <= len(given) <= 3:
-            parser.error(f"--set takes a name, a file to train on and maybe one to validate on; got {len(given)} words")
+            parser.error(
+                f"--set takes a name, a file to train on and maybe one to validate on; got {len(given)} words"
+            )
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, *files in arguments.sets:
@@ -67,7 +78,9 @@ def prepare(folder: Path, files: list[Path], vocab_size: int) -> None:
         for part in ("tokenizer.json", "tokenizer_config.json"):
             (tokenizer / part).write_bytes((made / part).read_bytes())
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
-    print(f"{folder.name}: {len(train)} documents to train on, {len(valid)} to validate on, {len(vocabulary)} tokens")
+    print(
+        f"{folder.name}: {len(train)} documents to train on, {len(valid)} to validate on, {len(vocabulary)} tokens"
+    )
 
 
 def read(file: Path) -> list[bytes]:

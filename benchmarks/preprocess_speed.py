@@ -1,9 +1,10 @@
-"""Lines per second of `megatron-packed preprocess`, on clean lines and on the same lines with damage in most of them.
+"""Lines per second of `megatron-packed preprocess`, on clean lines and on the same lines with
+damage in most of them.
 
     python benchmarks/preprocess_speed.py [--lines 100000] [--workers N]
 
-A damaged line has a flipped or random byte, a piece removed or doubled, its end cut off, or is something else
-altogether. Every line must come out as used, blank or bad.
+A damaged line has a flipped or random byte, a piece removed or doubled, its end cut off, or is
+something else altogether. Every line must come out as used, blank or bad.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.preprocess import PreprocessOptions, preprocess
 from megatron_packed.data.tokenizer import ByteTokenizer
 
-STRANGE = (b"", b"[]", b"null", b'{"text": 3}', b"[" * 3000, b'{"text": NaN}', b'{"text": "\\udc00"}', b"\0\0\0")
+STRANGE = (
+    b"",
+    b"[]",
+    b"null",
+    b'{"text": 3}',
+    b"[" * 3000,
+    b'{"text": NaN}',
+    b'{"text": "\\udc00"}',
+    b"\0\0\0",
+)
 
 
 def clean_line(draw: random.Random, words: list[str]) -> bytes:
@@ -63,7 +73,9 @@ def measure(file: Path, lines: int, make_tokenizer, folder: Path, workers: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
@@ -77,10 +89,20 @@ def main() -> None:
         clean.write_bytes(b"\n".join(lines))
         fuzzed.write_bytes(b"\n".join(damaged(line, draw) for line in lines))
         trained = train_bpe([clean], 4096, folder)
-        for tokenizer, make in (("bytes", ByteTokenizer), ("BPE", partial(HuggingFaceTokenizer, trained.path))):
+        for tokenizer, make in (
+            ("bytes", ByteTokenizer),
+            ("BPE", partial(HuggingFaceTokenizer, trained.path)),
+        ):
             for file in (clean, fuzzed):
                 row = measure(file, arguments.lines, make, folder, arguments.workers)
-                results.append({"tokenizer": tokenizer, "input": file.stem, "workers": arguments.workers, **row})
+                results.append(
+                    {
+                        "tokenizer": tokenizer,
+                        "input": file.stem,
+                        "workers": arguments.workers,
+                        **row,
+                    }
+                )
                 print(results[-1], flush=True)
     harness.save("preprocess_speed", results)
 

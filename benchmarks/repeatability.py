@@ -1,15 +1,17 @@
-"""The same steps from the same weights again and again: do they come out the same, eagerly and by replay?
+"""The same steps from the same weights again and again: do they come out the same, eagerly and by
+replay?
 
     python benchmarks/repeatability.py [shard8b] [hybrid1b] [--repeats 50] [--kernels fastest deterministic ...]
 
-Models, packs and steps are those of `full_step.py`, without clipping. Each repeat begins with the initial weights and
-runs the same steps eagerly at exact sizes, eagerly with a graph's room for documents, and by `--cuda-graph-impl
-full_iteration`. Of each it keeps loss and norm of every step, a checksum of every parameter's gradient in the first
-step, and one of the weights after the last. Kernels that add in a changing order give several outcomes on every path,
-and in the first step gradients of their layers vary and of those below; a replay that read something too early or too
-late would have outcomes that eager steps with the same kernels do not have. Each choice of kernels is a process of its
-own, as libraries read the environment once; all run side by side, so that their kernels meet a GPU that is busy with
-something else each time.
+Models, packs and steps are those of `full_step.py`, without clipping. Each repeat begins with the
+initial weights and runs the same steps eagerly at exact sizes, eagerly with a graph's room for
+documents, and by `--cuda-graph-impl full_iteration`. Of each it keeps loss and norm of every step,
+a checksum of every parameter's gradient in the first step, and one of the weights after the last.
+Kernels that add in a changing order give several outcomes on every path, and in the first step
+gradients of their layers vary and of those below; a replay that read something too early or too
+late would have outcomes that eager steps with the same kernels do not have. Each choice of kernels
+is a process of its own, as libraries read the environment once; all run side by side, so that their
+kernels meet a GPU that is busy with something else each time.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ KERNELS = {
     ),
     "deterministic": Kernels(DETERMINISTIC, True),
 }
-"""The fastest, each of the two that vary made deterministic alone, and those of ``--deterministic-mode``."""
+"""The fastest, each of the two that vary made deterministic alone, and those of
+``--deterministic-mode``.
+"""
 
 
 class Outcome(NamedTuple):
@@ -80,7 +84,11 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of the bits of each tensor and their places, ``(len(tensors),)`` int64."""
     sums = []
     for tensor in tensors:
-        bits = tensor.reshape(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16).long()
+        bits = (
+            tensor.reshape(-1)
+            .view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+            .long()
+        )
         places = torch.arange(1, len(bits) + 1, device=tensor.device)
         sums.append((bits * places).sum())
     return torch.stack(sums)
@@ -104,7 +112,8 @@ def judged(found: Mapping[str, Sequence[Outcome]], names: Sequence[str]) -> dict
     """How often each path gave which outcome.
 
     Args:
-        found: outcomes of each path, `PADDED` among them, whose most frequent one is what all are held against.
+        found: outcomes of each path, `PADDED` among them, whose most frequent one is what all are
+        held against.
         names: of the parameters, from the input to the output.
     """
     usual = Counter(found[PADDED]).most_common(1)[0][0]
@@ -115,15 +124,26 @@ def judged(found: Mapping[str, Sequence[Outcome]], names: Sequence[str]) -> dict
 
     result = {}
     for path, outcomes in found.items():
-        different = {at for one in outcomes for at, sum_ in enumerate(one.gradients) if sum_ != usual.gradients[at]}
+        different = {
+            at
+            for one in outcomes
+            for at, sum_ in enumerate(one.gradients)
+            if sum_ != usual.gradients[at]
+        }
         result[path] = {
             "repeats": len(outcomes),
             "outcomes": sorted(Counter(outcomes).values(), reverse=True),
-            "first_gradients": sorted(Counter(one.gradients for one in outcomes).values(), reverse=True),
+            "first_gradients": sorted(
+                Counter(one.gradients for one in outcomes).values(), reverse=True
+            ),
             "as_eager_usually": sum(one == usual for one in outcomes),
             "as_eager_ever": sum(one in eager for one in outcomes),
-            "loss_apart": [max(of) for of in zip(*(apart(one.losses, usual.losses) for one in outcomes))],
-            "norm_apart": [max(of) for of in zip(*(apart(one.norms, usual.norms) for one in outcomes))],
+            "loss_apart": [
+                max(of) for of in zip(*(apart(one.losses, usual.losses) for one in outcomes))
+            ],
+            "norm_apart": [
+                max(of) for of in zip(*(apart(one.norms, usual.norms) for one in outcomes))
+            ],
             "different_gradients": [names[at] for at in sorted(different)],
         }
     return result
@@ -141,17 +161,21 @@ def run(
     lengths = packings(c["T"], PACKS)
     ladder, groups = Ladder.of(CAPACITIES, c["T"]), ParallelGroups.single(device)
     config = config_of(c, micro_batches, device)
-    # Clipping would divide all gradients by a norm that has varied, in place, before anyone has looked at them.
+    # Clipping would divide all gradients by a norm that has varied, in place, before anyone has
+    # looked at them.
     config = replace(
-        config, optim=replace(config.optim, clip_grad=0.0),
+        config,
+        optim=replace(config.optim, clip_grad=0.0),
         training=replace(config.training, deterministic_mode=KERNELS[kernels].attention),
         cuda_graph=replace(config.cuda_graph, cuda_graph_max_packed_seqs=CAPACITIES),
-    )  # fmt: skip
+    )
     if kernels == "deterministic":
         configure_determinism()
     job = build_job(config, groups, c["vocab"])
     state = {name: shard.clone() for name, shard in job.optimizer.state_shards().items()}
-    graphs = build_graphs(config, job, ladder, groups, lambda line: print(line, flush=True), engine())
+    graphs = build_graphs(
+        config, job, ladder, groups, lambda line: print(line, flush=True), engine()
+    )
     assert isinstance(graphs, FullIteration), "graphs need a GPU"
 
     def by(graphs: FullIteration | None) -> Callable[[list[MicroBatch]], torch.Tensor]:
@@ -170,16 +194,23 @@ def run(
             for path, (function, steps) in paths.items():
                 job.optimizer.load_state(state)
                 found[path].append(outcome(job, function, steps))
-        assert graphs.counters.replays == repeats * len(placed) * micro_batches and not graphs.counters.fallbacks
+        assert (
+            graphs.counters.replays == repeats * len(placed) * micro_batches
+            and not graphs.counters.fallbacks
+        )
     return {
-        "steps": len(exact), "micro_batches": micro_batches, "tokens": c["T"],
+        "steps": len(exact),
+        "micro_batches": micro_batches,
+        "tokens": c["T"],
         "backends": {op.name: op.select(inputs).name for op, inputs in op_inputs(config, device)},
         "paths": judged(found, [name for name, _ in job.model.named_parameters()]),
-    }  # fmt: skip
+    }
 
 
 def last_of(parameters: Sequence[str]) -> list[str]:
-    """The last three in the order of the model, which the backward pass reaches first, and how many more there are."""
+    """The last three in the order of the model, which the backward pass reaches first, and how many
+    more there are.
+    """
     more = len(parameters) - 3
     return [f"{more} others"] * (more > 0) + list(parameters[-3:])
 
@@ -188,8 +219,12 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """A row for each choice of kernels and path."""
     return [
         {
-            "config": config, "kernels": kernels, "path": path, "repeats": one["repeats"],
-            "different outcomes": len(one["outcomes"]), "most frequent": one["outcomes"][0],
+            "config": config,
+            "kernels": kernels,
+            "path": path,
+            "repeats": one["repeats"],
+            "different outcomes": len(one["outcomes"]),
+            "most frequent": one["outcomes"][0],
             "in eager steps, too": one["as_eager_ever"],
             "norms apart: first step, last": f"{one['norm_apart'][0]:.0e}, {one['norm_apart'][-1]:.0e}",
             "losses apart: first step, last": f"{one['loss_apart'][0]:.0e}, {one['loss_apart'][-1]:.0e}",
@@ -198,16 +233,26 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
         for config, choices in results.items()
         for kernels, found in choices.items()
         for path, one in found["paths"].items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)"
+    )
     parser.add_argument("--micro-batches", type=int, default=2, choices=(1, 2, 4))
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS, metavar="KERNELS",
-                        help=f"from {list(KERNELS)} (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=list(KERNELS),
+        choices=KERNELS,
+        metavar="KERNELS",
+        help=f"from {list(KERNELS)} (default: all)",
+    )
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of the process of one choice
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
@@ -230,10 +275,24 @@ def main() -> None:
             started = {}
             for number, kernels in enumerate(arguments.kernels):
                 into = Path(folder) / f"{number}.json"
-                words = [config, "--kernels", kernels, "--into", into, "--repeats", arguments.repeats,
-                         "--micro-batches", arguments.micro_batches, *more]  # fmt: skip
-                started[kernels] = into, subprocess.Popen(
-                    [sys.executable, __file__, *map(str, words)], env={**os.environ, **KERNELS[kernels].environment}
+                words = [
+                    config,
+                    "--kernels",
+                    kernels,
+                    "--into",
+                    into,
+                    "--repeats",
+                    arguments.repeats,
+                    "--micro-batches",
+                    arguments.micro_batches,
+                    *more,
+                ]
+                started[kernels] = (
+                    into,
+                    subprocess.Popen(
+                        [sys.executable, __file__, *map(str, words)],
+                        env={**os.environ, **KERNELS[kernels].environment},
+                    ),
                 )
             results[config] = {}
             for kernels, (into, process) in started.items():

@@ -1,17 +1,18 @@
-"""Rotary positions of queries and keys in one launch, against torch and against other libraries' kernels.
+"""Rotary positions of queries and keys in one launch, against torch and against other libraries'
+kernels.
 
     python benchmarks/rope_bench.py
 
 ``fused``        ours: one launch for both tensors, a position per token, fp32 arithmetic.
-``torch index``  the usual torch path: gather rows of cos and sin by position, ``x cos + rotate_half(x) sin`` in x's
-                 dtype.
+``torch index``  the usual torch path: gather rows of cos and sin by position, ``x cos +
+                 rotate_half(x) sin`` in x's dtype.
 ``reference``    our reference: the same with fp32 arithmetic.
 ``dense ...``    kernels for one document from position 0, two launches: positions per token should cost no more.
 ``varlen ...``   kernels that take cu_seqlens, two launches.
 
-Kernel times: every call of a CUDA graph works on other tensors, together larger than any cache. 'eager' times include
-what the host adds, which is what short packs see. GB/s counts each element of q and k read once and written once.
-Errors are against float64 on the same tables.
+Kernel times: every call of a CUDA graph works on other tensors, together larger than any cache.
+'eager' times include what the host adds, which is what short packs see. GB/s counts each element of
+q and k read once and written once. Errors are against float64 on the same tables.
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def packed_of(tokens: int, device: torch.device, seed: int = 0) -> PackedSeqParams:
     """A full pack of alpaca-like documents."""
-    lengths = lognormal_lengths(tokens, mean=min(180, tokens / 4), sigma=0.55, longest=tokens, seed=seed)
+    lengths = lognormal_lengths(
+        tokens, mean=min(180, tokens / 4), sigma=0.55, longest=tokens, seed=seed
+    )
     ends = np.minimum(np.cumsum(lengths), tokens)
     return PackedSeqParams.from_lengths(np.diff(np.unique(ends), prepend=0), tokens, device=device)
 
 
-def torch_index(packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, dtype: torch.dtype) -> Rotate:
+def torch_index(
+    packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, dtype: torch.dtype
+) -> Rotate:
     cos_PH, sin_PH = (torch.cat([table, table], dim=-1).to(dtype) for table in (cos_PR, sin_PR))
     position_T = packed.position_ids.long()  # what indexing takes without a conversion
 
@@ -67,13 +72,18 @@ def torch_index(packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, dtype: 
 
     def rotate(q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         cos_T1H, sin_T1H = cos_PH[position_T][:, None], sin_PH[position_T][:, None]
-        return (q_TNH * cos_T1H + rotate_half(q_TNH) * sin_T1H, k_TKH * cos_T1H + rotate_half(k_TKH) * sin_T1H)
+        return (
+            q_TNH * cos_T1H + rotate_half(q_TNH) * sin_T1H,
+            k_TKH * cos_T1H + rotate_half(k_TKH) * sin_T1H,
+        )
 
     return rotate
 
 
 def ours(backend: str, packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor) -> Rotate:
-    return lambda q_TNH, k_TKH: apply_rope(q_TNH, k_TKH, packed.position_ids, cos_PR, sin_PR, backend=backend)
+    return lambda q_TNH, k_TKH: apply_rope(
+        q_TNH, k_TKH, packed.position_ids, cos_PR, sin_PR, backend=backend
+    )
 
 
 def transformer_engine_paths(packed: PackedSeqParams, size: Size) -> dict[str, Rotate]:
@@ -81,17 +91,22 @@ def transformer_engine_paths(packed: PackedSeqParams, size: Size) -> dict[str, R
 
     frequency_R = BASE ** (-torch.arange(0, size.head_dim, 2, dtype=torch.float64) / size.head_dim)
     angle_PR = torch.outer(torch.arange(size.tokens, dtype=torch.float64), frequency_R)
-    angle_P11H = torch.cat([angle_PR, angle_PR], dim=-1).to(packed.cu_seqlens.device, torch.float32)[:, None, None]
+    angle_P11H = torch.cat([angle_PR, angle_PR], dim=-1).to(
+        packed.cu_seqlens.device, torch.float32
+    )[:, None, None]
 
     def dense(q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         q_1TNH, k_1TKH = (
-            apply_rotary_pos_emb(x[None], angle_P11H, tensor_format="bshd", fused=True) for x in (q_TNH, k_TKH)
+            apply_rotary_pos_emb(x[None], angle_P11H, tensor_format="bshd", fused=True)
+            for x in (q_TNH, k_TKH)
         )
         return q_1TNH.squeeze(0), k_1TKH.squeeze(0)
 
     def varlen(q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         options = {"tensor_format": "thd", "fused": True, "cu_seqlens": packed.cu_seqlens}
-        return apply_rotary_pos_emb(q_TNH, angle_P11H, **options), apply_rotary_pos_emb(k_TKH, angle_P11H, **options)
+        return apply_rotary_pos_emb(q_TNH, angle_P11H, **options), apply_rotary_pos_emb(
+            k_TKH, angle_P11H, **options
+        )
 
     return {"dense TransformerEngine": dense, "varlen TransformerEngine": varlen}
 
@@ -109,7 +124,9 @@ def flash_attn_paths(
 
     def varlen(q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         options = {"cu_seqlens": packed.cu_seqlens, "max_seqlen": packed.max_seqlen}
-        return apply_rotary_emb(q_TNH, cos_PR, sin_PR, **options), apply_rotary_emb(k_TKH, cos_PR, sin_PR, **options)
+        return apply_rotary_emb(q_TNH, cos_PR, sin_PR, **options), apply_rotary_emb(
+            k_TKH, cos_PR, sin_PR, **options
+        )
 
     return {"dense flash-attn": dense, "varlen flash-attn": varlen}
 
@@ -118,13 +135,17 @@ def all_paths(size: Size, dtype: torch.dtype, device: torch.device) -> dict[str,
     """What can run here; the libraries are optional."""
     packed = packed_of(size.tokens, device)
     cos_PR, sin_PR = rope_tables(size.tokens, size.head_dim, BASE, device)
-    paths = {"torch index": torch_index(packed, cos_PR, sin_PR, dtype),
-             "reference": ours("reference", packed, cos_PR, sin_PR)}  # fmt: skip
+    paths = {
+        "torch index": torch_index(packed, cos_PR, sin_PR, dtype),
+        "reference": ours("reference", packed, cos_PR, sin_PR),
+    }
     if has_fused(size, dtype, device):
         paths["fused"] = ours("triton", packed, cos_PR, sin_PR)
     if device.type == "cuda":
-        for make in (lambda: transformer_engine_paths(packed, size),
-                     lambda: flash_attn_paths(packed, cos_PR, sin_PR, dtype)):  # fmt: skip
+        for make in (
+            lambda: transformer_engine_paths(packed, size),
+            lambda: flash_attn_paths(packed, cos_PR, sin_PR, dtype),
+        ):
             try:
                 found = make()
                 for rotate in found.values():
@@ -137,7 +158,9 @@ def all_paths(size: Size, dtype: torch.dtype, device: torch.device) -> dict[str,
 
 
 def has_fused(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
-    inputs = Inputs(dtype=dtype, device_type=device.type, head_dim=size.head_dim, rotary_dim=size.head_dim)
+    inputs = Inputs(
+        dtype=dtype, device_type=device.type, head_dim=size.head_dim, rotary_dim=size.head_dim
+    )
     try:
         OP.select(inputs, "triton")
     except NoBackendError as error:
@@ -146,21 +169,31 @@ def has_fused(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def leaves(size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+def leaves(
+    size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
     q_TNH, k_TKH = (
-        torch.randn(size.tokens, heads, size.head_dim, generator=generator, device=device).to(dtype).requires_grad_()
+        torch.randn(size.tokens, heads, size.head_dim, generator=generator, device=device)
+        .to(dtype)
+        .requires_grad_()
         for heads in (size.heads, size.kv_heads)
     )
     return q_TNH, k_TKH
 
 
-def backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def backward(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
 
 
-def graph_of_cold_calls(rotate: Rotate, size: Size, dtype: torch.dtype, phase: str) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of forward or backward calls on as many tensors as no cache holds, and how many calls it has."""
+def graph_of_cold_calls(
+    rotate: Rotate, size: Size, dtype: torch.dtype, phase: str
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of forward or backward calls on as many tensors as no cache holds, and how many calls
+    it has.
+    """
     device = torch.device("cuda")
     calls = max(2, min(64, -(-COLD_BYTES // size.bytes_moved(dtype))))
     stream = torch.cuda.Stream()
@@ -186,7 +219,9 @@ def kernel_microseconds(
     paths: dict[str, Rotate], size: Size, dtype: torch.dtype, phase: str, rounds: int
 ) -> dict[str, list[float]]:
     """Microseconds per call, one value per round; the paths take turns."""
-    graphs = {name: graph_of_cold_calls(rotate, size, dtype, phase) for name, rotate in paths.items()}
+    graphs = {
+        name: graph_of_cold_calls(rotate, size, dtype, phase) for name, rotate in paths.items()
+    }
     microseconds: dict[str, list[float]] = {name: [] for name in paths}
     for number in range(rounds + 1):
         for name, (graph, calls) in graphs.items():
@@ -203,7 +238,9 @@ def kernel_microseconds(
 def eager_seconds(
     paths: dict[str, Rotate], size: Size, dtype: torch.dtype, device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of forward and backward called as a model calls them, 10 calls a sample; the paths take turns."""
+    """Seconds of forward and backward called as a model calls them, 10 calls a sample; the paths
+    take turns.
+    """
     q_TNH, k_TKH = leaves(size, dtype, device)
     upstream = (torch.ones_like(q_TNH), torch.ones_like(k_TKH))
 
@@ -226,17 +263,25 @@ def measure(size: Size, dtype: torch.dtype, device: torch.device, rounds: int) -
             microseconds = kernel_microseconds(paths, size, dtype, phase, rounds)
             for name, values in microseconds.items():
                 found[name][f"{phase}_us"] = harness.Spread.of([value / 1e3 for value in values])
-                found[name][f"{phase}_GB_per_s"] = round(size.bytes_moved(dtype) / statistics.median(values) / 1e3, 1)
+                found[name][f"{phase}_GB_per_s"] = round(
+                    size.bytes_moved(dtype) / statistics.median(values) / 1e3, 1
+                )
                 if "fused" in paths:
                     ratios = harness.Spread.of_ratios(values, microseconds["fused"])
                     found[name][f"{phase}_over_fused"] = ratios
             harness.free_memory()
-    return {**size._asdict(), "dtype": str(dtype), "bytes_moved": size.bytes_moved(dtype), "paths": found}
+    return {
+        **size._asdict(),
+        "dtype": str(dtype),
+        "bytes_moved": size.bytes_moved(dtype),
+        "paths": found,
+    }
 
 
 def errors(size: Size, device: torch.device) -> dict[str, Any]:
-    """Largest and mean absolute error against float64, forward and backward; and bits that must not depend on strides
-    or on capture."""
+    """Largest and mean absolute error against float64, forward and backward; and bits that must not
+    depend on strides or on capture.
+    """
     packed = packed_of(size.tokens, device)
     cos_PR, sin_PR = rope_tables(size.tokens, size.head_dim, BASE, device)
     found: dict[str, Any] = {}
@@ -255,8 +300,14 @@ def errors(size: Size, device: torch.device) -> dict[str, Any]:
         for name, values in results.items():
             gaps = [(value.double() - right).abs() for value, right in zip(values, exact)]
             found[f"{name}, {dtype}"] = {
-                "forward": {"max": max(g.max().item() for g in gaps[:2]), "mean": gaps[0].mean().item()},
-                "backward": {"max": max(g.max().item() for g in gaps[2:]), "mean": gaps[2].mean().item()},
+                "forward": {
+                    "max": max(g.max().item() for g in gaps[:2]),
+                    "mean": gaps[0].mean().item(),
+                },
+                "backward": {
+                    "max": max(g.max().item() for g in gaps[2:]),
+                    "mean": gaps[2].mean().item(),
+                },
                 "bits_of_reference": all(map(torch.equal, values, results["reference"])),
             }
     if has_fused(size, torch.float32, device):
@@ -267,17 +318,26 @@ def errors(size: Size, device: torch.device) -> dict[str, Any]:
 def layouts_agree(
     size: Size, packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, device: torch.device
 ) -> dict[str, bool]:
-    """Whether the fused kernel gives equal bits for views, for expanded gradients, and in a replayed graph."""
+    """Whether the fused kernel gives equal bits for views, for expanded gradients, and in a
+    replayed graph.
+    """
     rotate = ours("triton", packed, cos_PR, sin_PR)
     q_TNH, k_TKH = leaves(size, torch.float32, device)
     plain = rotate(q_TNH, k_TKH)
     ones = [torch.ones_like(x) for x in plain]
     expanded = [torch.ones((), device=device).expand_as(x) for x in plain]
-    views = rotate(torch.cat([q_TNH, k_TKH], 1)[:, : size.heads], k_TKH.transpose(0, 1).contiguous().transpose(0, 1))
+    views = rotate(
+        torch.cat([q_TNH, k_TKH], 1)[:, : size.heads],
+        k_TKH.transpose(0, 1).contiguous().transpose(0, 1),
+    )
     agree = {
         "views_of_a_fused_projection": all(map(torch.equal, plain, views)),
         "zero_stride_gradients": all(
-            map(torch.equal, backward(plain, (q_TNH, k_TKH), ones), backward(plain, (q_TNH, k_TKH), expanded))
+            map(
+                torch.equal,
+                backward(plain, (q_TNH, k_TKH), ones),
+                backward(plain, (q_TNH, k_TKH), expanded),
+            )
         ),
     }
     if device.type == "cuda":
@@ -298,14 +358,19 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     rows = []
     for result in results["sizes"]:
         for name, path in result["paths"].items():
-            rows.append({
-                "T": result["tokens"], "path": name, "forward us": harness.shown(path.get("forward_us")),
-                "GB/s": path.get("forward_GB_per_s", ""), "backward us": harness.shown(path.get("backward_us")),
-                "backward GB/s": path.get("backward_GB_per_s", ""),
-                "forward / fused": harness.shown(path.get("forward_over_fused")),
-                "backward / fused": harness.shown(path.get("backward_over_fused")),
-                "eager forward + backward ms": harness.shown(path["eager_forward_backward_ms"]),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "T": result["tokens"],
+                    "path": name,
+                    "forward us": harness.shown(path.get("forward_us")),
+                    "GB/s": path.get("forward_GB_per_s", ""),
+                    "backward us": harness.shown(path.get("backward_us")),
+                    "backward GB/s": path.get("backward_GB_per_s", ""),
+                    "forward / fused": harness.shown(path.get("forward_over_fused")),
+                    "backward / fused": harness.shown(path.get("backward_over_fused")),
+                    "eager forward + backward ms": harness.shown(path["eager_forward_backward_ms"]),
+                }
+            )
     return rows
 
 
@@ -313,17 +378,24 @@ def error_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     rows = []
     for name, found in results["errors"].items():
         if "forward" in found:
-            rows.append({
-                "path": name.replace("torch.", ""),
-                **{f"{phase} {kind}": f"{found[phase][kind]:.1e}" for phase in ("forward", "backward")
-                   for kind in ("max", "mean")},
-                "bits of the reference": found["bits_of_reference"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "path": name.replace("torch.", ""),
+                    **{
+                        f"{phase} {kind}": f"{found[phase][kind]:.1e}"
+                        for phase in ("forward", "backward")
+                        for kind in ("max", "mean")
+                    },
+                    "bits of the reference": found["bits_of_reference"],
+                }
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -331,7 +403,9 @@ def main() -> None:
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device)
-    sizes = [Size(T, arguments.heads, arguments.kv_heads, arguments.head_dim) for T in arguments.tokens]
+    sizes = [
+        Size(T, arguments.heads, arguments.kv_heads, arguments.head_dim) for T in arguments.tokens
+    ]
     if device.type == "cpu":
         sizes = [Size(tokens, 4, 2, 16) for tokens in (32, 64)]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -2,8 +2,9 @@
 
     python benchmarks/tables.py [--check]
 
-A page of docs/ says where a table goes with ``<!-- begin: table NAME -->`` and ``<!-- end -->``. A table whose results
-are not there yet says how to get them. ``--check`` writes nothing and fails if a page is not what the results give.
+A page of docs/ says where a table goes with ``<!-- begin: table NAME -->`` and ``<!-- end -->``. A
+table whose results are not there yet says how to get them. ``--check`` writes nothing and fails if
+a page is not what the results give.
 """
 
 from __future__ import annotations
@@ -53,38 +54,53 @@ def model_step_rows(results: dict[str, Any]) -> Rows:
             if path not in result:
                 continue
             found = result[path]
-            rows.append({
-                "config": config,
-                "path": {"graph": "megatron_packed, one CUDA graph"}.get(path, f"{path}, eager"),
-                "wall ms": harness.shown(found["wall_ms"]), "GPU-busy ms": harness.shown(found["busy_ms"]),
-                "wall / busy": harness.shown(found["wall_over_busy"]) if path == "graph" else found["wall_over_busy"],
-                "busy / megatron_core's": harness.shown(result.get("busy_ratio")) if path == "megatron_packed" else "",
-                "MFU of wall, busy": percentages(found.get("mfu_of_wall"), found.get("mfu_of_busy")),
-                "launches": f"{found['launches']:.0f}" if "launches" in found else "",
-                "peak GiB": found.get("peak_gib", ""),
-                "loss": f"{found['loss']:.5f}" if "loss" in found else "",
-                "gradient norm": f"{found['grad_norm']:.5f}" if "grad_norm" in found else "",
-                "plan": result["plan_hash"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "config": config,
+                    "path": {"graph": "megatron_packed, one CUDA graph"}.get(
+                        path, f"{path}, eager"
+                    ),
+                    "wall ms": harness.shown(found["wall_ms"]),
+                    "GPU-busy ms": harness.shown(found["busy_ms"]),
+                    "wall / busy": harness.shown(found["wall_over_busy"])
+                    if path == "graph"
+                    else found["wall_over_busy"],
+                    "busy / megatron_core's": harness.shown(result.get("busy_ratio"))
+                    if path == "megatron_packed"
+                    else "",
+                    "MFU of wall, busy": percentages(
+                        found.get("mfu_of_wall"), found.get("mfu_of_busy")
+                    ),
+                    "launches": f"{found['launches']:.0f}" if "launches" in found else "",
+                    "peak GiB": found.get("peak_gib", ""),
+                    "loss": f"{found['loss']:.5f}" if "loss" in found else "",
+                    "gradient norm": f"{found['grad_norm']:.5f}" if "grad_norm" in found else "",
+                    "plan": result["plan_hash"],
+                }
+            )
     return rows
 
 
 def percentages(*shares: float | None) -> str:
-    return ", ".join("" if share is None else f"{100 * share:.1f} %" for share in shares).strip(", ")
+    return ", ".join("" if share is None else f"{100 * share:.1f} %" for share in shares).strip(
+        ", "
+    )
 
 
 def replay_rows(results: dict[str, Any]) -> Rows:
     """One captured forward + backward, replayed over packings that it was not captured on."""
     return [
         {
-            "config": config, "packing": one["packing"], "loss: replay, eager":
-            f"{one['loss_replay']:.6f}, {one['loss_eager']:.6f}",
+            "config": config,
+            "packing": one["packing"],
+            "loss: replay, eager": f"{one['loss_replay']:.6f}, {one['loss_eager']:.6f}",
             "gradients: replay to eager": f"{one['grad_difference']:.1e}",
-            "gradients: eager to eager": f"{one['eager_against_eager']:.1e}", "finite": one["finite"],
+            "gradients: eager to eager": f"{one['eager_against_eager']:.1e}",
+            "finite": one["finite"],
         }
         for config, result in results.items()
         for one in result["graph"]["packings"]
-    ]  # fmt: skip
+    ]
 
 
 def op_rows(results: dict[str, Any]) -> Rows:
@@ -103,14 +119,23 @@ def op_rows(results: dict[str, Any]) -> Rows:
                     "isolation": op_backends.isolation_summary(found["isolation"]),
                     "run to run": ", ".join(found["run_to_run_differ"]) or "bitwise",
                     "replay = eager": replay_text(again) if measured else why_not(again),
-                    "forward + backward ms": harness.shown(again["forward_backward_ms"]) if measured else "",
+                    "forward + backward ms": harness.shown(again["forward_backward_ms"])
+                    if measured
+                    else "",
                 }
             rows.append(row)
     return rows
 
 
-OP_COLUMNS = ("op", "backend", "error / plain bf16's", "isolation", "run to run", "replay = eager",
-              "forward + backward ms")  # fmt: skip
+OP_COLUMNS = (
+    "op",
+    "backend",
+    "error / plain bf16's",
+    "isolation",
+    "run to run",
+    "replay = eager",
+    "forward + backward ms",
+)
 
 
 def replay_text(found: dict[str, Any]) -> str:
@@ -140,11 +165,13 @@ TABLES = {
     "graph_runs_epochs": Table("graph_runs.py", "graph_runs", graph_runs.epoch_rows_of),
     **{
         f"layouts_{world}_{model}{suffix}": Table("layouts.py", f"layouts_{world}_{model}", rows)
-        for world in layouts.LAYOUTS for model in layouts.MODELS
+        for world in layouts.LAYOUTS
+        for model in layouts.MODELS
         for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
     },
     "layouts_scaling": Table(
-        "layouts.py", tuple(f"layouts_{world}_{model}" for world in layouts.LAYOUTS for model in layouts.MODELS),
+        "layouts.py",
+        tuple(f"layouts_{world}_{model}" for world in layouts.LAYOUTS for model in layouts.MODELS),
         layouts.scaling_rows_of,
     ),
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),
@@ -156,11 +183,15 @@ TABLES = {
     "repeatability": Table("repeatability.py", "repeatability", repeatability.rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
     "metadata_sync": Table("metadata_sync.py", "metadata_sync", metadata_sync.rows_of),
-    "metadata_sync_equal": Table("metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of),
+    "metadata_sync_equal": Table(
+        "metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of
+    ),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),
-    "packed_vs_padded_data": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of),
+    "packed_vs_padded_data": Table(
+        "packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of
+    ),
     "train_real": Table("train_real.py", "train_real", train_real.rows_of),
     "two_checkouts": Table("two_checkouts.py", "two_checkouts", list),
     "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
@@ -184,8 +215,12 @@ def content_of(name: str, folder: Path) -> str:
     if not path.exists():
         return f"Not measured yet: `python benchmarks/{wanted.script}` writes `benchmarks/results/{path.name}`."
     document = json.loads(path.read_text())
-    versions = ", ".join(f"{library} {version}" for library, version in document["versions"].items())
-    circumstances = f"{document['device']}, {document['date']}, `{document['command']}`; {versions}."
+    versions = ", ".join(
+        f"{library} {version}" for library, version in document["versions"].items()
+    )
+    circumstances = (
+        f"{document['device']}, {document['date']}, `{document['command']}`; {versions}."
+    )
     return f"{circumstances}\n\n{harness.markdown(wanted.rows(document['results']))}"
 
 
@@ -197,8 +232,12 @@ def filled(text: str, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page is out of date"
+    )
     parser.add_argument("--docs", type=Path, default=DOCS)
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Trains a 100 M-class hybrid model on real documents with `pretrain_hybrid.py`, and checks the curve.
+"""Trains a 100 M-class hybrid model on real documents with `pretrain_hybrid.py`, and checks the
+curve.
 
     python benchmarks/train_real.py runs/real.zip [SET ...]
 
-The archive comes from `prepare_real.py`. Each set is trained for 200 steps in a process of its own, by the command that
-a user would type; its log is what is judged. Checked: the last validation loss lies below the set's bound and below the
-unigram entropy of the validation targets, no step's loss exceeds 1.5 times the running median, no step was skipped.
+The archive comes from `prepare_real.py`. Each set is trained for 200 steps in a process of its own,
+by the command that a user would type; its log is what is judged. Checked: the last validation loss
+lies below the set's bound and below the unigram entropy of the validation targets, no step's loss
+exceeds 1.5 times the running median, no step was skipped.
 """
 
 from __future__ import annotations
@@ -33,24 +35,66 @@ VALID_BOUNDS: dict[str, float | None] = {"sgd_chat": 2.5, "docs_longtail": 4.5}
 SPIKE, MEDIAN_STEPS = 1.5, 20
 
 MODEL = {
-    "hybrid-layer-pattern": "M-M*-MEM-M*-MEM-", "hidden-size": 768, "num-attention-heads": 12, "num-query-groups": 4,
-    "kv-channels": 64, "ffn-hidden-size": 3072, "mamba-num-groups": 4, "num-experts": 8, "moe-ffn-hidden-size": 1024,
-    "moe-shared-expert-intermediate-size": 1024, "seq-length": 8192, "global-batch-size": 4,
-}  # fmt: skip
+    "hybrid-layer-pattern": "M-M*-MEM-M*-MEM-",
+    "hidden-size": 768,
+    "num-attention-heads": 12,
+    "num-query-groups": 4,
+    "kv-channels": 64,
+    "ffn-hidden-size": 3072,
+    "mamba-num-groups": 4,
+    "num-experts": 8,
+    "moe-ffn-hidden-size": 1024,
+    "moe-shared-expert-intermediate-size": 1024,
+    "seq-length": 8192,
+    "global-batch-size": 4,
+}
 TINY_MODEL = {
-    "hybrid-layer-pattern": "M*-E", "hidden-size": 32, "num-attention-heads": 2, "num-query-groups": 1,
-    "kv-channels": 16, "ffn-hidden-size": 64, "mamba-num-heads": 4, "mamba-head-dim": 16, "mamba-state-dim": 16,
-    "mamba-num-groups": 1, "num-experts": 4, "moe-ffn-hidden-size": 32, "seq-length": 256, "global-batch-size": 2,
-}  # fmt: skip
+    "hybrid-layer-pattern": "M*-E",
+    "hidden-size": 32,
+    "num-attention-heads": 2,
+    "num-query-groups": 1,
+    "kv-channels": 16,
+    "ffn-hidden-size": 64,
+    "mamba-num-heads": 4,
+    "mamba-head-dim": 16,
+    "mamba-state-dim": 16,
+    "mamba-num-groups": 1,
+    "num-experts": 4,
+    "moe-ffn-hidden-size": 32,
+    "seq-length": 256,
+    "global-batch-size": 2,
+}
 COMMON = {
-    "moe-router-topk": 2, "moe-aux-loss-coeff": 1e-2, "squared-relu": True, "disable-bias-linear": True,
-    "normalization": "RMSNorm", "position-embedding-type": "rope", "micro-batch-size": 1, "lr-decay-style": "cosine",
-    "adam-beta2": 0.95, "weight-decay": 0.1, "tokenizer-type": "HuggingFaceTokenizer",
-}  # fmt: skip
-GPU_RUN = {"bf16": True, "train-iters": 200, "lr": 1e-3, "min-lr": 1e-4, "lr-warmup-iters": 20, "eval-interval": 50,
-           "eval-iters": 8}  # fmt: skip
-QUICK_RUN = {"train-iters": 6, "lr": 1e-3, "min-lr": 1e-4, "lr-warmup-iters": 2, "eval-interval": 3, "eval-iters": 1,
-             "no-isolation-self-test": True}  # fmt: skip
+    "moe-router-topk": 2,
+    "moe-aux-loss-coeff": 1e-2,
+    "squared-relu": True,
+    "disable-bias-linear": True,
+    "normalization": "RMSNorm",
+    "position-embedding-type": "rope",
+    "micro-batch-size": 1,
+    "lr-decay-style": "cosine",
+    "adam-beta2": 0.95,
+    "weight-decay": 0.1,
+    "tokenizer-type": "HuggingFaceTokenizer",
+}
+GPU_RUN = {
+    "bf16": True,
+    "train-iters": 200,
+    "lr": 1e-3,
+    "min-lr": 1e-4,
+    "lr-warmup-iters": 20,
+    "eval-interval": 50,
+    "eval-iters": 8,
+}
+QUICK_RUN = {
+    "train-iters": 6,
+    "lr": 1e-3,
+    "min-lr": 1e-4,
+    "lr-warmup-iters": 2,
+    "eval-interval": 3,
+    "eval-iters": 1,
+    "no-isolation-self-test": True,
+}
 
 
 def command_line(name: str, folder: Path, options: dict[str, Any]) -> list[str]:
@@ -78,24 +122,34 @@ def train(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.perf_counter() - started
     if finished.returncode != 0:
-        raise SystemExit(f"{name}: training ended with exit code {finished.returncode}\n{finished.stdout[-4000:]}")
+        raise SystemExit(
+            f"{name}: training ended with exit code {finished.returncode}\n{finished.stdout[-4000:]}"
+        )
     steps, validations = read_log(folder / "log.jsonl")
     settled = steps[len(steps) // 4 :]  # without compilation and tuning
     utilisations = [step["mfu"] for step in settled if step["mfu"] is not None]
     parameters = re.search(r"([\d,]+) parameters", finished.stdout)
     return {
-        "command": " ".join(["python", "pretrain_hybrid.py", *command[2:]]).replace(str(folder), name),
+        "command": " ".join(["python", "pretrain_hybrid.py", *command[2:]]).replace(
+            str(folder), name
+        ),
         "parameters": int(parameters[1].replace(",", "")) if parameters else None,
         "seconds_in_all": round(seconds, 1),
         "plan_hash": steps[0]["plan_hash"],
         "unigram_entropy": round(unigram_entropy(folder), 4),
-        "valid_loss": [[record["iteration"], round(record["valid_loss"], 5)] for record in validations],
+        "valid_loss": [
+            [record["iteration"], round(record["valid_loss"], 5)] for record in validations
+        ],
         "loss": [round(step["lm_loss"], 5) for step in steps],
         "grad_norm": [round(step["grad_norm"], 4) for step in steps],
-        "largest_over_running_median": round(largest_over_running_median([step["lm_loss"] for step in steps]), 4),
+        "largest_over_running_median": round(
+            largest_over_running_median([step["lm_loss"] for step in steps]), 4
+        ),
         "skipped_steps": sum(step["skipped"] for step in steps),
         "step_ms": harness.Spread.of([step["step_time_ms"] / 1e3 for step in settled]),
-        "tokens_per_second": round(statistics.median(step["tokens_per_second"] for step in settled)),
+        "tokens_per_second": round(
+            statistics.median(step["tokens_per_second"] for step in settled)
+        ),
         "mfu": round(statistics.median(utilisations), 4) if utilisations else None,
         "pack_fill": round(statistics.mean(step["pack_fill"] for step in steps), 4),
         "docs_per_pack": round(statistics.mean(step["docs_per_pack"] for step in steps), 2),
@@ -114,7 +168,9 @@ def unigram_entropy(folder: Path) -> float:
     """Of the validation targets, in nats: what a model that knows no context can reach at best."""
     for manifest in folder.glob("cache/*/manifest.json"):
         dataset = TokenizedDataset(manifest.parent)
-        if any(Path(source["file"]).name == "valid.jsonl.gz" for source in dataset.manifest["sources"]):
+        if any(
+            Path(source["file"]).name == "valid.jsonl.gz" for source in dataset.manifest["sources"]
+        ):
             return dataset.target_entropy()
     raise SystemExit(f"{folder.name}: no tokenised validation data")
 
@@ -135,22 +191,32 @@ def problems_of(name: str, found: dict[str, Any], bound: float | None) -> list[s
     if bound is not None and not final < bound:
         problems.append(f"{name}: validation loss {final} is not below its bound {bound}")
     if bound is not None and not final < found["unigram_entropy"]:
-        problems.append(f"{name}: validation loss {final} is not below the unigram entropy {found['unigram_entropy']}")
+        problems.append(
+            f"{name}: validation loss {final} is not below the unigram entropy {found['unigram_entropy']}"
+        )
     if not found["largest_over_running_median"] <= SPIKE:
-        problems.append(f"{name}: a step's loss is {found['largest_over_running_median']} times the running median")
+        problems.append(
+            f"{name}: a step's loss is {found['largest_over_running_median']} times the running median"
+        )
     if found["skipped_steps"]:
         problems.append(f"{name}: {found['skipped_steps']} steps were skipped")
     return problems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("archive", type=Path, help="file made by prepare_real.py")
     parser.add_argument("sets", nargs="*", help="names in the archive (default: all)")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     on_gpu = device_from(arguments.device).type == "cuda"
-    options = {**COMMON, **(MODEL if on_gpu and not arguments.quick else TINY_MODEL), "device": arguments.device}
+    options = {
+        **COMMON,
+        **(MODEL if on_gpu and not arguments.quick else TINY_MODEL),
+        "device": arguments.device,
+    }
     options |= QUICK_RUN if arguments.quick else GPU_RUN if on_gpu else {**GPU_RUN, "bf16": False}
     judged = on_gpu and not arguments.quick
     results, problems = {}, []
@@ -172,14 +238,22 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """The table, from results in the form of a result file."""
     return [
         {
-            "set": name, "parameters": found["parameters"], "steps": len(found["loss"]), "first loss": found["loss"][0],
-            "last loss": found["loss"][-1], "validation": found["valid_loss"][-1][1],
-            "unigram entropy": found["unigram_entropy"], "loss/median at most": found["largest_over_running_median"],
-            "step ms": harness.shown(found["step_ms"]), "tokens/s": found["tokens_per_second"], "MFU": found["mfu"],
-            "fill": found["pack_fill"], "GiB": found["memory_gib"],
+            "set": name,
+            "parameters": found["parameters"],
+            "steps": len(found["loss"]),
+            "first loss": found["loss"][0],
+            "last loss": found["loss"][-1],
+            "validation": found["valid_loss"][-1][1],
+            "unigram entropy": found["unigram_entropy"],
+            "loss/median at most": found["largest_over_running_median"],
+            "step ms": harness.shown(found["step_ms"]),
+            "tokens/s": found["tokens_per_second"],
+            "MFU": found["mfu"],
+            "fill": found["pack_fill"],
+            "GiB": found["memory_gib"],
         }
         for name, found in results.items()
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python benchmarks/tune_prediction.py [hybrid1b] [shard8b] [--lengths FILE ...] [--capacities N ...]
 
-Makes documents, lets `tune` measure the model on them, and trains with graphs for each capacity: the recommended one,
-twice and four times as many documents, or those given that hold every pack. Lengths are long-tailed, or those of real
-data (`--lengths`: tokens, one number to a line; documents longer than a pack are cut). The run's mean step time is
-taken from its log, without the first steps; no micro-batch may have run eagerly. Fails where a prediction is more than
-a tenth off.
+Makes documents, lets `tune` measure the model on them, and trains with graphs for each capacity:
+the recommended one, twice and four times as many documents, or those given that hold every pack.
+Lengths are long-tailed, or those of real data (`--lengths`: tokens, one number to a line; documents
+longer than a pack are cut). The run's mean step time is taken from its log, without the first
+steps; no micro-batch may have run eagerly. Fails where a prediction is more than a tenth off.
 """
 
 from __future__ import annotations
@@ -34,18 +34,40 @@ REPOSITORY = Path(__file__).parent.parent
 def flags_of(config: str, tiny: bool) -> list[str]:
     """The model of `model_step.py` with bytes for tokens; on a CPU its layers' kinds alone."""
     c = dict(CONFIGS[config])
-    sizes = {"hidden": 64, "heads": 4, "groups": 2, "ffn": 64, "mamba_heads": 8, "mamba_groups": 1, "T": 256}
+    sizes = {
+        "hidden": 64,
+        "heads": 4,
+        "groups": 2,
+        "ffn": 64,
+        "mamba_heads": 8,
+        "mamba_groups": 1,
+        "T": 256,
+    }
     c |= {**sizes, "pattern": "M*-"} if tiny else {}
     words = {
-        "hybrid-layer-pattern": c["pattern"], "hidden-size": c["hidden"], "num-attention-heads": c["heads"],
-        "num-query-groups": c["groups"], "kv-channels": 16 if tiny else 128, "ffn-hidden-size": c["ffn"],
-        "mamba-num-heads": c["mamba_heads"], "mamba-num-groups": c["mamba_groups"],
+        "hybrid-layer-pattern": c["pattern"],
+        "hidden-size": c["hidden"],
+        "num-attention-heads": c["heads"],
+        "num-query-groups": c["groups"],
+        "kv-channels": 16 if tiny else 128,
+        "ffn-hidden-size": c["ffn"],
+        "mamba-num-heads": c["mamba_heads"],
+        "mamba-num-groups": c["mamba_groups"],
         "mamba-head-dim": 16 if tiny else 64,
-        "mamba-state-dim": 16 if tiny else 128, "normalization": "RMSNorm", "position-embedding-type": "none",
-        "make-vocab-size-divisible-by": 512 if tiny else c["vocab"], "seq-length": c["T"], "global-batch-size": 4,
-    }  # fmt: skip
+        "mamba-state-dim": 16 if tiny else 128,
+        "normalization": "RMSNorm",
+        "position-embedding-type": "none",
+        "make-vocab-size-divisible-by": 512 if tiny else c["vocab"],
+        "seq-length": c["T"],
+        "global-batch-size": 4,
+    }
     flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    return [*flags, "--squared-relu", "--disable-bias-linear", *(["--device", "cpu"] if tiny else ["--bf16"])]
+    return [
+        *flags,
+        "--squared-relu",
+        "--disable-bias-linear",
+        *(["--device", "cpu"] if tiny else ["--bf16"]),
+    ]
 
 
 def document_lengths(path: Path | None, tokens: int, packs: int) -> list[int]:
@@ -61,13 +83,28 @@ def document_lengths(path: Path | None, tokens: int, packs: int) -> list[int]:
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:
-    letters = np.random.default_rng(0).integers(97, 123, max(lengths), dtype=np.uint8).tobytes().decode()
-    path.write_text("".join(json.dumps({"text": letters[: length - 1]}) + "\n" for length in lengths))
+    letters = (
+        np.random.default_rng(0).integers(97, 123, max(lengths), dtype=np.uint8).tobytes().decode()
+    )
+    path.write_text(
+        "".join(json.dumps({"text": letters[: length - 1]}) + "\n" for length in lengths)
+    )
 
 
 def tuned(flags: list[str], data: Path, *more: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "megatron_packed.cli.main", "tune", *flags, "--data", str(data), "--json",
-               "--packing-method", "balanced", *map(str, more)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_packed.cli.main",
+        "tune",
+        *flags,
+        "--data",
+        str(data),
+        "--json",
+        "--packing-method",
+        "balanced",
+        *map(str, more),
+    ]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=REPOSITORY)
     return dict(json.loads(ran.stdout))
 
@@ -75,16 +112,36 @@ def tuned(flags: list[str], data: Path, *more: object) -> dict[str, Any]:
 def trained(flags: list[str], data: Path, capacity: int, steps: int) -> list[dict[str, Any]]:
     """The log of a run with graphs for one capacity."""
     log = data.with_name(f"log_{capacity}.jsonl")
-    command = [sys.executable, "pretrain_hybrid.py", *flags, "--data-path", str(data), "--lr", "1e-4", "--train-iters",
-               str(steps), "--packing-method", "balanced", "--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs",
-               str(capacity), "--log-jsonl", str(log)]  # fmt: skip
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
+    command = [
+        sys.executable,
+        "pretrain_hybrid.py",
+        *flags,
+        "--data-path",
+        str(data),
+        "--lr",
+        "1e-4",
+        "--train-iters",
+        str(steps),
+        "--packing-method",
+        "balanced",
+        "--cuda-graph-impl",
+        "local",
+        "--cuda-graph-max-packed-seqs",
+        str(capacity),
+        "--log-jsonl",
+        str(log),
+    ]
+    ran = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY
+    )
     if ran.returncode:
         raise SystemExit(ran.stdout[-3000:])
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def compare(config: str, path: Path | None, asked: list[int], tiny: bool, quick: bool) -> list[dict[str, Any]]:
+def compare(
+    config: str, path: Path | None, asked: list[int], tiny: bool, quick: bool
+) -> list[dict[str, Any]]:
     flags = flags_of(config, tiny)
     tokens = 256 if tiny else CONFIGS[config]["T"]
     steps, skipped = (6, 2) if quick else (STEPS, SKIPPED)
@@ -93,21 +150,34 @@ def compare(config: str, path: Path | None, asked: list[int], tiny: bool, quick:
         data = Path(folder) / "documents.jsonl"
         write_documents(data, document_lengths(path, tokens, 4 * steps))
         most = tuned(flags, data)["packers"][0]["max"]
-        capacities = sorted({most, *(n for n in asked or (2 * most, 4 * most) if most <= n <= tokens)})
-        prediction = tuned(flags, data, "--measure", data.with_name("costs.json"), "--capacities", *capacities)
+        capacities = sorted(
+            {most, *(n for n in asked or (2 * most, 4 * most) if most <= n <= tokens)}
+        )
+        prediction = tuned(
+            flags, data, "--measure", data.with_name("costs.json"), "--capacities", *capacities
+        )
         for capacity in capacities:
             expected = prediction["by_capacity"][str(capacity)]
             lines = trained(flags, data, capacity, steps)
             times = [line["step_time_ms"] for line in lines[skipped:]]
             measured = statistics.mean(times)
-            found.append({
-                "config": config, "data": "made up" if path is None else path.stem, "capacity": capacity,
-                "documents": most, "predicted_ms": expected["step_ms"],
-                "measured_ms": measured, "median_ms": statistics.median(times),
-                "predicted_over_measured": expected["step_ms"] / measured,
-                "fallbacks": sum(line.get("graph_fallbacks", 0) for line in lines), "steps": len(times),
-                "fastest_ms": min(times), "slowest_ms": max(times), "plan_hash": lines[-1]["plan_hash"],
-            })  # fmt: skip
+            found.append(
+                {
+                    "config": config,
+                    "data": "made up" if path is None else path.stem,
+                    "capacity": capacity,
+                    "documents": most,
+                    "predicted_ms": expected["step_ms"],
+                    "measured_ms": measured,
+                    "median_ms": statistics.median(times),
+                    "predicted_over_measured": expected["step_ms"] / measured,
+                    "fallbacks": sum(line.get("graph_fallbacks", 0) for line in lines),
+                    "steps": len(times),
+                    "fastest_ms": min(times),
+                    "slowest_ms": max(times),
+                    "plan_hash": lines[-1]["plan_hash"],
+                }
+            )
             print(harness.table([harness.plain(found[-1])]), flush=True)
     return found
 
@@ -115,23 +185,36 @@ def compare(config: str, path: Path | None, asked: list[int], tiny: bool, quick:
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     return [
         {
-            "config": config, "data": one.get("data", "made up"), "capacity": one["capacity"],
+            "config": config,
+            "data": one.get("data", "made up"),
+            "capacity": one["capacity"],
             "documents at most": one["documents"],
-            "predicted ms": f"{one['predicted_ms']:.1f}", "measured ms: mean, median of steps":
-            f"{one['measured_ms']:.1f}, {one['median_ms']:.1f} of {one['steps']}",
-            "predicted / measured": f"{one['predicted_over_measured']:.3f}", "fallbacks": one["fallbacks"],
+            "predicted ms": f"{one['predicted_ms']:.1f}",
+            "measured ms: mean, median of steps": f"{one['measured_ms']:.1f}, {one['median_ms']:.1f} of {one['steps']}",
+            "predicted / measured": f"{one['predicted_over_measured']:.3f}",
+            "fallbacks": one["fallbacks"],
             **({"plan": one["plan_hash"][:12]} if "plan_hash" in one else {}),
         }
         for config, found in results.items()
         for one in found
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
-    parser.add_argument("--lengths", nargs="+", type=Path, default=[None], help="tokens of real documents, by data set")
-    parser.add_argument("--capacities", nargs="+", type=int, default=[], help="beside the recommended one")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=Path,
+        default=[None],
+        help="tokens of real documents, by data set",
+    )
+    parser.add_argument(
+        "--capacities", nargs="+", type=int, default=[], help="beside the recommended one"
+    )
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     tiny = device_from(arguments.device).type == "cpu"
@@ -143,9 +226,13 @@ def main() -> None:
             harness.save("tune_prediction", results, folder=arguments.results)
     print(harness.table(rows_of(results)))
     rows = [row for found in results.values() for row in found]
-    off = [row for row in rows if row["fallbacks"] or abs(row["predicted_over_measured"] - 1) > ALLOWED]
+    off = [
+        row for row in rows if row["fallbacks"] or abs(row["predicted_over_measured"] - 1) > ALLOWED
+    ]
     if off:
-        raise SystemExit(f"{len(off)} of {len(rows)} predictions are more than {ALLOWED:.0%} off, or packs fell back.")
+        raise SystemExit(
+            f"{len(off)} of {len(rows)} predictions are more than {ALLOWED:.0%} off, or packs fell back."
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""`model_step` of this checkout over that of another: time, launches, memory, loss and gradient norm.
+"""`model_step` of this checkout over that of another: time, launches, memory, loss and gradient
+norm.
 
     git worktree add ../before <commit>
     python benchmarks/two_checkouts.py ../before [shard8b] [hybrid1b]
 
-Writes ``results/two_checkouts.json``. Each checkout measures its own code in processes of its own, which take turns. A
-ratio is of two measurements that followed each other; 1 is no difference, below 1 this checkout needs less.
+Writes ``results/two_checkouts.json``. Each checkout measures its own code in processes of its own,
+which take turns. A ratio is of two measurements that followed each other; 1 is no difference, below
+1 this checkout needs less.
 """
 
 from __future__ import annotations
@@ -25,12 +27,25 @@ PATHS = {"eager": "megatron_packed", "one CUDA graph": "graph"}
 
 
 def measured(checkout: Path, configs: list[str]) -> dict[str, Any]:
-    """Results of `model_step` by configuration, in a process that imports the package of ``checkout``."""
+    """Results of `model_step` by configuration, in a process that imports the package of
+    ``checkout``.
+    """
     side = f"{NAME}_side"
-    command = [sys.executable, "benchmarks/model_step.py", *configs, "--skip-megatron", "--kernels", "0"]
+    command = [
+        sys.executable,
+        "benchmarks/model_step.py",
+        *configs,
+        "--skip-megatron",
+        "--kernels",
+        "0",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     subprocess.run(
-        [*command, "--name", side], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True
+        [*command, "--name", side],
+        cwd=checkout,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        check=True,
     )
     path = checkout / "benchmarks" / "results" / f"{side}.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"]
@@ -55,14 +70,22 @@ def rows_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[st
 
             here, other = pairs[0]
             eager = path == "eager"
-            same = {name: here[name] == other[name] for name in ("loss", "grad_norm")} if eager else {}
-            rows.append({
-                "config": config, "path": path,
-                "wall ms": f"{_number(here['wall_ms']):.2f}", "other's wall ms": f"{_number(other['wall_ms']):.2f}",
-                "wall": ratio("wall_ms"), "GPU-busy": ratio("busy_ms"),
-                "launches": ratio("launches") if eager else "", "peak GiB": ratio("peak_gib") if eager else "",
-                **{f"same {name}": same.get(name, "") for name in ("loss", "grad_norm")},
-            })  # fmt: skip
+            same = (
+                {name: here[name] == other[name] for name in ("loss", "grad_norm")} if eager else {}
+            )
+            rows.append(
+                {
+                    "config": config,
+                    "path": path,
+                    "wall ms": f"{_number(here['wall_ms']):.2f}",
+                    "other's wall ms": f"{_number(other['wall_ms']):.2f}",
+                    "wall": ratio("wall_ms"),
+                    "GPU-busy": ratio("busy_ms"),
+                    "launches": ratio("launches") if eager else "",
+                    "peak GiB": ratio("peak_gib") if eager else "",
+                    **{f"same {name}": same.get(name, "") for name in ("loss", "grad_norm")},
+                }
+            )
     return rows
 
 
@@ -72,7 +95,9 @@ def _number(value: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="folder of the other checkout")
     parser.add_argument("configs", nargs="*", help="of model_step (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each checkout")

@@ -1,7 +1,8 @@
 """Models and documents that several benchmarks share.
 
-The shapes are those of public models, so that numbers can be put beside published ones; the weights are random. On a
-CPU every shape shrinks to a few channels and keeps its layers: that shows that a benchmark works, and times nothing.
+The shapes are those of public models, so that numbers can be put beside published ones; the weights
+are random. On a CPU every shape shrinks to a few channels and keeps its layers: that shows that a
+benchmark works, and times nothing.
 """
 
 from __future__ import annotations
@@ -50,53 +51,127 @@ class Shape:
     def config(self) -> ModelConfig:
         options: dict[str, Any] = {f"mamba_{name}": value for name, value in self.mamba.items()}
         return ModelConfig(
-            hybrid_layer_pattern=self.pattern, hidden_size=self.hidden, num_attention_heads=self.heads,
-            num_query_groups=self.groups, kv_channels=self.head_dim, ffn_hidden_size=self.ffn, swiglu=self.swiglu,
-            squared_relu=not self.swiglu, normalization="RMSNorm", add_bias_linear=False, vocab_size=self.vocab,
-            position_embedding_type="rope" if self.rope else "none", rotary_base=500000.0, **options,
-        )  # fmt: skip
+            hybrid_layer_pattern=self.pattern,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_query_groups=self.groups,
+            kv_channels=self.head_dim,
+            ffn_hidden_size=self.ffn,
+            swiglu=self.swiglu,
+            squared_relu=not self.swiglu,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            vocab_size=self.vocab,
+            position_embedding_type="rope" if self.rope else "none",
+            rotary_base=500000.0,
+            **options,
+        )
 
     def shrunk(self) -> Shape:
         """The same layers, small enough for a CPU."""
         return Shape(
-            like=self.like, pattern=self.pattern, hidden=64, heads=4, groups=2, head_dim=16, ffn=128, vocab=512,
-            slots=256, swiglu=self.swiglu, rope=self.rope,
-            mamba={"num_heads": 4, "head_dim": 16, "state_dim": 16, "num_groups": 2} if self.mamba else {},
-        )  # fmt: skip
+            like=self.like,
+            pattern=self.pattern,
+            hidden=64,
+            heads=4,
+            groups=2,
+            head_dim=16,
+            ffn=128,
+            vocab=512,
+            slots=256,
+            swiglu=self.swiglu,
+            rope=self.rope,
+            mamba={"num_heads": 4, "head_dim": 16, "state_dim": 16, "num_groups": 2}
+            if self.mamba
+            else {},
+        )
 
 
 SHAPES = {
     "llama1b": Shape(
-        like="Llama-3.2-1B, 16 blocks", pattern="*-" * 16, hidden=2048, heads=32, groups=8, head_dim=64, ffn=8192,
-        vocab=128256, slots=4096,
+        like="Llama-3.2-1B, 16 blocks",
+        pattern="*-" * 16,
+        hidden=2048,
+        heads=32,
+        groups=8,
+        head_dim=64,
+        ffn=8192,
+        vocab=128256,
+        slots=4096,
     ),
     "qwen0.6b": Shape(
-        like="Qwen3-0.6B without its norm of queries and keys, 28 blocks", pattern="*-" * 28, hidden=1024, heads=16,
-        groups=8, head_dim=128, ffn=3072, vocab=151936, slots=4096,
+        like="Qwen3-0.6B without its norm of queries and keys, 28 blocks",
+        pattern="*-" * 28,
+        hidden=1024,
+        heads=16,
+        groups=8,
+        head_dim=128,
+        ffn=3072,
+        vocab=151936,
+        slots=4096,
     ),
     "thin16": Shape(
-        like="16 blocks so thin that the host decides", pattern="*-" * 16, hidden=512, heads=8, groups=2, head_dim=64,
-        ffn=1536, vocab=32768, slots=4096,
+        like="16 blocks so thin that the host decides",
+        pattern="*-" * 16,
+        hidden=512,
+        heads=8,
+        groups=2,
+        head_dim=64,
+        ffn=1536,
+        vocab=32768,
+        slots=4096,
     ),
     "thin28": Shape(
-        like="28 blocks so thin that the host decides", pattern="*-" * 28, hidden=512, heads=8, groups=2, head_dim=64,
-        ffn=1536, vocab=32768, slots=4096,
+        like="28 blocks so thin that the host decides",
+        pattern="*-" * 28,
+        hidden=512,
+        heads=8,
+        groups=2,
+        head_dim=64,
+        ffn=1536,
+        vocab=32768,
+        slots=4096,
     ),
     "wide": Shape(
-        like="4 blocks of Llama-3-8B: the GPU decides", pattern="*-" * 4, hidden=4096, heads=32, groups=8, head_dim=128,
-        ffn=14336, vocab=32768, slots=8192,
+        like="4 blocks of Llama-3-8B: the GPU decides",
+        pattern="*-" * 4,
+        hidden=4096,
+        heads=32,
+        groups=8,
+        head_dim=128,
+        ffn=14336,
+        vocab=32768,
+        slots=8192,
     ),
     "hybrid": Shape(
-        like="a small Nemotron-H, 4 attention layers of 28", pattern="M-M-M*-" * 4, hidden=1024, heads=16, groups=4,
-        head_dim=64, ffn=4096, vocab=32768, slots=4096, swiglu=False, rope=False,
+        like="a small Nemotron-H, 4 attention layers of 28",
+        pattern="M-M-M*-" * 4,
+        hidden=1024,
+        heads=16,
+        groups=4,
+        head_dim=64,
+        ffn=4096,
+        vocab=32768,
+        slots=4096,
+        swiglu=False,
+        rope=False,
         mamba={"num_heads": 32, "head_dim": 64, "state_dim": 128, "num_groups": 8},
     ),
     "hybrid1b": Shape(
-        like="hybrid1b of model_step.py, 797 M", pattern="M-M-M*-M-M-M*-M-M-M*-M-", hidden=2048, heads=16, groups=4,
-        head_dim=128, ffn=8192, vocab=32768, slots=8192, swiglu=False, rope=False,
+        like="hybrid1b of model_step.py, 797 M",
+        pattern="M-M-M*-M-M-M*-M-M-M*-M-",
+        hidden=2048,
+        heads=16,
+        groups=4,
+        head_dim=128,
+        ffn=8192,
+        vocab=32768,
+        slots=8192,
+        swiglu=False,
+        rope=False,
         mamba={"num_heads": 64, "head_dim": 64, "state_dim": 128, "num_groups": 8},
     ),
-}  # fmt: skip
+}
 
 
 def shape_of(name: str, device: torch.device) -> Shape:
@@ -105,23 +180,37 @@ def shape_of(name: str, device: torch.device) -> Shape:
 
 
 def build_model(
-    shape: Shape, device: torch.device, *, max_positions: int, backends: Mapping[str, Any] | None = None
+    shape: Shape,
+    device: torch.device,
+    *,
+    max_positions: int,
+    backends: Mapping[str, Any] | None = None,
 ) -> HybridModel:
-    """A model of random weights in training mode, bf16 on a GPU. The same shape gives the same weights."""
+    """A model of random weights in training mode, bf16 on a GPU. The same shape gives the same
+    weights.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with filled_on_device(device):
         return HybridModel(
-            shape.config, vocab_size=shape.vocab, max_positions=max_positions, device=device, dtype=dtype,
+            shape.config,
+            vocab_size=shape.vocab,
+            max_positions=max_positions,
+            device=device,
+            dtype=dtype,
             backends=backends,
-        ).train()  # fmt: skip
+        ).train()
 
 
 @contextmanager
 def filled_on_device(device: torch.device) -> Iterator[None]:
-    """The model's own initialisation draws on the CPU, parameter by parameter: 10 s for a billion. Matrices are the
-    bulk of them and are drawn on the device here; everything else stays the model's."""
+    """The model's own initialisation draws on the CPU, parameter by parameter: 10 s for a billion.
+    Matrices are the bulk of them and are drawn on the device here; everything else stays the
+    model's.
+    """
 
-    def fill(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int, tp_size: int) -> None:
+    def fill(
+        model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int, tp_size: int
+    ) -> None:
         assert tp_size == 1, "benchmarks build whole models"
         generator = torch.Generator(device).manual_seed(seed)
         with torch.no_grad():
@@ -135,11 +224,15 @@ def filled_on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def lognormal_lengths(count: int, *, mean: float, sigma: float, longest: int, seed: int = 0) -> Lengths:
-    """Tokens of ``count`` documents, lognormal with this mean and this deviation of the logarithm, in [16, longest].
+def lognormal_lengths(
+    count: int, *, mean: float, sigma: float, longest: int, seed: int = 0
+) -> Lengths:
+    """Tokens of ``count`` documents, lognormal with this mean and this deviation of the logarithm,
+    in [16, longest].
 
-    Mean 180 and sigma 0.55 are alpaca-like in what matters here: batches of 8 are half padding, the share behind the
-    1.85x that is published for leaving it out. `packed_vs_padded.py` reports the padding of every set it uses.
+    Mean 180 and sigma 0.55 are alpaca-like in what matters here: batches of 8 are half padding, the
+    share behind the 1.85x that is published for leaving it out. `packed_vs_padded.py` reports the
+    padding of every set it uses.
     """
     random = np.random.default_rng(seed)
     drawn = np.exp(np.log(mean) - sigma**2 / 2 + sigma * random.standard_normal(count))
@@ -147,9 +240,13 @@ def lognormal_lengths(count: int, *, mean: float, sigma: float, longest: int, se
 
 
 def filled_packs(slots: int, count: int, *, mean: float, seed: int = 0) -> list[list[int]]:
-    """``count`` packs of alpaca-like document lengths, as the packer fills them: close to ``slots``, a short tail."""
+    """``count`` packs of alpaca-like document lengths, as the packer fills them: close to
+    ``slots``, a short tail.
+    """
     documents = max(64, int(1.2 * count * slots / mean))
-    lengths = lognormal_lengths(documents, mean=mean, sigma=0.55, longest=min(2048, slots), seed=seed)
+    lengths = lognormal_lengths(
+        documents, mean=mean, sigma=0.55, longest=min(2048, slots), seed=seed
+    )
     packs = Packer(slots=slots).pack(lengths, seed)
     return [lengths[packs[number]].tolist() for number in range(count)]
 
@@ -160,7 +257,9 @@ def random_documents(lengths: Sequence[int], vocab: int, seed: int) -> list[NDAr
 
 
 def pinned(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch on the host as the loader leaves it: page-locked where there is a GPU to copy to."""
+    """A micro-batch on the host as the loader leaves it: page-locked where there is a GPU to copy
+    to.
+    """
     return batch.pin_memory() if device.type == "cuda" else batch
 
 

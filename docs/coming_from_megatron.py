@@ -1,9 +1,10 @@
-"""Fills the tables of docs/coming_from_megatron.md from what the parser knows of each of Megatron-LM's flags.
+"""Fills the tables of docs/coming_from_megatron.md from what the parser knows of each of
+Megatron-LM's flags.
 
     python docs/coming_from_megatron.py [--check]
 
-Every flag of ``tests/unit/config/megatron_flag_names.txt`` is in one of three tables. ``--check`` writes nothing and
-fails if the page is not what the parser gives.
+Every flag of ``tests/unit/config/megatron_flag_names.txt`` is in one of three tables. ``--check``
+writes nothing and fails if the page is not what the parser gives.
 """
 
 from __future__ import annotations
@@ -50,20 +51,31 @@ def tables() -> str:
     refused = [flag for group in REFUSED for flag in group.flags if flag not in ALWAYS]
     listed = [*(flag for flag, _ in same), *(flag for flag, *_ in other), *refused]
     assert sorted(listed) == sorted(NAMES), sorted({*listed} ^ {*NAMES})
-    return "\n\n".join([
-        f"Of {len(NAMES)} flags {len(same)} mean the same here, {len(other)} differ as said, and {len(refused)} are "
-        "refused, each with the sentence below.",
-        "## Same",
-        markdown(("flag", "here"), ((_code(flag), text) for flag, text in same)),
-        "## Different",
-        markdown(("flag", "Megatron-LM", "here"), ((_code(flag), *texts) for flag, *texts in other)),
-        "## Refused",
-        markdown(("flags", "because", "instead"), (
-            (", ".join(_code(flag) for flag in group.flags if flag not in ALWAYS), group.reason, group.nearest)
-            for group in sorted(REFUSED, key=lambda group: -len(group.flags))
-            if not set(group.flags) <= ALWAYS.keys()
-        )),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"Of {len(NAMES)} flags {len(same)} mean the same here, {len(other)} differ as said, and "
+            f"{len(refused)} are refused, each with the sentence below.",
+            "## Same",
+            markdown(("flag", "here"), ((_code(flag), text) for flag, text in same)),
+            "## Different",
+            markdown(
+                ("flag", "Megatron-LM", "here"), ((_code(flag), *texts) for flag, *texts in other)
+            ),
+            "## Refused",
+            markdown(
+                ("flags", "because", "instead"),
+                (
+                    (
+                        ", ".join(_code(flag) for flag in group.flags if flag not in ALWAYS),
+                        group.reason,
+                        group.nearest,
+                    )
+                    for group in sorted(REFUSED, key=lambda group: -len(group.flags))
+                    if not set(group.flags) <= ALWAYS.keys()
+                ),
+            ),
+        ]
+    )
 
 
 def _meaning(flag: str, spelling: Spelling) -> str:
@@ -72,7 +84,9 @@ def _meaning(flag: str, spelling: Spelling) -> str:
         return f"deprecated: write `{spelling.preferred}`"
     if flag != described.flag:
         return f"the same as `{described.flag}`"
-    return f"{described.option.help} [{default_text(described)}]".replace("<", "&lt;")  # else it is taken for HTML
+    return f"{described.option.help} [{default_text(described)}]".replace(
+        "<", "&lt;"
+    )  # else it is taken for HTML
 
 
 def _values(described: Field) -> str:

@@ -1,6 +1,7 @@
 """Hybrid Mamba-Transformer-MoE training on packed sequences.
 
-Importing this package imports neither torch nor any optional kernel library; names are resolved when first used.
+Importing this package imports neither torch nor any optional kernel library; names are resolved
+when first used.
 """
 
 from importlib import import_module

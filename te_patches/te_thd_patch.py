@@ -1,21 +1,25 @@
-"""Keeps TransformerEngine's context-parallel THD attention from waiting for the GPU, in releases below 2.18.
+"""Keeps TransformerEngine's context-parallel THD attention from waiting for the GPU, in releases
+below 2.18.
 
-Such a wait (a host sync) costs time in every layer and cannot be captured in a CUDA graph. On the way of packed (THD)
-tokens through context-parallel attention, these functions have some:
+Such a wait (a host sync) costs time in every layer and cannot be captured in a CUDA graph. On the
+way of packed (THD) tokens through context-parallel attention, these functions have some:
 
-* ``DotProductAttention.forward`` compares offsets with and without padding by ``torch.equal``, to find out whether
-  documents are padded, if its caller does not say. `equal` stands in for that.
-* ``AttnFuncWithCPAndKVP2P.backward`` slices gradients at ``cu_seqlens[-1]``, which is on the GPU, to fill what lies
-  behind with zeros. `zero_tail` stands in for that.
-* ``reorder_seq_chunks_*_thd``, from 2.10 on, put rows in order around an all-to-all by indices that they make from
-  numbers read from the GPU, several for each document. `to_rank_order` and `to_sequence_order` stand in for them.
+* ``DotProductAttention.forward`` compares offsets with and without padding by ``torch.equal``, to
+  find out whether documents are padded, if its caller does not say. `equal` stands in for that.
+* ``AttnFuncWithCPAndKVP2P.backward`` slices gradients at ``cu_seqlens[-1]``, which is on the GPU,
+  to fill what lies behind with zeros. `zero_tail` stands in for that.
+* ``reorder_seq_chunks_*_thd``, from 2.10 on, put rows in order around an all-to-all by indices that
+  they make from numbers read from the GPU, several for each document. `to_rank_order` and
+  `to_sequence_order` stand in for them.
 
-A finder in ``sys.meta_path`` waits for their modules. When the first is imported, both are read; only if the release is
-a known one and the functions have its fingerprints (``te_thd_sources.py``), both are compiled from syntax trees where
-that, and nothing else, is replaced. Otherwise their import goes on as if nothing had been here. Either way one line on
-stderr says so. Bytecode caches are neither read nor written. `undo` brings TransformerEngine's own statements back.
+A finder in ``sys.meta_path`` waits for their modules. When the first is imported, both are read;
+only if the release is a known one and the functions have its fingerprints (``te_thd_sources.py``),
+both are compiled from syntax trees where that, and nothing else, is replaced. Otherwise their
+import goes on as if nothing had been here. Either way one line on stderr says so. Bytecode caches
+are neither read nor written. `undo` brings TransformerEngine's own statements back.
 
-Nothing here imports torch or TransformerEngine; when an interpreter starts, ``importlib.machinery`` is all it needs.
+Nothing here imports torch or TransformerEngine; when an interpreter starts, ``importlib.machinery``
+is all it needs.
 """
 
 from __future__ import annotations
@@ -51,14 +55,18 @@ def active() -> bool:
 
 
 def equal(padded: Tensor, real: Tensor, context_parallel: bool) -> bool:
-    """Whether two ``(num_seqs,)`` tensors of offsets are equal, as far as the host can tell without asking the GPU.
+    """Whether two ``(num_seqs,)`` tensors of offsets are equal, as far as the host can tell without
+    asking the GPU.
 
-    The same memory is equal: the answer of ``torch.equal``. Of different memory the host cannot know, and the answer is
-    no, as in TransformerEngine 2.18: documents then count as padded, which is right for both, while "equal" would be
-    wrong for padded ones. Without context parallelism ``torch.equal`` answers, as before.
+    The same memory is equal: the answer of ``torch.equal``. Of different memory the host cannot
+    know, and the answer is no, as in TransformerEngine 2.18: documents then count as padded, which
+    is right for both, while "equal" would be wrong for padded ones. Without context parallelism
+    ``torch.equal`` answers, as before.
     """
     if _active and context_parallel:
-        ours, theirs = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (padded, real))
+        ours, theirs = (
+            (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (padded, real)
+        )
         return ours == theirs
     import torch
 
@@ -66,10 +74,12 @@ def equal(padded: Tensor, real: Tensor, context_parallel: bool) -> bool:
 
 
 def zero_tail(gradient: Tensor, start: Tensor, dim: int) -> None:
-    """Fills ``gradient``, in place, with zeros from position ``start``, ``()`` int32, of dimension ``dim`` on.
+    """Fills ``gradient``, in place, with zeros from position ``start``, ``()`` int32, of dimension
+    ``dim`` on.
 
-    The same bytes as slicing, whatever the offsets: positions are compared with ``start`` where both are, on the GPU.
-    It passes over all of ``gradient`` once instead of over its tail: 2 bytes of traffic for each of its bytes.
+    The same bytes as slicing, whatever the offsets: positions are compared with ``start`` where
+    both are, on the GPU. It passes over all of ``gradient`` once instead of over its tail: 2 bytes
+    of traffic for each of its bytes.
     """
     if not _active:
         tail = gradient[start:] if dim == 0 else gradient[:, start:]
@@ -82,11 +92,15 @@ def zero_tail(gradient: Tensor, start: Tensor, dim: int) -> None:
 
 
 def to_rank_order(x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0) -> Tensor:
-    """Rows by document -> rows by rank: of every document, cut into 2c chunks, rank r has chunks r and 2c-1-r."""
+    """Rows by document -> rows by rank: of every document, cut into 2c chunks, rank r has chunks r
+    and 2c-1-r.
+    """
     return x.index_select(seq_dim, _rank_order(x.shape[seq_dim], cu_seqlens, cp_size))
 
 
-def to_sequence_order(x: Tensor, cu_seqlens: Tensor, _: Tensor, cp_size: int, seq_dim: int = 0) -> Tensor:
+def to_sequence_order(
+    x: Tensor, cu_seqlens: Tensor, _: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
     """The way back; what is not read says which rank has which chunk, and that is always as above."""
     order = _rank_order(x.shape[seq_dim], cu_seqlens, cp_size)
     return x.index_select(seq_dim, order.argsort())
@@ -95,11 +109,13 @@ def to_sequence_order(x: Tensor, cu_seqlens: Tensor, _: Tensor, cp_size: int, se
 def _rank_order(total: int, cu_seqlens: Tensor, c: int) -> Tensor:
     """``(total,)`` rows of whole documents in the order of ranks.
 
-    As many as there are rows: the host knows that, while the lengths of documents are on the GPU. The two agree if
-    documents, with the padding in them, fill the rows; rows behind the last offset count as one more document.
+    As many as there are rows: the host knows that, while the lengths of documents are on the GPU.
+    The two agree if documents, with the padding in them, fill the rows; rows behind the last offset
+    count as one more document.
 
     Args:
-        cu_seqlens: ``(num_seqs + 1,)`` int32; lengths are multiples of 2c, 0 among them; c is the size of the group.
+        cu_seqlens: ``(num_seqs + 1,)`` int32; lengths are multiples of 2c, 0 among them; c is the
+            size of the group.
 
     Raises:
         ValueError: the number of rows is no multiple of 2c.
@@ -107,7 +123,9 @@ def _rank_order(total: int, cu_seqlens: Tensor, c: int) -> Tensor:
     import torch
 
     if total % (2 * c):
-        raise ValueError(f"{total} packed rows are not divisible by 2 * {c} (cp_size); pad documents to that")
+        raise ValueError(
+            f"{total} packed rows are not divisible by 2 * {c} (cp_size); pad documents to that"
+        )
     ends = torch.cat([cu_seqlens.long(), cu_seqlens.new_full((1,), total).long()])
     row = torch.arange(total, device=ends.device)
     rank, row = row // (total // c), row % (total // c)  # of the rank's rows
@@ -134,12 +152,18 @@ class _PatchedLoader(SourceFileLoader):
 
 
 class _Finder:
-    """Stands first in ``sys.meta_path`` and knows two names; where they lie it asks the finders behind it."""
+    """Stands first in ``sys.meta_path`` and knows two names; where they lie it asks the finders
+    behind it.
+    """
 
     codes: dict[str, CodeType] | None = None
-    """Module -> code; empty if TransformerEngine is left untouched, None as long as it was not imported."""
+    """Module -> code; empty if TransformerEngine is left untouched, None as long as it was not
+    imported.
+    """
 
-    def find_spec(self, name: str, path: _Path = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: _Path = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in MODULES:
             return None
         if self.codes is None:
@@ -159,9 +183,16 @@ class _Finder:
 
             version = metadata.version("transformer_engine")
             files = {name: _file(name, self._find(name, path)) for name in MODULES}
-            trees, done = patched_trees(version, {name: source for name, (_, source) in files.items()})
-            codes = {name: compile(trees[name], file, "exec", dont_inherit=True) for name, (file, _) in files.items()}
-        except Exception as error:  # whatever it is, it must not keep TransformerEngine from being imported
+            trees, done = patched_trees(
+                version, {name: source for name, (_, source) in files.items()}
+            )
+            codes = {
+                name: compile(trees[name], file, "exec", dont_inherit=True)
+                for name, (file, _) in files.items()
+            }
+        except (
+            Exception
+        ) as error:  # whatever it is, it must not keep TransformerEngine from being imported
             reason = str(error) if isinstance(error, (Refused, ImportError)) else repr(error)
             _say(f"TransformerEngine {version} is left untouched: {reason}")
             return {}
@@ -170,7 +201,11 @@ class _Finder:
         return codes
 
     def _find(self, name: str, path: _Path, target: ModuleType | None = None) -> ModuleSpec | None:
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        others = [
+            finder
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        ]
         return next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
 
 
@@ -179,7 +214,9 @@ def _file(name: str, spec: ModuleSpec | None) -> tuple[str, str]:
     if spec is None:
         raise Refused(f"there is no {name}")
     if type(spec.loader) is not SourceFileLoader:
-        raise Refused(f"{name} is not loaded from a plain source file but by {type(spec.loader).__name__}")
+        raise Refused(
+            f"{name} is not loaded from a plain source file but by {type(spec.loader).__name__}"
+        )
     return spec.loader.path, spec.loader.get_source(name) or ""
 
 
@@ -199,7 +236,9 @@ def install() -> None:
 
 
 def undo() -> None:
-    """TransformerEngine behaves as without this folder from now on, whether it was imported already or not."""
+    """TransformerEngine behaves as without this folder from now on, whether it was imported already
+    or not.
+    """
     global _active
     _active = False
     if _finder in sys.meta_path:
@@ -210,7 +249,10 @@ def undo() -> None:
 
 def _say(text: str) -> None:
     """One line on stderr, from the first process of each node alone."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0" or sys.stderr is None:
+    if (
+        os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
+        or sys.stderr is None
+    ):
         return
     try:
         print(f"te_patches: {text}", file=sys.stderr, flush=True)

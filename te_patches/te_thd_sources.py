@@ -1,7 +1,8 @@
-"""The releases of TransformerEngine that are known, and their sources with the calls replaced that wait for the GPU.
+"""The releases of TransformerEngine that are known, and their sources with the calls replaced that
+wait for the GPU.
 
-Loaded when TransformerEngine is imported, not when an interpreter starts. Works on text alone: nothing is imported from
-TransformerEngine, so it says the same of a source on any machine.
+Loaded when TransformerEngine is imported, not when an interpreter starts. Works on text alone:
+nothing is imported from TransformerEngine, so it says the same of a source on any machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from ast import Attribute, Call, Constant, Load, Name, Slice, Subscript, Tuple
 from te_thd_patch import MODULES, Refused
 
 FIXED_IN = (2, 18)
-_BEFORE, _AFTER = "reorder_seq_chunks_before_a2a_after_attn_thd", "reorder_seq_chunks_after_a2a_before_attn_thd"
+_BEFORE, _AFTER = (
+    "reorder_seq_chunks_before_a2a_after_attn_thd",
+    "reorder_seq_chunks_after_a2a_before_attn_thd",
+)
 FUNCTIONS = {
     "DotProductAttention.forward": MODULES[0],
     **dict.fromkeys(("AttnFuncWithCPAndKVP2P.backward", _BEFORE, _AFTER), MODULES[1]),
@@ -39,7 +43,9 @@ _FINGERPRINTS = {
     "2.16.0 2.16.1": ("f9d78935653b1587", "960d0185407ae8d1", *_A2A),
     "2.17.0 2.17.1": ("deefa1a9bcf8cdf2", "960d0185407ae8d1", *_A2A),
 }
-KNOWN = {release: prints for releases, prints in _FINGERPRINTS.items() for release in releases.split()}
+KNOWN = {
+    release: prints for releases, prints in _FINGERPRINTS.items() for release in releases.split()
+}
 """Release -> fingerprints in the order of `FUNCTIONS`; the last two functions came with 2.10."""
 
 
@@ -47,11 +53,13 @@ def patched_trees(version: str, sources: dict[str, str]) -> tuple[dict[str, ast.
     """Module -> patched syntax tree, and what was replaced, in words.
 
     Args:
-        version: as the distribution gives it; a local part (``2.8.0+4ea4e8b``) is that of a build from source.
+        version: as the distribution gives it; a local part (``2.8.0+4ea4e8b``) is that of a build
+        from source.
         sources: module -> source text, for both of ``MODULES``.
 
     Raises:
-        Refused: the version needs no patch or is unknown, or a function is not the one of that release.
+        Refused: the version needs no patch or is unknown, or a function is not the one of that
+            release.
     """
     release = version.partition("+")[0]
     numbers = release.split(".")[:2]
@@ -59,13 +67,17 @@ def patched_trees(version: str, sources: dict[str, str]) -> tuple[dict[str, ast.
         raise Refused("it needs no patch, 2.18 and newer can be captured as they are")
     if release not in KNOWN:
         known = ", ".join(KNOWN)
-        raise Refused(f"this release is not known ({known} are); take one of these or, better, 2.18 or newer")
+        raise Refused(
+            f"this release is not known ({known} are); take one of these or, better, 2.18 or newer"
+        )
     trees, done = {module: ast.parse(source) for module, source in sources.items()}, []
     for (name, module), fingerprint in zip(FUNCTIONS.items(), KNOWN[release]):
         function = _definition(trees[module], name)
         actual = fingerprint_of(sources[module], function)
         if actual != fingerprint:
-            raise Refused(f"{name} is not that of this release (fingerprint {actual}, known is {fingerprint})")
+            raise Refused(
+                f"{name} is not that of this release (fingerprint {actual}, known is {fingerprint})"
+            )
         if name in STAND_INS:
             _return_at_once(function, STAND_INS[name])
             done.append(f"all in {name}")
@@ -77,16 +89,23 @@ def patched_trees(version: str, sources: dict[str, str]) -> tuple[dict[str, ast.
 def _definition(tree: ast.Module, qualified_name: str) -> ast.FunctionDef:
     body = tree.body
     for name in qualified_name.split("."):
-        found = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name]
+        found = [
+            node
+            for node in body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name
+        ]
         if len(found) != 1:
-            raise Refused(f"its source has {len(found)} definitions of {qualified_name} instead of one")
+            raise Refused(
+                f"its source has {len(found)} definitions of {qualified_name} instead of one"
+            )
         body = found[0].body
     assert isinstance(found[0], ast.FunctionDef)
     return found[0]
 
 
 def fingerprint_of(source: str, function: ast.FunctionDef) -> str:
-    """16 hexadecimal digits of the function's text from ``def`` on, comments included, without white space.
+    """16 hexadecimal digits of the function's text from ``def`` on, comments included, without
+    white space.
 
     Of the text and not of the tree, since what a tree looks like depends on the version of Python.
     """
@@ -99,11 +118,17 @@ def _helper(name: str) -> ast.expr:
 
 
 def _return_at_once(function: ast.FunctionDef, stand_in: str) -> None:
-    """Puts ``if _te_thd_patch.active(): return _te_thd_patch.stand_in(...)`` in front of what a function does."""
+    """Puts ``if _te_thd_patch.active(): return _te_thd_patch.stand_in(...)`` in front of what a
+    function does.
+    """
     arguments: list[ast.expr] = [Name(argument.arg, Load()) for argument in function.args.args]
-    statement = ast.If(Call(_helper("active"), [], []), [ast.Return(Call(_helper(stand_in), arguments, []))], [])
+    statement = ast.If(
+        Call(_helper("active"), [], []), [ast.Return(Call(_helper(stand_in), arguments, []))], []
+    )
     where = 0 if ast.get_docstring(function) is None else 1
-    function.body.insert(where, ast.fix_missing_locations(ast.copy_location(statement, function.body[where])))
+    function.body.insert(
+        where, ast.fix_missing_locations(ast.copy_location(statement, function.body[where]))
+    )
 
 
 def _replace_calls(function: ast.FunctionDef) -> int:
@@ -113,10 +138,18 @@ def _replace_calls(function: ast.FunctionDef) -> int:
         match node:
             case Call(Attribute(Name("torch"), "equal"), [padded, real]):
                 helper, args = "equal", [padded, real, Name("context_parallel", Load())]
-            case Call(Attribute(Subscript(gradient, Slice(Subscript() as start, None)), "fill_"), [Constant(0)]):
+            case Call(
+                Attribute(Subscript(gradient, Slice(Subscript() as start, None)), "fill_"),
+                [Constant(0)],
+            ):
                 helper, args = "zero_tail", [gradient, start, Constant(0)]
             case Call(
-                Attribute(Subscript(gradient, Tuple([Slice(None, None), Slice(Subscript() as start, None)])), "fill_"),
+                Attribute(
+                    Subscript(
+                        gradient, Tuple([Slice(None, None), Slice(Subscript() as start, None)])
+                    ),
+                    "fill_",
+                ),
                 [Constant(0)],
             ):
                 helper, args = "zero_tail", [gradient, start, Constant(1)]

@@ -21,34 +21,50 @@ torch.set_num_threads(1)
 
 
 FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")
-"""Folders whose tests begin: a file of theirs may take a minute, and at the end one processor would wait for it."""
+"""Folders whose tests begin: a file of theirs may take a minute, and at the end one processor would
+wait for it.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--record-shown", metavar="FILE", action="append", default=[], help="keep there what tests show (shown.py)"
+        "--record-shown",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="keep there what tests show (shown.py)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "shows(column, *rows, of): cells of docs/support_matrix.md that a test fills")
+    config.addinivalue_line(
+        "markers", "shows(column, *rows, of): cells of docs/support_matrix.md that a test fills"
+    )
     for path in config.getoption("--record-shown"):
         config.pluginmanager.register(Recorder(config, Path(path)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``-n auto``: one per processor, and none beside this process where a GPU is there, which tests have alone."""
+    """Of ``-n auto``: one per processor, and none beside this process where a GPU is there, which
+    tests have alone.
+    """
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     first = [root / name for name in FIRST]
-    items.sort(key=lambda item: next((i for i, folder in enumerate(first) if folder in item.path.parents), len(first)))
+    items.sort(
+        key=lambda item: next(
+            (i for i, folder in enumerate(first) if folder in item.path.parents), len(first)
+        )
+    )
     count = torch.cuda.device_count()
     for item in items:
-        needed = max(((marker.args or (2,))[0] for marker in item.iter_markers("multi_gpu")), default=0)
+        needed = max(
+            ((marker.args or (2,))[0] for marker in item.iter_markers("multi_gpu")), default=0
+        )
         if count < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, {count} here"))
         elif item.get_closest_marker("gpu") and count < 1:
@@ -57,7 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[WorkerPools]:
-    """Processes that all distributed tests share: ``pools.run(fn, world_size, *args, layout={"tp_size": 2})``."""
+    """Processes that all distributed tests share: ``pools.run(fn, world_size, *args,
+    layout={"tp_size": 2})``.
+    """
     from megatron_packed.distributed.testing import WorkerPools
 
     with WorkerPools() as made:

@@ -17,11 +17,34 @@ from megatron_packed.training.build import build_job
 from megatron_packed.training.kernels import op_inputs
 
 FLAGS = [
-    "--hidden-size", "128", "--num-attention-heads", "2", "--kv-channels", "64",
-    "--mamba-num-heads", "4", "--mamba-head-dim", "64", "--mamba-num-groups", "1", "--mamba-state-dim", "64",
-    "--disable-bias-linear", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
-    "--train-data-path", str(Path(__file__)), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
-]  # fmt: skip
+    "--hidden-size",
+    "128",
+    "--num-attention-heads",
+    "2",
+    "--kv-channels",
+    "64",
+    "--mamba-num-heads",
+    "4",
+    "--mamba-head-dim",
+    "64",
+    "--mamba-num-groups",
+    "1",
+    "--mamba-state-dim",
+    "64",
+    "--disable-bias-linear",
+    "--seq-length",
+    "128",
+    "--train-iters",
+    "1",
+    "--lr",
+    "1e-3",
+    "--train-data-path",
+    str(Path(__file__)),
+    "--tokenizer-type",
+    "ByteTokenizer",
+    "--device",
+    "cpu",
+]
 ACROSS = ("--context-parallel-size", "2", "--global-batch-size", "1", "--cp-comm-type", "p2p")
 
 
@@ -49,15 +72,23 @@ def called_in_a_step(
                 continue
             for name, function in list(vars(module).items()):
                 own = isfunction(function) and function.__module__ == module.__name__
-                if own and name not in ("not_supported_reasons", "tune") and not name.startswith("_"):
-                    monkeypatch.setattr(module, name, _noting(called, op.name, backend.name, function))
+                if (
+                    own
+                    and name not in ("not_supported_reasons", "tune")
+                    and not name.startswith("_")
+                ):
+                    monkeypatch.setattr(
+                        module, name, _noting(called, op.name, backend.name, function)
+                    )
     step = build_job(config, ParallelGroups.single(device), 256).step
     documents = [(torch.arange(length).numpy(), None) for length in (100, 28)]
     step([MicroBatch.build(documents, 128, scales=(0.01, 1)).to(device)], 1e-3)
     return called
 
 
-def _noting(called: dict[str, set[str]], op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(
+    called: dict[str, set[str]], op: str, backend: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
         called.setdefault(op, set()).add(backend)
         return function(*arguments, **options)

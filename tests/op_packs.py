@@ -27,14 +27,17 @@ def boundaries(lengths, device="cpu"):
 
 
 def relative_error(got, want):
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)).item()
+    return (
+        (got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)
+    ).item()
 
 
 def leaks(run, inputs, lengths, victims=None):
     """Names of results that change outside a document when the document changes.
 
     Args:
-        run: takes the inputs (dict of tensors with T first), returns a dict of results with T first.
+        run: takes the inputs (dict of tensors with T first), returns a dict of results with T
+        first.
         inputs: changed at one token of the document at a time, all of them together.
         lengths: the documents.
         victims: document numbers to change; all by default.
@@ -49,15 +52,21 @@ def leaks(run, inputs, lengths, victims=None):
             value[(start + end) // 2] += 1.5
         result = run(changed)
         for name, value in result.items():
-            same = torch.equal(value[:start], base[name][:start]) and torch.equal(value[end:], base[name][end:])
+            same = torch.equal(value[:start], base[name][:start]) and torch.equal(
+                value[end:], base[name][end:]
+            )
             if not same:
                 found.add(name)
-            assert not torch.equal(value[start:end], base[name][start:end]), f"{name}: the change had no effect"
+            assert not torch.equal(value[start:end], base[name][start:end]), (
+                f"{name}: the change had no effect"
+            )
     return found
 
 
 def run_without_values(function, *tensors):
-    """Forward and backward on fake tensors: whatever reads a value on the host, or takes a shape from one, raises."""
+    """Forward and backward on fake tensors: whatever reads a value on the host, or takes a shape
+    from one, raises.
+    """
     mode = FakeTensorMode()
     fake = [mode.from_tensor(t).requires_grad_(t.is_floating_point()) for t in tensors]
     with mode:
@@ -68,7 +77,8 @@ def replayed(run, static, changes):
     """Capture ``run(static)`` once, then for each change compare a replay with an eager run.
 
     Args:
-        run: takes the dict of static tensors, returns a dict of results; forward and backward, no host sync.
+        run: takes the dict of static tensors, returns a dict of results; forward and backward, no
+        host sync.
         static: tensors whose addresses the graph reads.
         changes: dicts of new contents, copied into the tensors of the same names before replaying.
     Returns:

@@ -1,12 +1,15 @@
-"""What tests show: the marker ``shows``, and ``--record-shown FILE``, which keeps what passed on which machine.
+"""What tests show: the marker ``shows``, and ``--record-shown FILE``, which keeps what passed on
+which machine.
 
-A test says which cells of docs/support_matrix.md it fills: a column and rows, named or found in what it trains (``of``
-takes parameters of the test and gives the number of processes and their configuration)::
+A test says which cells of docs/support_matrix.md it fills: a column and rows, named or found in
+what it trains (``of`` takes parameters of the test and gives the number of processes and their
+configuration)::
 
     @pytest.mark.shows("eager", of=lambda way: (way.processes, config_of(way)))
 
-A record is of one machine: of a GPU, with the tests that need one, or of a CPU, with the others. A run adds what it
-ran. With ``--collect-only`` nothing runs; what tests no longer show leaves the record, and what is new is "not run".
+A record is of one machine: of a GPU, with the tests that need one, or of a CPU, with the others. A
+run adds what it ran. With ``--collect-only`` nothing runs; what tests no longer show leaves the
+record, and what is new is "not run".
 """
 
 from __future__ import annotations
@@ -31,15 +34,20 @@ AXES: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"use_distributed_optimizer": True},
     "overlapped sums": {"overlap_grad_reduce": True},
     "overlapped gathers": {
-        "overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+        "overlap_grad_reduce": True,
+        "use_distributed_optimizer": True,
     },
     "TP": {TP: 2, "sequence_parallel": False},
     "TP + SP": {TP: 2, "sequence_parallel": True},
     **{f"CP {how}": {CP: 2, "cp_comm_type": how} for how in ("a2a", "all_gather", "p2p")},
     **{f"EP {how}": {EP: 2, "moe_token_dispatcher_type": how} for how in ("allgather", "alltoall")},
-}  # fmt: skip
+}
 """Parallelism, and its options."""
-GRAPHS = {f"graphs: {i}": {"cuda_graph_impl": i} for i in ("local", "full_iteration", "transformer_engine")}
+GRAPHS = {
+    f"graphs: {i}": {"cuda_graph_impl": i}
+    for i in ("local", "full_iteration", "transformer_engine")
+}
 MODES: dict[str, dict[str, Any]] = {
     "recompute": LAYERS,
     "offload": {**LAYERS, "offload_layer_inputs": True},
@@ -47,35 +55,65 @@ MODES: dict[str, dict[str, Any]] = {
 }
 ROWS = {**AXES, **MODES}
 COLUMNS: dict[str, dict[str, Any]] = {
-    "eager": {}, **GRAPHS, **MODES, "isolation": {}, "checkpoint": {}, "no host sync": {}
-}  # fmt: skip
+    "eager": {},
+    **GRAPHS,
+    **MODES,
+    "isolation": {},
+    "checkpoint": {},
+    "no host sync": {},
+}
 OTHERS = {
-    "Data": ("messages", "ShareGPT", "Alpaca", "prompt and completion", "text", "Parquet", "Hugging Face data set",
-             ".bin and .idx", "blend"),
-    "Tokenizer": ("tokenizer.json", "GPT-2's two files", "bytes", "BPE trained on the data", "tiktoken",
-                  "SentencePiece", "token numbers"),
+    "Data": (
+        "messages",
+        "ShareGPT",
+        "Alpaca",
+        "prompt and completion",
+        "text",
+        "Parquet",
+        "Hugging Face data set",
+        ".bin and .idx",
+        "blend",
+    ),
+    "Tokenizer": (
+        "tokenizer.json",
+        "GPT-2's two files",
+        "bytes",
+        "BPE trained on the data",
+        "tiktoken",
+        "SentencePiece",
+        "token numbers",
+    ),
     "Prompt format": ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"),
     "Precision": ("float32", "bf16"),
     "Parallelism": ("pipeline", "CP a2a+p2p"),
-}  # fmt: skip
+}
 """Columns of their own."""
 OPTIONS = {
     **ROWS,
-    "pipeline": {"pipeline_model_parallel_size": 2}, "CP a2a+p2p": {"cp_comm_type": "a2a+p2p"},
-}  # fmt: skip
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "CP a2a+p2p": {"cp_comm_type": "a2a+p2p"},
+}
 """Of rows that may be refused."""
 
 
 def axes_of(processes: int, *configurations: Any) -> list[str]:
-    """Rows of what sections, whole configurations or mappings (of ``tp_size``, too) ask for; later ones count."""
-    options = {SIZES.get(name, name): value for one in configurations for name, value in _options(one)}
+    """Rows of what sections, whole configurations or mappings (of ``tp_size``, too) ask for; later
+    ones count.
+    """
+    options = {
+        SIZES.get(name, name): value for one in configurations for name, value in _options(one)
+    }
 
     def chosen(name: str, wanted: Any) -> bool:
         found = options.get(name, False)
         return found > 1 if name in SIZES.values() else found == wanted
 
     known = {**AXES, "TE layers": ROWS["TE layers"]}
-    rows = [row for row, wanted in known.items() if wanted and all(chosen(*option) for option in wanted.items())]
+    rows = [
+        row
+        for row, wanted in known.items()
+        if wanted and all(chosen(*option) for option in wanted.items())
+    ]
     replicated = processes > (options.get(TP) or 1) * (options.get(CP) or 1)
     return rows + ["DP"] * replicated + ["one process"] * (processes == 1)
 
@@ -101,14 +139,19 @@ def claims_of(item: pytest.Item) -> dict[str, list[str]]:
         column, *rows = (asked(word) if callable(word) else word for word in marker.args)
         rows += axes_of(*asked(marker.kwargs["of"])) if "of" in marker.kwargs else []
         if not rows or not {*rows} <= {*(ROWS if column in COLUMNS else OTHERS.get(column, ()))}:
-            raise pytest.UsageError(f"{item.nodeid} shows {rows} of {column}, which the matrix does not have")
+            raise pytest.UsageError(
+                f"{item.nodeid} shows {rows} of {column}, which the matrix does not have"
+            )
         claims.setdefault(column, set()).update(rows)
     return {column: sorted(rows) for column, rows in sorted(claims.items())}
 
 
 def outcome_of(phases: list[pytest.TestReport]) -> str:
     """Of a test, as far as it came: one that was never called has not run."""
-    outcomes, called = {report.outcome for report in phases}, any(report.when == "call" for report in phases)
+    outcomes, called = (
+        {report.outcome for report in phases},
+        any(report.when == "call" for report in phases),
+    )
     worst = next(outcome for outcome in ("failed", "skipped", "passed") if outcome in outcomes)
     return worst if called or worst != "passed" else "not run"
 
@@ -117,12 +160,15 @@ class Recorder:
     """The plugin behind ``--record-shown``.
 
     Raises:
-        pytest.UsageError: the record is of another machine or other versions, and tests of it have run.
+        pytest.UsageError: the record is of another machine or other versions, and tests of it have
+        run.
     """
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self._path, self._collects = path, config.option.collectonly
-        self._writes = not hasattr(config, "workerinput")  # workers' reports come to the process that has them
+        self._writes = not hasattr(
+            config, "workerinput"
+        )  # workers' reports come to the process that has them
         self._phases: dict[str, list[pytest.TestReport]] = {}
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         here = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}
@@ -146,7 +192,11 @@ class Recorder:
             files, before = {item.path for item in items}, self._record["tests"]
             root = items[0].config.rootpath if items else Path()
             paths = {name: root / name.split("::")[0] for name in before}
-            kept = {name: before[name] for name, path in paths.items() if path not in files and path.exists()}
+            kept = {
+                name: before[name]
+                for name, path in paths.items()
+                if path not in files and path.exists()
+            }
             for name, found in claims.items():
                 same = before.get(name, {}).get("shows") == found
                 kept[name] = before[name] if same else {"outcome": "not run", "shows": found}
@@ -160,11 +210,16 @@ class Recorder:
         phases = self._phases.setdefault(report.nodeid, [])
         phases.append(report)
         entry = {"outcome": outcome_of(phases), "shows": shows}
-        if entry["outcome"] != "skipped" or tests.get(report.nodeid) != {**entry, "outcome": "passed"}:  # on more GPUs
+        if entry["outcome"] != "skipped" or tests.get(report.nodeid) != {
+            **entry,
+            "outcome": "passed",
+        }:  # on more GPUs
             self._write(tests | {report.nodeid: entry})
 
     def _write(self, tests: dict[str, Any]) -> None:
         self._record["tests"] = tests
         head = json.dumps({name: value for name, value in self._record.items() if name != "tests"})
-        lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(tests.items()))
+        lines = (
+            f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(tests.items())
+        )
         self._path.write_text(f'{head[:-1]}, "tests": {{\n' + ",\n".join(lines) + "\n}}\n")

@@ -1,6 +1,7 @@
-"""After the main job: is the model better than one that knows no context? What does it answer? Writes the report.
+"""After the main job: is the model better than one that knows no context? What does it answer?
+Writes the report.
 
-    python examples/quickstart/finish.py @examples/quickstart/sft.args
+python examples/quickstart/finish.py @examples/quickstart/sft.args
 """
 
 import json
@@ -38,7 +39,9 @@ def main() -> int:
     entropy = valid.target_entropy()
     log = config.logging.log_jsonl
     losses = [r["valid_loss"] for r in read_jsonl(log) if "valid_loss" in r]
-    print(f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f}; unigram entropy of the answers {entropy:.3f} nats")
+    print(
+        f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f}; unigram entropy of the answers {entropy:.3f} nats"
+    )
 
     model = load_model(config, tokenizer.vocab_size)
     notes = []
@@ -61,7 +64,9 @@ def main() -> int:
     )
     print(f"\nreport: {page}")
     if losses[-1] > entropy - MARGIN:
-        print(f"The validation loss is not {MARGIN} nats below the unigram entropy: the model did not learn.")
+        print(
+            f"The validation loss is not {MARGIN} nats below the unigram entropy: the model did not learn."
+        )
         return 1
     return 0
 

@@ -1,11 +1,13 @@
-"""Make a real question-and-answer set from the documentation that ships with this Python interpreter.
+"""Make a real question-and-answer set from the documentation that ships with this Python
+interpreter.
 
     python examples/quickstart/stdlib_qa.py OUT_DIR
 
-writes ``train.jsonl`` and ``valid.jsonl`` in the ``messages`` schema: questions about the modules, classes, functions
-and methods of the standard library, answered by their docstrings and signatures. The source files are read with
-``ast``; nothing is imported from them and nothing is downloaded. The same interpreter gives the same files. Everything
-that is asked about one object is on one side of the split. Needs nothing but Python 3.10.
+writes ``train.jsonl`` and ``valid.jsonl`` in the ``messages`` schema: questions about the modules,
+classes, functions and methods of the standard library, answered by their docstrings and signatures.
+The source files are read with ``ast``; nothing is imported from them and nothing is downloaded. The
+same interpreter gives the same files. Everything that is asked about one object is on one side of
+the split. Needs nothing but Python 3.10.
 """
 
 from __future__ import annotations
@@ -24,9 +26,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 SKIPPED_DIRECTORIES = {
-    "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "lib-dynload",
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "_bundled",
+    "lib-dynload",
     "turtledemo",
-}  # fmt: skip
+}
 VALID_SHARE = 0.05
 
 ASK = {
@@ -65,8 +74,14 @@ ASK_SIGNATURE = (
     "How is `{name}` called?",
 )
 ASK_MEMBERS = {
-    "module": ("What does the module `{name}` contain?", "List the public functions and classes of `{name}`."),
-    "class": ("Which methods does `{name}` have?", "List the public methods of the class `{name}`."),
+    "module": (
+        "What does the module `{name}` contain?",
+        "List the public functions and classes of `{name}`.",
+    ),
+    "class": (
+        "Which methods does `{name}` have?",
+        "List the public methods of the class `{name}`.",
+    ),
 }
 ASK_NAME = (
     'What in the module `{module}` has this description: "{summary}"',
@@ -98,24 +113,38 @@ class Pair(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("out_dir", type=Path, help="directory for train.jsonl and valid.jsonl")
-    parser.add_argument("--valid-share", type=float, default=VALID_SHARE, help="share of objects kept for validation")
+    parser.add_argument(
+        "--valid-share",
+        type=float,
+        default=VALID_SHARE,
+        help="share of objects kept for validation",
+    )
     arguments = parser.parse_args()
     started = time.perf_counter()
     items = list(documented_items(Path(sysconfig.get_paths()["stdlib"])))
     pairs = list(unique(pair for item in items for pair in questions(item)))
     counts = write_split(pairs, arguments.out_dir, arguments.valid_share)
-    answers = sorted(sum(len(m["content"]) for m in pair.messages if m["role"] == "assistant") for pair in pairs)
+    answers = sorted(
+        sum(len(m["content"]) for m in pair.messages if m["role"] == "assistant") for pair in pairs
+    )
     if not answers:
-        sys.exit(f"no docstrings in {sysconfig.get_paths()['stdlib']}; install this Python's standard library sources.")
-    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(item.kind for item in items).items()))
+        sys.exit(
+            f"no docstrings in {sysconfig.get_paths()['stdlib']}; install this Python's standard library sources."
+        )
+    kinds = ", ".join(
+        f"{n} {kind}" for kind, n in sorted(Counter(item.kind for item in items).items())
+    )
     print(f"Python {sys.version.split()[0]}: {len(items)} documented objects ({kinds})")
-    print(f"answers of {answers[0]} to {answers[-1]} characters, median {answers[len(answers) // 2]}")
+    print(
+        f"answers of {answers[0]} to {answers[-1]} characters, median {answers[len(answers) // 2]}"
+    )
     for name, count in counts.items():
         print(f"{count} conversations in {arguments.out_dir / name}")
     print(f"{time.perf_counter() - started:.1f} s")
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------
+# reading
 
 
 def documented_items(library: Path) -> Iterator[Item]:
@@ -123,7 +152,9 @@ def documented_items(library: Path) -> Iterator[Item]:
     for path in sorted(library.rglob("*.py")):
         inside = path.relative_to(library)
         parts = inside.with_suffix("").parts
-        if SKIPPED_DIRECTORIES.intersection(inside.parts[:-1]) or not all(part.isidentifier() for part in parts):
+        if SKIPPED_DIRECTORIES.intersection(inside.parts[:-1]) or not all(
+            part.isidentifier() for part in parts
+        ):
             continue
         if parts[-1] in ("__main__", "test") or parts[-1].startswith(("test_", "_sysconfigdata")):
             continue
@@ -172,8 +203,14 @@ def items_of_class(module: str, name: str, node: ast.ClassDef) -> Iterator[Item]
     doc = docstring(node)
     if doc:
         bases = ", ".join(ast.unparse(base) for base in node.bases)
-        yield Item("class", name, module, f"class {node.name}({bases})" if bases else f"class {node.name}", doc,
-                   tuple(members))  # fmt: skip
+        yield Item(
+            "class",
+            name,
+            module,
+            f"class {node.name}({bases})" if bases else f"class {node.name}",
+            doc,
+            tuple(members),
+        )
     yield from inner
 
 
@@ -221,11 +258,14 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return not names.isdisjoint({"property", "cached_property"})
 
 
-# ----------------------------------------------------------------------------------------------------------- questions
+# -----------------------------------------------------------------------------------------------------------
+# questions
 
 
 def questions(item: Item) -> Iterator[Pair]:
-    """Conversations about one object; hashes of its name choose the wording and the extra questions."""
+    """Conversations about one object; hashes of its name choose the wording and the extra
+    questions.
+    """
     ask = pick(ASK[item.kind], item.name, "ask").format(name=item.name)
     answer = item.doc
     callable_item = item.kind in ("function", "method")
@@ -234,7 +274,12 @@ def questions(item: Item) -> Iterator[Pair]:
     turns = [(ask, answer)]
     extra: list[tuple[str, str]] = []
     if callable_item:
-        extra.append((pick(ASK_SIGNATURE, item.name, "signature").format(name=item.name), f"`{item.signature}`"))
+        extra.append(
+            (
+                pick(ASK_SIGNATURE, item.name, "signature").format(name=item.name),
+                f"`{item.signature}`",
+            )
+        )
     if len(item.members) > 1:
         wording = pick(ASK_MEMBERS[item.kind], item.name, "members").format(name=item.name)
         extra.append((wording, "\n".join(item.members)))
@@ -252,7 +297,10 @@ def questions(item: Item) -> Iterator[Pair]:
 def conversation(item: Item, turns: list[tuple[str, str]]) -> Pair:
     messages = []
     for question, answer in turns:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     return Pair(item, messages)
 
 
@@ -266,7 +314,9 @@ def pick(choices: tuple[str, ...], name: str, purpose: str) -> str:
 
 
 def unique(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Drop conversations whose answers were given before (inherited and copied docstrings), and repeated questions."""
+    """Drop conversations whose answers were given before (inherited and copied docstrings), and
+    repeated questions.
+    """
     seen: set[str] = set()
     for pair in pairs:
         answers = "\n".join(m["content"] for m in pair.messages if m["role"] == "assistant")
@@ -277,11 +327,14 @@ def unique(pairs: Iterator[Pair]) -> Iterator[Pair]:
         yield pair
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# -------------------------------------------------------------------------------------------------------------
+# writing
 
 
 def write_split(pairs: list[Pair], directory: Path, valid_share: float) -> dict[str, int]:
-    """Write both files, each in an order that mixes the modules; returns the number of lines of each."""
+    """Write both files, each in an order that mixes the modules; returns the number of lines of
+    each.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     threshold = int(valid_share * 2**64)
     valid = [pair for pair in pairs if number(pair.item.name, "split") < threshold]
@@ -289,7 +342,9 @@ def write_split(pairs: list[Pair], directory: Path, valid_share: float) -> dict[
     counts = {}
     for name, part in (("train.jsonl", train), ("valid.jsonl", valid)):
         part.sort(key=lambda pair: number(pair.item.name, pair.messages[0]["content"], "order"))
-        lines = (json.dumps({"messages": pair.messages}, ensure_ascii=False) + "\n" for pair in part)
+        lines = (
+            json.dumps({"messages": pair.messages}, ensure_ascii=False) + "\n" for pair in part
+        )
         temporary = directory / f".{name}.tmp"
         temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(directory / name)

@@ -1,10 +1,13 @@
-"""Saving beside training: tensors are copied to host memory between two steps, and a thread saves the copies.
+"""Saving beside training: tensors are copied to host memory between two steps, and a thread saves
+the copies.
 
 [Note: saves in the background]
-1. Between two steps the tensors of the save are copied to a host buffer that all saves share (page-locked for CUDA
-   tensors). What training does to them afterwards does not reach the checkpoint.
-2. A thread does with the copies what a save does otherwise, by the same protocol: see [Note: commit protocol]. The
-   ranks agree through a process group that nobody else uses, so no collective of training is in its way.
+1. Between two steps the tensors of the save are copied to a host buffer that all saves share
+   (page-locked for CUDA tensors). What training does to them afterwards does not reach the
+   checkpoint.
+2. A thread does with the copies what a save does otherwise, by the same protocol: see [Note: commit
+   protocol]. The ranks agree through a process group that nobody else uses, so no collective of
+   training is in its way.
 3. One save is under way at most: the next one, and the end of the run, wait for it.
 4. How it went, the same on all ranks, is asked for after every step; an error is raised there.
 """
@@ -28,7 +31,9 @@ Save = Callable[[Sequence[TensorShard]], SavedCheckpoint]
 
 
 class BackgroundSaves:
-    """Saves, one at a time, of what this rank held when they began. Reads: [Note: saves in the background]."""
+    """Saves, one at a time, of what this rank held when they began. Reads: [Note: saves in the
+    background].
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -36,12 +41,15 @@ class BackgroundSaves:
         self._staging = Staging()
 
     def begin(self, save: Save, shards: Sequence[TensorShard]) -> None:
-        """``save(copies of shards)`` in the thread, which is free; returns as soon as the tensors may change."""
+        """``save(copies of shards)`` in the thread, which is free; returns as soon as the tensors
+        may change.
+        """
         assert self._under_way is None, "wait for the save before"
         self._under_way = self._thread.submit(save, self._staging.copy(shards))
 
     def take(self, *, wait: bool) -> SavedCheckpoint | None:
-        """The save that was begun last, once; None if there is none or, without ``wait``, if it is still under way.
+        """The save that was begun last, once; None if there is none or, without ``wait``, if it is
+        still under way.
 
         Raises:
             Exception: what went wrong in the save.
@@ -53,7 +61,9 @@ class BackgroundSaves:
 
 
 class Staging:
-    """Host memory that holds copies of tensors; made by the first copy, and used again by all that fit."""
+    """Host memory that holds copies of tensors; made by the first copy, and used again by all that
+    fit.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,7 +1,8 @@
-"""Checksums of file blocks: CRC32C where its C library is present, zlib's CRC-32 otherwise; the name is recorded.
+"""Checksums of file blocks: CRC32C where its C library is present, zlib's CRC-32 otherwise; the
+name is recorded.
 
-The two are different polynomials, so a manifest says which one a file carries, and each can be read anywhere: CRC32C
-without the library is computed with numpy (about 50 times slower, same value).
+The two are different polynomials, so a manifest says which one a file carries, and each can be read
+anywhere: CRC32C without the library is computed with numpy (about 50 times slower, same value).
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ WRITING_ALGORITHM = CRC32C if _extend_crc32c is not None else CRC32
 
 
 def extend(algorithm: str, value: int, data: Bytes) -> int:
-    """Checksum of (bytes seen so far, whose checksum is ``value``) followed by ``data``; start with 0."""
+    """Checksum of (bytes seen so far, whose checksum is ``value``) followed by ``data``; start with
+    0.
+    """
     if algorithm == CRC32:
         return zlib.crc32(data.data, value)
     if algorithm == CRC32C:
         return crc32c_numpy(data, value) if _extend_crc32c is None else _extend_crc32c(value, data)
-    raise ValueError(f"checksum algorithm {algorithm!r} is unknown; this version knows {', '.join(ALGORITHMS)}.")
+    raise ValueError(
+        f"checksum algorithm {algorithm!r} is unknown; this version knows {', '.join(ALGORITHMS)}."
+    )
 
 
 def checksum(algorithm: str, data: Bytes) -> int:
@@ -52,9 +57,10 @@ def to_hex(value: int) -> str:
     return f"{value:08x}"
 
 
-# CRC32C without a library. A CRC is linear over GF(2), so the data is cut into equal lanes that advance together, four
-# bytes a step through two 16-bit tables; the lanes' remainders are then folded pairwise, the left one moved past the
-# right one's bytes by a 32 x 32 bit matrix. Source: M. Adler, zlib crc32_combine; polynomial of RFC 3720.
+# CRC32C without a library. A CRC is linear over GF(2), so the data is cut into equal lanes that
+# advance together, four bytes a step through two 16-bit tables; the lanes' remainders are then
+# folded pairwise, the left one moved past the right one's bytes by a 32 x 32 bit matrix. Source: M.
+# Adler, zlib crc32_combine; polynomial of RFC 3720.
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed
 _LANES = 4096
@@ -84,7 +90,9 @@ def _tables() -> tuple[list[int], Words, Words]:
 def _move_matrix(num_bytes: int) -> tuple[int, ...]:
     """Columns of the matrix that moves a CRC state past ``num_bytes`` zero bytes."""
     byte_table = _tables()[0]
-    power = np.array([((1 << i) >> 8) ^ byte_table[(1 << i) & 255] for i in range(32)], dtype=np.uint32)
+    power = np.array(
+        [((1 << i) >> 8) ^ byte_table[(1 << i) & 255] for i in range(32)], dtype=np.uint32
+    )
     result = np.array([1 << i for i in range(32)], dtype=np.uint32)
     while num_bytes:
         if num_bytes & 1:
@@ -97,7 +105,9 @@ def _move_matrix(num_bytes: int) -> tuple[int, ...]:
 def _apply(matrix: Words, states: Words) -> Words:
     moved = np.zeros_like(states)
     for bit in range(32):
-        moved ^= np.where((states >> np.uint32(bit)) & np.uint32(1), matrix[bit], np.uint32(0)).astype(np.uint32)
+        moved ^= np.where(
+            (states >> np.uint32(bit)) & np.uint32(1), matrix[bit], np.uint32(0)
+        ).astype(np.uint32)
     return moved
 
 

@@ -1,7 +1,8 @@
 """A run's hold on the directory of its checkpoints, from before its first step.
 
-Without it, a directory that cannot be written would be found out at the first save, hours later, and two runs with one
-``--save`` would publish their checkpoints in turns: each save is whole, and the newest is of either run.
+Without it, a directory that cannot be written would be found out at the first save, hours later,
+and two runs with one ``--save`` would publish their checkpoints in turns: each save is whole, and
+the newest is of either run.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ def claim_directory(
     group: dist.ProcessGroup | None = None,
     patience: float = 5.0,
 ) -> RootLock | None:
-    """Make ``root`` if it is missing and keep other runs out of it until this process ends; a collective of all ranks.
+    """Make ``root`` if it is missing and keep other runs out of it until this process ends; a
+    collective of all ranks.
 
-    What dead saves left there is removed. A file system without locks keeps no run out, and keeps leftovers.
+    What dead saves left there is removed. A file system without locks keeps no run out, and keeps
+    leftovers.
 
     Args:
-        patience: seconds that a run waits for the one before it: a killed process lets go only when it is gone.
+        patience: seconds that a run waits for the one before it: a killed process lets go only when
+        it is gone.
     Returns:
         What rank 0 holds; None elsewhere.
     Raises:
-        CheckpointError: on all ranks: the directory cannot be written, or another run is at work in it.
+        CheckpointError: on all ranks: the directory cannot be written, or another run is at work in
+            it.
     """
     held: list[RootLock] = []
     Ranks(rank=rank, world_size=world_size, group=group).agree(
@@ -57,7 +62,10 @@ def _lock(root: Path, patience: float) -> RootLock:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(0.1)
-    with suppress(CheckpointError), closing(RootLock(root)) as saving:  # a tool that saves here cleans up itself
+    with (
+        suppress(CheckpointError),
+        closing(RootLock(root)) as saving,
+    ):  # a tool that saves here cleans up itself
         if saving.warning is None:
             remove_leftovers(root)
     return lock

@@ -1,4 +1,5 @@
-"""The directory of a run's checkpoints: names, durable writes, the lock, the hint, scanning, removal.
+"""The directory of a run's checkpoints: names, durable writes, the lock, the hint, scanning,
+removal.
 
 root/
   step_00000010/                    a checkpoint: manifest.json, rank_00000.safetensors, ...
@@ -57,7 +58,9 @@ class Candidate:
 
     @property
     def age(self) -> tuple[int, int, str]:
-        """Sort key: the newest checkpoint has the highest; one without a manifest is older than all."""
+        """Sort key: the newest checkpoint has the highest; one without a manifest is older than
+        all.
+        """
         if self.manifest is None:
             return (-1, -1, self.path.name)
         return (self.manifest.sequence, self.manifest.step, self.path.name)
@@ -66,8 +69,8 @@ class Candidate:
 def scan(root: Path) -> list[Candidate]:
     """All directories under ``root`` that are named like checkpoints, the last published first.
 
-    Only manifests are read. The order is that of publication, not of steps: after a return to an earlier checkpoint the
-    steps of the abandoned line are higher, but older.
+    Only manifests are read. The order is that of publication, not of steps: after a return to an
+    earlier checkpoint the steps of the abandoned line are higher, but older.
     """
     try:
         names = [entry.name for entry in os.scandir(root) if _CHECKPOINT.fullmatch(entry.name)]
@@ -81,7 +84,9 @@ def scan(root: Path) -> list[Candidate]:
             found=error.strerror or str(error),
             cure="check the path and its permissions",
         ) from None
-    return sorted((examine(root / name) for name in names), key=lambda candidate: candidate.age, reverse=True)
+    return sorted(
+        (examine(root / name) for name in names), key=lambda candidate: candidate.age, reverse=True
+    )
 
 
 def examine(path: Path) -> Candidate:
@@ -111,7 +116,8 @@ def examine(path: Path) -> Candidate:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Compare the sizes of all files with the manifest (milliseconds; finds what is missing or cut).
+    """Compare the sizes of all files with the manifest (milliseconds; finds what is missing or
+    cut).
 
     Raises:
         CheckpointError: a file is missing, no regular file, or has another size.
@@ -123,7 +129,12 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             found = f"{status.st_size} bytes"
         except OSError as error:
             status, found = None, error.strerror or str(error)
-        if status is None or status.st_size != record.size or path.is_symlink() or not path.is_file():
+        if (
+            status is None
+            or status.st_size != record.size
+            or path.is_symlink()
+            or not path.is_file()
+        ):
             raise CheckpointError(
                 f"file of rank {record.rank} as rank 0 sees it",
                 path=path,
@@ -142,11 +153,17 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, data: bytes, save_id: str, on_site: Callable[[str], None], site: str) -> None:
-    """Put ``data`` at ``path``, all or nothing: temporary file, fsync, rename, fsync of the directory."""
+def write_durably(
+    path: Path, data: bytes, save_id: str, on_site: Callable[[str], None], site: str
+) -> None:
+    """Put ``data`` at ``path``, all or nothing: temporary file, fsync, rename, fsync of the
+    directory.
+    """
     temporary = path.with_name(temporary_name(path.name, save_id))
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
         try:
             view = memoryview(data)
             while view:
@@ -170,7 +187,8 @@ def encode_hint(name: str, sequence: int) -> bytes:
 
 
 def read_hint(root: Path) -> dict[str, Json] | None:
-    """What ``latest`` says: ``{"checkpoint": directory name, "sequence": int}``; ``None`` where there is no hint.
+    """What ``latest`` says: ``{"checkpoint": directory name, "sequence": int}``; ``None`` where
+    there is no hint.
 
     Raises:
         CheckpointError: the hint is damaged (a checkpoint is still found by scanning).
@@ -203,7 +221,9 @@ class RootLock:
             CheckpointError: another process holds it.
         """
         self.path = path = root / name
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self.descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
         self.warning: str | None = None
         """Set where the file system cannot lock."""
         try:
@@ -212,7 +232,9 @@ class RootLock:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(self.descriptor)
                 raise CheckpointError(
-                    "another process is saving here" if name == LOCK else "another run writes its checkpoints here",
+                    "another process is saving here"
+                    if name == LOCK
+                    else "another run writes its checkpoints here",
                     path=root,
                     expected="one job per checkpoint directory",
                     found=f"{path.name} is locked",
@@ -224,7 +246,8 @@ class RootLock:
         """Compare the file that is locked with the one that has its name now.
 
         Raises:
-            CheckpointError: it is another file, or there is none, so that the lock keeps no other run out.
+            CheckpointError: it is another file, or there is none, so that the lock keeps no other
+                run out.
         """
         held = os.fstat(self.descriptor)
         try:

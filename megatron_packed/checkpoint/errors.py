@@ -1,4 +1,6 @@
-"""Errors of the checkpoint package: one sentence that names the file, what was expected, what was found, and a cure."""
+"""Errors of the checkpoint package: one sentence that names the file, what was expected, what was
+found, and a cure.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is sound, but holds other tensors than the caller wants (names, shapes, dtypes, finiteness)."""
+    """The checkpoint is sound, but holds other tensors than the caller wants (names, shapes,
+    dtypes, finiteness).
+    """
 
 
 class NoCheckpointError(CheckpointError):
@@ -34,7 +38,9 @@ class NoCheckpointError(CheckpointError):
 
 
 def printable(text: str, limit: int = 4000) -> str:
-    """``text`` with control characters escaped (names come from files) and its middle cut beyond ``limit``."""
+    """``text`` with control characters escaped (names come from files) and its middle cut beyond
+    ``limit``.
+    """
     clean = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
     if len(clean) <= limit:
         return clean

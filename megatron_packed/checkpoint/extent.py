@@ -1,8 +1,9 @@
-"""Which elements of a flattened tensor a process or a file holds: consecutive ones, or some columns of some rows.
+"""Which elements of a flattened tensor a process or a file holds: consecutive ones, or some columns
+of some rows.
 
-A matrix that ranks share by columns would be one range for each row; as one value for all rows a checkpoint of any
-model has few of them. Everything here is arithmetic on a grid whose rows are ``stride`` elements long, on which a range
-of consecutive elements is at most three rectangles.
+A matrix that ranks share by columns would be one range for each row; as one value for all rows a
+checkpoint of any model has few of them. Everything here is arithmetic on a grid whose rows are
+``stride`` elements long, on which a range of consecutive elements is at most three rectangles.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """Elements ``[start + i * stride, end + i * stride)`` for each ``i`` below ``rows``, in this order.
+    """Elements ``[start + i * stride, end + i * stride)`` for each ``i`` below ``rows``, in this
+    order.
 
     Example:
-        Columns 2 and 3 of the last two rows of a ``(3, 4)`` matrix: ``Extent(6, 8, rows=2, stride=4)``.
+        Columns 2 and 3 of the last two rows of a ``(3, 4)`` matrix: ``Extent(6, 8, rows=2,
+        stride=4)``.
     """
 
     start: int
@@ -44,23 +47,32 @@ class Extent(NamedTuple):
         return f"{self.start}:{self.end}" + (f"+{self.stride}*{self.rows}" if self.rows > 1 else "")
 
     def problem(self, numel: int) -> str | None:
-        """Why this is no part of a tensor of ``numel`` elements; an empty tensor has one empty part."""
+        """Why this is no part of a tensor of ``numel`` elements; an empty tensor has one empty
+        part.
+        """
         if self.start == self.end == numel == 0 and self.rows == 1 and self.stride == 0:
             return None
         if not (0 <= self.start < self.end and self.rows >= 1 and self.last <= numel):
             return f"[{self.text}) is not a non-empty part of its {numel} elements"
         if (self.rows == 1) != (self.stride == 0):
             return f"{self.rows} rows have a stride of {self.stride}"
-        if self.stride and (self.start % self.stride + self.width > self.stride or numel % self.stride):
+        if self.stride and (
+            self.start % self.stride + self.width > self.stride or numel % self.stride
+        ):
             return f"[{self.text}) are no columns of rows of {self.stride} elements"
         return None
 
     def each_row(self) -> list[Extent]:
         """Its rows, each by itself."""
-        return [Extent(self.start + row * self.stride, self.end + row * self.stride) for row in range(self.rows)]
+        return [
+            Extent(self.start + row * self.stride, self.end + row * self.stride)
+            for row in range(self.rows)
+        ]
 
     def cut(self, first: int, last: int) -> list[Extent]:
-        """Its own elements ``[first, last)``, counted in its order: rows that are whole, and parts of rows around."""
+        """Its own elements ``[first, last)``, counted in its order: rows that are whole, and parts
+        of rows around.
+        """
         if self.rows == 1:
             return [Extent(self.start + first, self.start + last)] if first < last else []
         pieces: list[Extent] = []
@@ -79,7 +91,9 @@ class Extent(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Rows ``[top, bottom)`` and columns ``[left, right)`` of a grid, and where an extent has them in its own order."""
+    """Rows ``[top, bottom)`` and columns ``[left, right)`` of a grid, and where an extent has them
+    in its own order.
+    """
 
     top: int
     bottom: int
@@ -92,7 +106,9 @@ class _Rectangle(NamedTuple):
 
 
 def _rectangles(extent: Extent, stride: int) -> Iterator[_Rectangle]:
-    """An extent on a grid with rows of ``stride`` elements; with several rows its own stride must be that."""
+    """An extent on a grid with rows of ``stride`` elements; with several rows its own stride must
+    be that.
+    """
     top, left = divmod(extent.start, stride)
     if extent.rows > 1:
         assert extent.stride == stride, (extent, stride)
@@ -112,7 +128,9 @@ def _rectangles(extent: Extent, stride: int) -> Iterator[_Rectangle]:
 
 
 class Overlap(NamedTuple):
-    """Elements that two extents have both: runs of ``length`` that begin at two offsets, each in one's own order."""
+    """Elements that two extents have both: runs of ``length`` that begin at two offsets, each in
+    one's own order.
+    """
 
     here: int
     there: int
@@ -124,13 +142,16 @@ class Overlap(NamedTuple):
 
 
 def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
-    """The elements that both have, ``here`` of ``one`` and ``there`` of ``other``; few, whatever the rows.
+    """The elements that both have, ``here`` of ``one`` and ``there`` of ``other``; few, whatever
+    the rows.
 
     Runs that follow each other in both orders are one.
     """
     if one.rows > 1 and other.rows > 1 and one.stride != other.stride:
         for number, row in enumerate(other.each_row()):
-            yield from (o._replace(there=o.there + number * other.width) for o in overlaps(one, row))
+            yield from (
+                o._replace(there=o.there + number * other.width) for o in overlaps(one, row)
+            )
         return
     stride = one.stride or other.stride or max(one.end, other.end, 1)
     for a in _rectangles(one, stride):
@@ -147,7 +168,8 @@ def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
 
 
 def first_not_once(extents: Sequence[Extent], numel: int) -> int | None:
-    """An element of a tensor that the extents, each sound by itself, do not hold exactly once; None if there is none.
+    """An element of a tensor that the extents, each sound by itself, do not hold exactly once; None
+    if there is none.
 
     Extents with rows of different lengths cannot be compared; then it is 0.
     """
@@ -158,10 +180,14 @@ def first_not_once(extents: Sequence[Extent], numel: int) -> int | None:
         return None if len(extents) == 1 else 0
     stride = strides.pop() if strides else numel
     rectangles = sorted(r for extent in extents for r in _rectangles(extent, stride))
-    edges = sorted({0, numel // stride, *(r.top for r in rectangles), *(r.bottom for r in rectangles)})
+    edges = sorted(
+        {0, numel // stride, *(r.top for r in rectangles), *(r.bottom for r in rectangles)}
+    )
     for top, bottom in pairwise(edges):
         expected = 0
-        for rectangle in sorted((r for r in rectangles if r.top < bottom and r.bottom > top), key=lambda r: r.left):
+        for rectangle in sorted(
+            (r for r in rectangles if r.top < bottom and r.bottom > top), key=lambda r: r.left
+        ):
             if rectangle.left != expected:
                 break
             expected = rectangle.right

@@ -1,15 +1,20 @@
-"""Loading: every byte is verified before any tensor is written, and all ranks take the same decision.
+"""Loading: every byte is verified before any tensor is written, and all ranks take the same
+decision.
 
 [Note: load protocol]
- 1. rank 0 scans; its list of candidates, newest first, is everybody's. Directories without a valid manifest, and a hint
-    that does not fit, are reported
- 2. all ranks read the manifest and compare its hash, then what they want with what it holds. Metadata that the caller
-    refuses and a difference in names, shapes or dtypes are errors at once: an older checkpoint would differ, too
- 3. the files are shared out; each rank reads and checks its share: size, header, every block, finite values
- 4. only if all ranks are content, each copies the ranges it wants into its tensors, checking the blocks again
-A candidate that fails in 2 (a bad manifest), 3 or 4 is rejected by all with a loud line, and the next is tried. Step 4
-fails only if a file changed since step 3; the next candidate then overwrites what was copied, since it fills the same
-tensors, and if there is none the error says that the tensors are not to be used.
+ 1. rank 0 scans; its list of candidates, newest first, is everybody's. Directories without a valid
+    manifest, and a hint that does not fit, are reported
+ 2. all ranks read the manifest and compare its hash, then what they want with what it holds.
+    Metadata that the caller refuses and a difference in names, shapes or dtypes are errors at once:
+    an older checkpoint would differ, too
+ 3. the files are shared out; each rank reads and checks its share: size, header, every block,
+   finite values
+ 4. only if all ranks are content, each copies the ranges it wants into its tensors, checking the
+   blocks again
+A candidate that fails in 2 (a bad manifest), 3 or 4 is rejected by all with a loud line, and the
+next is tried. Step 4 fails only if a file changed since step 3; the next candidate then overwrites
+what was copied, since it fills the same tensors, and if there is none the error says that the
+tensors are not to be used.
 """
 
 from __future__ import annotations
@@ -33,7 +38,11 @@ from megatron_packed.checkpoint.directory import (
     read_hint,
     scan,
 )
-from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
+from megatron_packed.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    NoCheckpointError,
+)
 from megatron_packed.checkpoint.extent import Extent, Overlap, overlaps
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
@@ -63,7 +72,9 @@ class LoadedCheckpoint:
     """Ranks that wrote it."""
     metadata: dict[str, Json]
     missing: tuple[str, ...]
-    """Wanted by this rank, allowed to be missing, and missing: these tensors were left as they were."""
+    """Wanted by this rank, allowed to be missing, and missing: these tensors were left as they
+    were.
+    """
     unused: tuple[str, ...]
     """In the checkpoint, allowed to be extra, and wanted by no rank."""
     problems: tuple[str, ...]
@@ -71,7 +82,8 @@ class LoadedCheckpoint:
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> list[Candidate]:
-    """Directories named like checkpoints under ``root``, the last published first; ``problem`` is set on bad ones.
+    """Directories named like checkpoints under ``root``, the last published first; ``problem`` is
+    set on bad ones.
 
     Reads manifests, not data, on this process alone. The hint ``latest`` has no say.
     """
@@ -79,7 +91,9 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[Candidate]:
 
 
 def check_hint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) -> str | None:
-    """What is wrong with the hint ``latest``: damaged, or naming a newer checkpoint than there is; ``None`` if fine."""
+    """What is wrong with the hint ``latest``: damaged, or naming a newer checkpoint than there is;
+    ``None`` if fine.
+    """
     try:
         hint = read_hint(Path(root))
     except CheckpointError as error:
@@ -108,37 +122,48 @@ def load_checkpoint(
     warn: Callable[[str], None] | None = None,
     told: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedCheckpoint:
-    """Fill ``wanted`` from the newest good checkpoint; a collective of all ranks, any number of them.
+    """Fill ``wanted`` from the newest good checkpoint; a collective of all ranks, any number of
+    them.
 
     Args:
         path: the directory of a run's checkpoints, or one checkpoint.
-        wanted: ranges to fill in place (`whole_tensors`); ranks may want different ones, together all names there are.
-        step: load this step or nothing; ``None`` falls back to older checkpoints when the newest is damaged.
+        wanted: ranges to fill in place (`whole_tensors`); ranks may want different ones, together
+        all names there are.
+        step: load this step or nothing; ``None`` falls back to older checkpoints when the newest is
+        damaged.
         allow_missing: prefixes of names that may be absent (``("",)`` allows all).
         allow_extra: prefixes of names that may be in the checkpoint though no rank wants them.
         check_finite: refuse checkpoints with NaN or infinities.
-        accept: asked on every rank with the metadata, before tensors are compared; a sentence refuses the checkpoint.
+        accept: asked on every rank with the metadata, before tensors are compared; a sentence
+        refuses the checkpoint.
         warn: receives a line per rejected checkpoint, on rank 0; standard error if ``None``.
         told: learns now and then how many bytes this rank has read, of how many, about.
     Raises:
         NoCheckpointError: there is no checkpoint at all.
-        CheckpointMismatchError: a sound checkpoint does not hold what is wanted, or was not accepted; nothing was
-            written.
-        CheckpointError: there are checkpoints, but none is sound. All errors are raised on all ranks.
+        CheckpointMismatchError: a sound checkpoint does not hold what is wanted, or was not
+            accepted; nothing was written.
+        CheckpointError: there are checkpoints, but none is sound. All errors are raised on all
+            ranks.
     """
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
     say = _default_warning if warn is None else warn
     [listed, *_] = ranks.agree(
-        on_rank_0(rank, lambda: _list_candidates(Path(path), step)), f"looking for checkpoints in {path}", cure=_CURE
+        on_rank_0(rank, lambda: _list_candidates(Path(path), step)),
+        f"looking for checkpoints in {path}",
+        cure=_CURE,
     )
     problems: list[str] = list(listed["problems"])
     for problem in problems if rank == 0 else ():
         say(f"WARNING: {problem}")
     if not listed["names"] and not problems:
         at = "" if step is None else f" of step {step}"
-        raise NoCheckpointError(f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none")
+        raise NoCheckpointError(
+            f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none"
+        )
     for name in listed["names"]:
-        load = _Load(ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite, told=told)
+        load = _Load(
+            ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite, told=told
+        )
         reason = load.run(allow_missing, allow_extra, accept)
         if reason is None:
             return load.loaded(tuple(problems))
@@ -146,7 +171,9 @@ def load_checkpoint(
         if rank == 0:
             say(f"WARNING: checkpoint {name} is rejected, trying the one before it: {reason}")
     reasons = "".join(f"\n  {line}" for line in problems)
-    raise CheckpointError(f"no checkpoint in {path} is sound, the tensors are not to be used; {_CURE}:{reasons}")
+    raise CheckpointError(
+        f"no checkpoint in {path} is sound, the tensors are not to be used; {_CURE}:{reasons}"
+    )
 
 
 def newest_metadata(
@@ -159,7 +186,8 @@ def newest_metadata(
     step: int | None = None,
     problem: Callable[[dict[str, Json]], str | None] = lambda metadata: None,
 ) -> dict[str, Json] | None:
-    """Metadata of the checkpoint that `load_checkpoint` tries first, None if there is none; a collective of all ranks.
+    """Metadata of the checkpoint that `load_checkpoint` tries first, None if there is none; a
+    collective of all ranks.
 
     Rank 0 reads the manifest. The files are not looked at.
 
@@ -181,12 +209,17 @@ def newest_metadata(
         return {key: metadata[key] for key in keys if key in metadata}
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    [found, *_] = ranks.agree(on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE)
+    [found, *_] = ranks.agree(
+        on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
+    )
     return found
 
 
-def read_tensor(path: str | os.PathLike[str], name: str, manifest: Manifest | None = None) -> Tensor:
-    """One whole tensor of one checkpoint directory, on the CPU, verified; no process group (for tools).
+def read_tensor(
+    path: str | os.PathLike[str], name: str, manifest: Manifest | None = None
+) -> Tensor:
+    """One whole tensor of one checkpoint directory, on the CPU, verified; no process group (for
+    tools).
 
     Args:
         manifest: the directory's, where it has been read already.
@@ -225,7 +258,11 @@ def _list_candidates(path: Path, step: int | None) -> Json:
         hint_problem = check_hint(path, candidates)
         problems = [hint_problem] if hint_problem else []
     problems += [candidate.problem for candidate in candidates if candidate.problem is not None]
-    names = [str(c.path) for c in candidates if c.manifest is not None and step in (None, c.manifest.step)]
+    names = [
+        str(c.path)
+        for c in candidates
+        if c.manifest is not None and step in (None, c.manifest.step)
+    ]
     return {"names": names, "problems": problems}
 
 
@@ -251,7 +288,9 @@ class _Load:
         allow_extra: Sequence[str],
         accept: Callable[[dict[str, Json]], str | None] | None = None,
     ) -> str | None:
-        """Fill the wanted tensors, or say what is wrong with this checkpoint; raises where the wish is wrong."""
+        """Fill the wanted tensors, or say what is wrong with this checkpoint; raises where the wish
+        is wrong.
+        """
         problem = _first_problem(self.ranks.try_all(self._read_manifest), same=True)
         if problem is not None:
             return problem
@@ -308,7 +347,9 @@ class _Load:
 
         def compare() -> None:
             problems = [f"{name} is missing" for name in missing if name not in self.missing]
-            problems += [f"{name} is extra (no rank wants it)" for name in extra if name not in self.unused]
+            problems += [
+                f"{name} is extra (no rank wants it)" for name in extra if name not in self.unused
+            ]
             for shard in {shard.name: shard for shard in self.wanted}.values():
                 record = manifest.tensors.get(shard.name)
                 if record and (record.shape, record.dtype) != (shard.global_shape, shard.dtype):
@@ -327,12 +368,18 @@ class _Load:
         )
 
     def _verify(self) -> None:
-        """Read and check this rank's share of the files, all of their bytes (the ranges in a file fill it)."""
+        """Read and check this rank's share of the files, all of their bytes (the ranges in a file
+        fill it).
+        """
         manifest = self._manifest
         mine = _share(manifest, self.ranks.rank, self.ranks.world_size)
-        self.total = sum(manifest.files[i].data_bytes for i in mine) + sum(shard.tensor.nbytes for shard in self.wanted)
+        self.total = sum(manifest.files[i].data_bytes for i in mine) + sum(
+            shard.tensor.nbytes for shard in self.wanted
+        )
         for index in mine:
-            pieces: list[_Piece] = [(name, extent, None, None) for name, _, extent in manifest.held[index]]
+            pieces: list[_Piece] = [
+                (name, extent, None, None) for name, _, extent in manifest.held[index]
+            ]
             with _open(self.directory, manifest, index) as reader:
                 for segment, data in reader.scan(_locate(reader, pieces)):
                     check_values(segment, data, reader.path, finite=self.check_finite)
@@ -358,7 +405,9 @@ def _first_problem(outcomes: Sequence[Outcome], *, same: bool = False) -> str | 
 
 
 def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
-    """Indices of the files that ``rank`` verifies: largest first, each to the rank with the least so far."""
+    """Indices of the files that ``rank`` verifies: largest first, each to the rank with the least
+    so far.
+    """
     loads = [0] * world_size
     mine = []
     for index in sorted(range(len(manifest.files)), key=lambda i: -manifest.files[i].size):
@@ -370,7 +419,9 @@ def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
 
 
 _Piece = tuple[str, Extent, Overlap | None, Tensor | None]
-"""(tensor name, a stored range, what is wanted of it, uint8 view of what wants it); None twice for all of it."""
+"""(tensor name, a stored range, what is wanted of it, uint8 view of what wants it); None twice for
+all of it.
+"""
 
 
 def _pieces_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[list[_Piece]]:
@@ -385,14 +436,18 @@ def _pieces_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[l
 
 
 def _open(directory: Path, manifest: Manifest, index: int) -> ShardReader:
-    """Open a file, check its header against the manifest: same save, same rank, exactly the recorded ranges.
+    """Open a file, check its header against the manifest: same save, same rank, exactly the
+    recorded ranges.
 
     Raises:
         CheckpointError: they differ.
     """
     record = manifest.files[index]
     reader = ShardReader(directory / record.name, record)
-    expected = {shard_key(name, extent): (dtype, (extent.numel,)) for name, dtype, extent in manifest.held[index]}
+    expected = {
+        shard_key(name, extent): (dtype, (extent.numel,))
+        for name, dtype, extent in manifest.held[index]
+    }
     found = {entry.key: (entry.dtype, entry.shape) for entry in reader.header.entries}
     strings = manifest.header_metadata(record.rank)
     if reader.header.metadata == strings and found == expected:
@@ -406,7 +461,9 @@ def _open(directory: Path, manifest: Manifest, index: int) -> ShardReader:
             found=reader.header.metadata,
             cure="do not mix files of several checkpoints",
         )
-    wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))[:5]
+    wrong = sorted(
+        key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
+    )[:5]
     raise CheckpointError(
         "the file holds other ranges than the manifest says",
         path=reader.path,

@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint: which file holds which range of which tensor, and what every byte must be.
+"""The manifest of a checkpoint: which file holds which range of which tensor, and what every byte
+must be.
 
-``manifest.json`` is a sealed JSON file (`seal.py`) written last; a directory without a valid one is no checkpoint.
-Everything in it is checked when read: names are plain, sizes are bounded, the ranges of every tensor cover it exactly,
-and the ranges in every file fill it.
+``manifest.json`` is a sealed JSON file (`seal.py`) written last; a directory without a valid one is
+no checkpoint. Everything in it is checked when read: names are plain, sizes are bounded, the ranges
+of every tensor cover it exactly, and the ranges in every file fill it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from megatron_packed.checkpoint.state import DTYPE_NAMES, NAMED_DTYPES, TENSOR_N
 MANIFEST = "manifest.json"
 FORMAT = "megatron_packed checkpoint 1"
 MAX_MANIFEST_BYTES = 256 << 20
-"""Bounds the memory of reading one; 4 MiB blocks make about 3 MiB of manifest per TiB of checkpoint."""
+"""Bounds the memory of reading one; 4 MiB blocks make about 3 MiB of manifest per TiB of
+checkpoint.
+"""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -78,7 +81,9 @@ class Manifest:
     """Unique to one save, so files of two saves of the same step cannot be mixed."""
     step: int
     sequence: int
-    """Counts the checkpoints published under one root: the newest has the highest, whatever its step or the clock."""
+    """Counts the checkpoints published under one root: the newest has the highest, whatever its
+    step or the clock.
+    """
     world_size: int
     config_hash: str
     metadata: dict[str, Json]
@@ -158,8 +163,9 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
     """Check and decode the bytes of a manifest; ``path`` is for messages.
 
     Raises:
-        CheckpointError: a wrong seal, an unknown format, a missing or ill-typed field, a file name that is no plain
-            name, ranges that do not cover their tensor exactly or do not fill their file.
+        CheckpointError: a wrong seal, an unknown format, a missing or ill-typed field, a file name
+            that is no plain name, ranges that do not cover their tensor exactly or do not fill
+            their file.
     """
     fields = unseal(data, path)
     if fields.get("format") != FORMAT:
@@ -174,7 +180,9 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
     files = tuple(_file_record(value, path) for value in check.take("files", list))
     names = [record.name for record in files]
     if len(set(names)) != len(names):
-        raise CheckpointError("a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE)
+        raise CheckpointError(
+            "a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE
+        )
     manifest = Manifest(
         run_id=check.take("run_id", str),
         save_id=check.take("save_id", str),
@@ -185,7 +193,8 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
         metadata=check.take("metadata", dict),
         files=files,
         tensors={
-            name: _tensor_record(name, value, len(files), path) for name, value in check.take("tensors", dict).items()
+            name: _tensor_record(name, value, len(files), path)
+            for name, value in check.take("tensors", dict).items()
         },
     )
     for record, held in zip(files, manifest.held):
@@ -202,15 +211,19 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
 
 
 def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, TensorRecord]:
-    """The tensors of a checkpoint from what each file holds: ``parts[file index][name] = {shape, dtype, ranges}``.
+    """The tensors of a checkpoint from what each file holds: ``parts[file index][name] = {shape,
+    dtype, ranges}``.
 
     Raises:
-        CheckpointError: two ranks disagree on a shape or dtype, an element is held twice or by nobody.
+        CheckpointError: two ranks disagree on a shape or dtype, an element is held twice or by
+            nobody.
     """
     merged: dict[str, dict[str, Json]] = {}
     for index, part in enumerate(parts):
         for name, value in part.items():
-            known = merged.setdefault(name, {"shape": value["shape"], "dtype": value["dtype"], "ranges": []})
+            known = merged.setdefault(
+                name, {"shape": value["shape"], "dtype": value["dtype"], "ranges": []}
+            )
             if (known["shape"], known["dtype"]) != (value["shape"], value["dtype"]):
                 raise CheckpointError(
                     f"rank {index} and a lower rank disagree on tensor {name}",
@@ -227,7 +240,9 @@ def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, 
 
 def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> TensorRecord:
     if not TENSOR_NAME.fullmatch(name):
-        raise CheckpointError("a tensor's name is not allowed", path=path, found=repr(name)[:100], cure=_CURE)
+        raise CheckpointError(
+            "a tensor's name is not allowed", path=path, found=repr(name)[:100], cure=_CURE
+        )
     check = _Fields(value, path, f"tensor {name}")
     shape, dtype = check.take("shape", list), NAMED_DTYPES.get(check.take("dtype", str))
     if not is_sizes(shape) or dtype is None:
@@ -310,7 +325,10 @@ def _file_record(value: Json, path: Path) -> FileRecord:
         and record.block_bytes % 8 == 0
         and 8 <= record.header_bytes <= min(record.size, MAX_HEADER_BYTES + 8)
         and len(checksums) == -(-record.data_bytes // record.block_bytes)
-        and all(isinstance(c, str) and _CHECKSUM.fullmatch(c) for c in [record.header_checksum, *checksums])
+        and all(
+            isinstance(c, str) and _CHECKSUM.fullmatch(c)
+            for c in [record.header_checksum, *checksums]
+        )
     )
     if not sound:
         raise CheckpointError(
@@ -329,7 +347,9 @@ class _Fields:
 
     def __init__(self, value: Json, path: Path, owner: str) -> None:
         if not isinstance(value, dict):
-            raise CheckpointError(owner, path=path, expected="an object", found=repr(value)[:100], cure=_CURE)
+            raise CheckpointError(
+                owner, path=path, expected="an object", found=repr(value)[:100], cure=_CURE
+            )
         self.value, self.path, self.owner = value, path, owner
 
     def take(self, key: str, kind: type) -> Json:
@@ -348,6 +368,10 @@ class _Fields:
         found = self.take(key, int)
         if not 0 <= found < 1 << 62:
             raise CheckpointError(
-                f"field {key!r} of {self.owner}", path=self.path, expected="0 to 2**62", found=found, cure=_CURE
+                f"field {key!r} of {self.owner}",
+                path=self.path,
+                expected="0 to 2**62",
+                found=found,
+                cure=_CURE,
             )
         return int(found)

@@ -1,4 +1,6 @@
-"""Agreement between the ranks of a save or a load: each does its part, all learn how it went, none waits in vain."""
+"""Agreement between the ranks of a save or a load: each does its part, all learn how it went, none
+waits in vain.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Ranks:
             raise ValueError(f"rank {self.rank} is not in [0, world_size {self.world_size}).")
         if self.world_size > 1:
             if not dist.is_initialized():
-                raise ValueError(f"world_size {self.world_size} needs torch.distributed; initialise it, or pass 1.")
+                raise ValueError(
+                    f"world_size {self.world_size} needs torch.distributed; initialise it, or pass 1."
+                )
             found = (dist.get_rank(self.group), dist.get_world_size(self.group))
             if found != (self.rank, self.world_size):
                 raise ValueError(
@@ -46,14 +50,22 @@ class Ranks:
                 )
 
     def gather(self, value: Json) -> list[Json]:
-        """The values of all ranks, in rank order, on every rank (JSON through two all-gathers, no pickle)."""
+        """The values of all ranks, in rank order, on every rank (JSON through two all-gathers, no
+        pickle).
+        """
         if self.world_size == 1:
             return [value]
         on_gpu = dist.get_backend(self.group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=device)
-        dist.all_gather(list(sizes.view(-1, 1).unbind()), torch.tensor([len(data)], device=device), group=self.group)
+        dist.all_gather(
+            list(sizes.view(-1, 1).unbind()),
+            torch.tensor([len(data)], device=device),
+            group=self.group,
+        )
         lengths = sizes.tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: len(data)] = data
@@ -63,31 +75,43 @@ class Ranks:
         return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
     def try_all(self, action: Callable[[], Json]) -> list[Outcome]:
-        """Run ``action`` on every rank and gather the outcomes; an exception becomes a problem that all ranks learn."""
+        """Run ``action`` on every rank and gather the outcomes; an exception becomes a problem that
+        all ranks learn.
+        """
         return [Outcome(**fields) for fields in self.gather(attempt(action).__dict__)]
 
     def agree(self, action: Callable[[], Json], what: str, *, cure: str) -> list[Json]:
         """Run ``action`` on every rank; the values of all, or the same error on all.
 
         Raises:
-            CheckpointError: it failed somewhere; every failing rank is named (the first eight), each problem said once.
+            CheckpointError: it failed somewhere; every failing rank is named (the first eight),
+                each problem said once.
         """
         outcomes = self.try_all(action)
-        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.problem is not None]
+        failed = [
+            (rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.problem is not None
+        ]
         if failed:
             said: dict[str | None, list[str]] = {}
             for rank, outcome in failed[:8]:
                 said.setdefault(outcome.problem, []).append(str(rank))
             lines = "".join(
-                f"\n  rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {problem}" for problem, who in said.items()
+                f"\n  rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {problem}"
+                for problem, who in said.items()
             )
-            kind = CheckpointMismatchError if all(outcome.mismatch for _, outcome in failed) else CheckpointError
+            kind = (
+                CheckpointMismatchError
+                if all(outcome.mismatch for _, outcome in failed)
+                else CheckpointError
+            )
             raise kind(f"{what} failed on {len(failed)} of {self.world_size} ranks; {cure}:{lines}")
         return [outcome.value for outcome in outcomes]
 
 
 def attempt(action: Callable[[], Json]) -> Outcome:
-    """Run ``action``; its value or, for any exception that is not a wish to stop the process, its message."""
+    """Run ``action``; its value or, for any exception that is not a wish to stop the process, its
+    message.
+    """
     try:
         return Outcome(value=action())
     except CheckpointError as error:

@@ -1,9 +1,10 @@
 """The header of a safetensors file: written by us, read strictly.
 
-A file is 8 bytes (length n of the header, little endian), n bytes of JSON ``{key: {dtype, shape, data_offsets}}`` with
-strings under ``__metadata__``, and the data. We write the container ourselves, because the safetensors library wants
-all of a file's tensors in host memory at once and returns nothing to checksum or sync; what we write, it reads. We read
-the header ourselves, because a header decides how much memory is taken: every number is checked before it is used.
+A file is 8 bytes (length n of the header, little endian), n bytes of JSON ``{key: {dtype, shape,
+data_offsets}}`` with strings under ``__metadata__``, and the data. We write the container
+ourselves, because the safetensors library wants all of a file's tensors in host memory at once and
+returns nothing to checksum or sync; what we write, it reads. We read the header ourselves, because
+a header decides how much memory is taken: every number is checked before it is used.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """A header whose entries are sorted by offset, cover the data section without holes and do not overlap."""
+    """A header whose entries are sorted by offset, cover the data section without holes and do not
+    overlap.
+    """
 
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
@@ -57,7 +60,9 @@ class Header:
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[Entry]:
-    """Entries for ``(key, dtype, shape)``, widest dtype first, then by key, so that every tensor is aligned."""
+    """Entries for ``(key, dtype, shape)``, widest dtype first, then by key, so that every tensor is
+    aligned.
+    """
     entries = []
     offset = 0
     for key, dtype, shape in sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0])):
@@ -124,23 +129,35 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
     """The header in ``data`` (the first ``header_length`` bytes of the file), all of it checked.
 
     Raises:
-        CheckpointError: not strict JSON, a duplicate name, an unknown dtype, a shape that does not match its bytes,
-            offsets that overlap, leave a hole, leave the file or are not aligned to their dtype.
+        CheckpointError: not strict JSON, a duplicate name, an unknown dtype, a shape that does not
+            match its bytes, offsets that overlap, leave a hole, leave the file or are not aligned
+            to their dtype.
     """
     count = data.count(b'"data_offsets"')
     if count > MAX_TENSORS:
         raise CheckpointError(
-            "too many tensors in one file", path=path, expected=f"at most {MAX_TENSORS}", found=count, cure=_CURE
+            "too many tensors in one file",
+            path=path,
+            expected=f"at most {MAX_TENSORS}",
+            found=count,
+            cure=_CURE,
         )
     fields = parse_object(data[LENGTH_BYTES:], path)
     metadata = fields.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise CheckpointError(f"{_METADATA} is not an object of strings", path=path, cure=_CURE)
-    entries = sorted((_entry(key, value, path) for key, value in fields.items()), key=lambda e: (e.begin, e.end, e.key))
+    entries = sorted(
+        (_entry(key, value, path) for key, value in fields.items()),
+        key=lambda e: (e.begin, e.end, e.key),
+    )
     offset = 0
     for entry in entries:
         if entry.begin != offset:
-            kind = "overlaps the one before it" if entry.begin < offset else "leaves a hole before it"
+            kind = (
+                "overlaps the one before it" if entry.begin < offset else "leaves a hole before it"
+            )
             raise CheckpointError(
                 f"tensor {entry.key!r} {kind}",
                 path=path,
@@ -162,10 +179,14 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
 
 def _entry(key: str, value: object, path: Path) -> Entry:
     def wrong(what: str, expected: object, found: object) -> CheckpointError:
-        return CheckpointError(f"{what} of tensor {key!r}", path=path, expected=expected, found=found, cure=_CURE)
+        return CheckpointError(
+            f"{what} of tensor {key!r}", path=path, expected=expected, found=found, cure=_CURE
+        )
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise wrong("the description", "an object with dtype, shape, data_offsets", repr(value)[:200])
+        raise wrong(
+            "the description", "an object with dtype, shape, data_offsets", repr(value)[:200]
+        )
     dtype = NAMED_DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
         raise wrong("the dtype", "one of " + ", ".join(NAMED_DTYPES), repr(value["dtype"])[:50])
@@ -184,7 +205,9 @@ def _entry(key: str, value: object, path: Path) -> Entry:
 
 
 def is_sizes(value: object) -> bool:
-    """Whether ``value`` is a short list of non-negative integers below 2**62 (``True`` is not an integer here)."""
+    """Whether ``value`` is a short list of non-negative integers below 2**62 (``True`` is not an
+    integer here).
+    """
     return (
         isinstance(value, list)
         and len(value) <= 64

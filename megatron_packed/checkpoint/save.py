@@ -1,15 +1,18 @@
 """Saving: all ranks write their files, rank 0 publishes them as one checkpoint.
 
 [Note: commit protocol]
- 1. rank 0 compares the run's lock with the file in the root, takes the lock of saves, removes leftovers of dead saves
-    and makes ``step_N.tmp-<id>/``
- 2. every rank writes its file there, with checksums of what was in memory, and syncs file and directory
- 3. rank 0 gathers what the files are, compares their sizes as it sees them, writes ``manifest.json`` (temporary, sync,
-    rename) and syncs the directory: from here on the directory is complete
- 4. rank 0 renames it to ``step_N``: the checkpoint is published. An older checkpoint of the same step is first renamed
-    to ``step_N.replaced-<id>``, under which it is still found
- 5. rank 0 syncs the root, reads the manifest back and compares the sizes once more, writes the hint ``latest``, and
-    only then removes old checkpoints (renamed first, so that half a checkpoint never bears a checkpoint's name)
+ 1. rank 0 compares the run's lock with the file in the root, takes the lock of saves, removes
+    leftovers of dead saves and makes ``step_N.tmp-<id>/``
+ 2. every rank writes its file there, with checksums of what was in memory, and syncs file and
+   directory
+ 3. rank 0 gathers what the files are, compares their sizes as it sees them, writes
+    ``manifest.json`` (temporary, sync, rename) and syncs the directory: from here on the directory
+    is complete
+ 4. rank 0 renames it to ``step_N``: the checkpoint is published. An older checkpoint of the same
+    step is first renamed to ``step_N.replaced-<id>``, under which it is still found
+ 5. rank 0 syncs the root, reads the manifest back and compares the sizes once more, writes the hint
+    ``latest``, and only then removes old checkpoints (renamed first, so that half a checkpoint
+    never bears a checkpoint's name)
 Whatever dies wherever, the previous or the new checkpoint is there.
 """
 
@@ -83,7 +86,9 @@ SAVE_SITES = (
     "latest.durable",
     "save.old_removed",
 )
-"""Points of the protocol, in order; a save calls ``on_site`` with each that it passes (tests crash there)."""
+"""Points of the protocol, in order; a save calls ``on_site`` with each that it passes (tests crash
+there).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +130,25 @@ def save_checkpoint(
     """Write a checkpoint of ``step``; a collective of all ranks, on return durable and published.
 
     Args:
-        root: directory of the run's checkpoints, on a file system that all ranks share; made if missing.
-        shards: what this rank writes. Over all ranks, every element of every tensor exactly once (`split_replicated`).
-        metadata: JSON object (configuration, position in the data, ...) returned by the load; rank 0's counts.
-        run_id: who writes; only checkpoints of the same run are removed by ``keep_last``. Keep it when resuming.
+        root: directory of the run's checkpoints, on a file system that all ranks share; made if
+        missing.
+        shards: what this rank writes. Over all ranks, every element of every tensor exactly once
+        (`split_replicated`).
+        metadata: JSON object (configuration, position in the data, ...) returned by the load; rank
+        0's counts.
+        run_id: who writes; only checkpoints of the same run are removed by ``keep_last``. Keep it
+        when resuming.
         config_hash: fingerprint of the configuration, carried by manifest and files.
         keep_last: checkpoints of this run to keep, the new one included; ``None`` keeps all.
         keep_every: beside them, those whose step is a multiple of it.
         on_site: called with the name of each of `SAVE_SITES` passed.
-        values: gives the tensor of each shard when it is written; the shards' own may then lie on the meta device.
-        run_lock: on rank 0, what `claim_directory` returned; nothing is saved unless its file still lies in ``root``.
+        values: gives the tensor of each shard when it is written; the shards' own may then lie on
+        the meta device.
+        run_lock: on rank 0, what `claim_directory` returned; nothing is saved unless its file still
+        lies in ``root``.
     Raises:
-        CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it says so), the
-            previous checkpoint is untouched.
+        CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it
+            says so), the previous checkpoint is untouched.
     """
     begin = time.monotonic()
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
@@ -222,7 +233,9 @@ class _Save:
             raise
 
     def prepare(self, stack: ExitStack, shards: Sequence[TensorShard]) -> Json:
-        """All ranks check their arguments; rank 0 takes the lock, cleans up and makes the temporary directory."""
+        """All ranks check their arguments; rank 0 takes the lock, cleans up and makes the temporary
+        directory.
+        """
         self.on_site("save.begin")
         self._check_arguments(shards)
         if self.ranks.rank != 0:
@@ -266,7 +279,12 @@ class _Save:
         held: dict[str, Json] = {}
         for shard in shards:
             entry = held.setdefault(
-                shard.name, {"shape": list(shard.global_shape), "dtype": DTYPE_NAMES[shard.dtype], "ranges": []}
+                shard.name,
+                {
+                    "shape": list(shard.global_shape),
+                    "dtype": DTYPE_NAMES[shard.dtype],
+                    "ranges": [],
+                },
             )
             entry["ranges"].append(encode_extent(shard.extent))
         return {"file": record.to_json(), "tensors": held}
@@ -274,7 +292,10 @@ class _Save:
     def publish(self, temporary: Path, plan: Json, facts: Sequence[Json]) -> Json:
         """Rank 0: manifest, then the name that makes it a checkpoint."""
         self.on_site("save.gathered")
-        files = [FileRecord(**{**f["file"], "block_checksums": tuple(f["file"]["block_checksums"])}) for f in facts]
+        files = [
+            FileRecord(**{**f["file"], "block_checksums": tuple(f["file"]["block_checksums"])})
+            for f in facts
+        ]
         manifest = Manifest(
             run_id=self.run_id,
             save_id=plan["save_id"],
@@ -287,7 +308,13 @@ class _Save:
             tensors=merge_tensors([f["tensors"] for f in facts], temporary),
         )
         check_sizes(temporary, manifest)
-        write_durably(temporary / MANIFEST, encode_manifest(manifest), manifest.save_id, self.on_site, "manifest")
+        write_durably(
+            temporary / MANIFEST,
+            encode_manifest(manifest),
+            manifest.save_id,
+            self.on_site,
+            "manifest",
+        )
         final = self.root / step_name(self.step)
         if self.run_lock is not None:
             self.run_lock.check()
@@ -299,7 +326,9 @@ class _Save:
         return {"sequence": manifest.sequence, "num_bytes": sum(record.size for record in files)}
 
     def finish(self, save_id: str) -> Json:
-        """Rank 0: hint, verification, removal of old checkpoints. A hint or a removal that fails is a warning."""
+        """Rank 0: hint, verification, removal of old checkpoints. A hint or a removal that fails is
+        a warning.
+        """
         self.on_site("save.published")
         sync_directory(self.root)
         self.on_site("save.durable")
@@ -313,7 +342,9 @@ class _Save:
             hint = encode_hint(final.name, manifest.sequence)
             write_durably(self.root / LATEST, hint, save_id, self.on_site, "latest")
         except OSError as error:
-            warnings.append(f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning.")
+            warnings.append(
+                f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning."
+            )
         try:
             for path in self._superseded():
                 remove_checkpoint(path, save_id)
@@ -329,7 +360,9 @@ class _Save:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _superseded(self) -> list[Path]:
-        """Checkpoints to remove: replaced ones whose step is there again, and this run's beyond ``keep_last``."""
+        """Checkpoints to remove: replaced ones whose step is there again, and this run's beyond
+        ``keep_last``.
+        """
         candidates = scan(self.root)
         complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
         doomed: list[Path] = []
@@ -338,7 +371,10 @@ class _Save:
             name = candidate.path.name
             if candidate.manifest is None:
                 continue
-            if step_name(candidate.manifest.step) != name and step_name(candidate.manifest.step) in complete:
+            if (
+                step_name(candidate.manifest.step) != name
+                and step_name(candidate.manifest.step) in complete
+            ):
                 doomed.append(candidate.path)
             elif candidate.manifest.run_id == self.run_id:
                 if self.keep_last is not None and kept >= self.keep_last:
@@ -352,7 +388,9 @@ class _Save:
         if type(self.step) is not int or not 0 <= self.step < 10**18:
             raise ValueError(f"step must be an integer from 0 to 10**18, not {self.step!r}.")
         if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"keep_last must be None (keep all) or at least 1, not {self.keep_last}.")
+            raise ValueError(
+                f"keep_last must be None (keep all) or at least 1, not {self.keep_last}."
+            )
         keys = [shard.key for shard in shards]
         if len(set(keys)) != len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)

@@ -1,4 +1,5 @@
-"""Sealed JSON files (manifest, hint): one JSON object whose last field is the SHA-256 of all bytes before it.
+"""Sealed JSON files (manifest, hint): one JSON object whose last field is the SHA-256 of all bytes
+before it.
 
 Every bit counts: the body is under the hash, and the closing line is compared byte for byte.
 """
@@ -27,7 +28,8 @@ _CURE = "the file is damaged or not ours; use another checkpoint"
 def seal(fields: dict[str, Json]) -> bytes:
     """``fields`` as a JSON object, one line per field, closed by the hash of everything before it."""
     lines = [
-        f"{json.dumps(key)}: {json.dumps(value, sort_keys=True, allow_nan=False)}" for key, value in fields.items()
+        f"{json.dumps(key)}: {json.dumps(value, sort_keys=True, allow_nan=False)}"
+        for key, value in fields.items()
     ]
     body = ("{\n" + ",\n".join(lines) + ",\n").encode()
     return body + b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
@@ -64,7 +66,8 @@ def unseal(data: bytes, path: Path) -> dict[str, Json]:
 
 
 def parse_object(data: bytes, path: Path, *, finite: bool = True) -> dict[str, Json]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, no bottomless nesting and, if ``finite``, no NaN or Infinity.
+    """A JSON object, strictly: UTF-8, no duplicate keys, no bottomless nesting and, if ``finite``,
+    no NaN or Infinity.
 
     Raises:
         CheckpointError: it is none.
@@ -81,13 +84,21 @@ def parse_object(data: bytes, path: Path, *, finite: bool = True) -> dict[str, J
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse if finite else None)
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=unique,
+            parse_constant=refuse if finite else None,
+        )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"not strict JSON ({reason})", path=path, cure=_CURE) from None
     if not isinstance(value, dict):
         raise CheckpointError(
-            "not a JSON object", path=path, expected="an object", found=type(value).__name__, cure=_CURE
+            "not a JSON object",
+            path=path,
+            expected="an object",
+            found=type(value).__name__,
+            cure=_CURE,
         )
     return value
 

@@ -1,4 +1,6 @@
-"""One file of a checkpoint: streamed out with checksums of what was in memory, read back block by block."""
+"""One file of a checkpoint: streamed out with checksums of what was in memory, read back block by
+block.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,12 @@ def write_shard_file(
 ) -> FileRecord:
     """Write ``shards`` as one safetensors file, durable on return, and tell what its bytes are.
 
-    Checksums are taken from the memory that is written, so they also witness against the way to the disk. Host memory:
-    two blocks, for CUDA tensors only.
+    Checksums are taken from the memory that is written, so they also witness against the way to the
+    disk. Host memory: two blocks, for CUDA tensors only.
 
     Args:
-        values: gives the tensor of each shard when it is written, in place of the shard's own; one exists at a time.
+        values: gives the tensor of each shard when it is written, in place of the shard's own; one
+        exists at a time.
     Raises:
         OSError: the disk's answer (full, read-only, ...).
     """
@@ -60,7 +63,9 @@ def write_shard_file(
     by_key = {shard.key: shard for shard in shards}
     in_order = [by_key[entry.key] for entry in entries]
     blocks = _RunningBlocks(block_bytes)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+    )
     try:
         on_site("shard.opened")
         _write_all(descriptor, memoryview(header))
@@ -81,7 +86,9 @@ def write_shard_file(
         size=len(header) + blocks.total,
         header_bytes=len(header),
         algorithm=crc.WRITING_ALGORITHM,
-        header_checksum=crc.to_hex(crc.checksum(crc.WRITING_ALGORITHM, np.frombuffer(header, dtype=np.uint8))),
+        header_checksum=crc.to_hex(
+            crc.checksum(crc.WRITING_ALGORITHM, np.frombuffer(header, dtype=np.uint8))
+        ),
         block_bytes=block_bytes,
         block_checksums=tuple(blocks.finish()),
     )
@@ -132,10 +139,12 @@ class _RunningBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that receives them.
+    """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that
+    receives them.
 
-    With several ``rows`` the target receives runs of bytes: they begin ``pitch`` bytes apart in the file and
-    ``target_pitch`` in the target, the last one ends where both end, and what lies between them belongs to others.
+    With several ``rows`` the target receives runs of bytes: they begin ``pitch`` bytes apart in the
+    file and ``target_pitch`` in the target, the last one ends where both end, and what lies between
+    them belongs to others.
     """
 
     begin: int
@@ -153,7 +162,8 @@ class Segment:
         return self.end - self.begin - (self.rows - 1) * self.pitch
 
     def runs_in(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-        """The runs in bytes ``[low, high)`` of the file, as ``(where in the file, where in the target, bytes, rows)``.
+        """The runs in bytes ``[low, high)`` of the file, as ``(where in the file, where in the
+        target, bytes, rows)``.
 
         Runs that are cut stand alone, the others are together: at most three.
         """
@@ -172,7 +182,8 @@ class Segment:
 
 
 class ShardReader:
-    """A file whose size and header were checked against the manifest; blocks are checked as they are read.
+    """A file whose size and header were checked against the manifest; blocks are checked as they
+    are read.
 
     Use as a context manager. Host memory: the header and two blocks.
     """
@@ -180,7 +191,8 @@ class ShardReader:
     def __init__(self, path: Path, record: FileRecord) -> None:
         """
         Raises:
-            CheckpointError: missing, not a regular file, another size or another header than recorded.
+            CheckpointError: missing, not a regular file, another size or another header than
+                recorded.
         """
         self.path, self.record = path, record
         self.descriptor = open_plain_file(path)
@@ -197,7 +209,8 @@ class ShardReader:
         os.close(self.descriptor)
 
     def scan(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Bytes]]:
-        """Read every block that ``segments`` touch, check it, yield each segment's bytes in it, and fill its target.
+        """Read every block that ``segments`` touch, check it, yield each segment's bytes in it, and
+        fill its target.
 
         A target is filled when the caller resumes, so a caller that raises leaves it alone.
 
@@ -219,8 +232,12 @@ class ShardReader:
                 yield segment, block[low:high]
                 if segment.target is not None:
                     for at, to, length, rows in segment.runs_in(start + low, start + high):
-                        target = segment.target[to : to + (rows - 1) * segment.target_pitch + length]
-                        buffers.copy_out(at - start, segment.pitch, target, segment.target_pitch, length, rows)
+                        target = segment.target[
+                            to : to + (rows - 1) * segment.target_pitch + length
+                        ]
+                        buffers.copy_out(
+                            at - start, segment.pitch, target, segment.target_pitch, length, rows
+                        )
         buffers.finish()
 
     def _read_block(self, index: int, buffer: Bytes) -> Bytes:
@@ -303,12 +320,15 @@ def _origin(data: bytes, size: int, path: Path) -> str:
         strings = parse_header(data, size, path).metadata
     except CheckpointError:
         return ""
-    told = ", ".join(f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings)
+    told = ", ".join(
+        f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings
+    )
     return f" (a file of {told})" if told else ""
 
 
 def check_values(segment: Segment, data: Bytes, path: Path, *, finite: bool) -> None:
-    """Refuse booleans other than 0 and 1 and, with ``finite``, NaN and infinities in ``data`` (whole elements).
+    """Refuse booleans other than 0 and 1 and, with ``finite``, NaN and infinities in ``data``
+    (whole elements).
 
     Raises:
         CheckpointError: a byte that is no boolean: the dtype lies.
@@ -318,10 +338,16 @@ def check_values(segment: Segment, data: Bytes, path: Path, *, finite: bool) -> 
         highest = int(data.max(initial=0))
         if highest > 1:
             raise CheckpointError(
-                f"values of {segment.key}", path=path, expected="booleans 0 and 1", found=highest, cure=_CURE
+                f"values of {segment.key}",
+                path=path,
+                expected="booleans 0 and 1",
+                found=highest,
+                cure=_CURE,
             )
     elif finite and segment.dtype.is_floating_point and len(data):
-        extremes = torch.aminmax(torch.from_numpy(data).view(segment.dtype))  # NaN propagates: one pass, no copy
+        extremes = torch.aminmax(
+            torch.from_numpy(data).view(segment.dtype)
+        )  # NaN propagates: one pass, no copy
         low, high = float(extremes.min), float(extremes.max)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise CheckpointMismatchError(

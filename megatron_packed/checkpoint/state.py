@@ -1,9 +1,9 @@
 """What a checkpoint holds: flat ranges of globally named tensors.
 
-A tensor has one global name, shape and dtype, whatever the parallel layout; a process holds any flat ranges of it (row
-major), or the same columns of consecutive rows as one (`extent.py`). So a checkpoint written by one layout loads into
-any other, and no name mentions a rank, except where the state itself belongs to a rank (random number generators:
-``rng/rank_0/...``).
+A tensor has one global name, shape and dtype, whatever the parallel layout; a process holds any
+flat ranges of it (row major), or the same columns of consecutive rows as one (`extent.py`). So a
+checkpoint written by one layout loads into any other, and no name mentions a rank, except where the
+state itself belongs to a rank (random number generators: ``rng/rank_0/...``).
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 NAMED_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_./:@+=,-]{1,500}")
-"""Names of tensors: no brackets (they enclose the range in a file's keys), no spaces, no control characters."""
+"""Names of tensors: no brackets (they enclose the range in a file's keys), no spaces, no control
+characters.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorShard:
-    """Elements ``[start, end)`` of the flattened tensor ``name``; ``tensor`` is a 1-D contiguous view of them.
+    """Elements ``[start, end)`` of the flattened tensor ``name``; ``tensor`` is a 1-D contiguous
+    view of them.
 
-    When saved the view is read, when loaded it is written in place. CPU or CUDA. With ``rows`` above 1 the elements are
-    those of an `Extent`, row after row in the view.
+    When saved the view is read, when loaded it is written in place. CPU or CUDA. With ``rows``
+    above 1 the elements are those of an `Extent`, row after row in the view.
     """
 
     name: str
@@ -56,14 +59,24 @@ class TensorShard:
 
     def __post_init__(self) -> None:
         if not TENSOR_NAME.fullmatch(self.name):
-            raise ValueError(f"tensor name {self.name!r} is not 1 to 500 characters of letters, digits and _./:@+=,-.")
+            raise ValueError(
+                f"tensor name {self.name!r} is not 1 to 500 characters of letters, digits and _./:@+=,-."
+            )
         if self.tensor.dtype not in DTYPE_NAMES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-            raise ValueError(f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint holds {known}.")
+            raise ValueError(
+                f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint holds {known}."
+            )
         problem = self.extent.problem(math.prod(self.global_shape))
         if problem is not None:
-            raise ValueError(f"range of tensor {self.name} of shape {self.global_shape}: {problem}.")
-        if self.tensor.dim() != 1 or self.tensor.numel() != self.extent.numel or not self.tensor.is_contiguous():
+            raise ValueError(
+                f"range of tensor {self.name} of shape {self.global_shape}: {problem}."
+            )
+        if (
+            self.tensor.dim() != 1
+            or self.tensor.numel() != self.extent.numel
+            or not self.tensor.is_contiguous()
+        ):
             raise ValueError(
                 f"view of tensor {self.key} has shape {tuple(self.tensor.shape)} and strides {self.tensor.stride()}; "
                 f"it must be contiguous, 1-D, {self.extent.numel} elements."
@@ -85,18 +98,28 @@ class TensorShard:
 
     def part(self, first: int, last: int) -> list[TensorShard]:
         """Its own elements ``[first, last)``, counted in its order."""
-        return shards_of(self.name, self.global_shape, self.extent.cut(first, last), self.tensor[first:last])
+        return shards_of(
+            self.name, self.global_shape, self.extent.cut(first, last), self.tensor[first:last]
+        )
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> TensorShard:
         """All of ``tensor`` (contiguous, any shape; the shard shares its memory)."""
-        return cls(name=name, global_shape=tuple(tensor.shape), start=0, end=tensor.numel(), tensor=_flat(name, tensor))
+        return cls(
+            name=name,
+            global_shape=tuple(tensor.shape),
+            start=0,
+            end=tensor.numel(),
+            tensor=_flat(name, tensor),
+        )
 
 
 def shards_of(
     name: str, global_shape: tuple[int, ...], extents: Sequence[Extent], tensor: Tensor
 ) -> list[TensorShard]:
-    """A shard for each extent; ``tensor`` (1-D, contiguous) has their elements one extent after the other."""
+    """A shard for each extent; ``tensor`` (1-D, contiguous) has their elements one extent after the
+    other.
+    """
     views = tensor.split([extent.numel for extent in extents]) if extents else ()
     return [
         TensorShard(name=name, global_shape=global_shape, tensor=view, **extent._asdict())
@@ -115,21 +138,26 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(named_tensors: Mapping[str, Tensor]) -> list[TensorShard]:
-    """One shard per tensor: what a process wants back from a checkpoint when it holds the tensors whole."""
+    """One shard per tensor: what a process wants back from a checkpoint when it holds the tensors
+    whole.
+    """
     return [TensorShard.whole(name, tensor) for name, tensor in named_tensors.items()]
 
 
-def split_replicated(named_tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
+def split_replicated(
+    named_tensors: Mapping[str, Tensor], rank: int, world_size: int
+) -> list[TensorShard]:
     """As ``share_out``, of whole tensors that all ranks hold."""
     return share_out(whole_tensors(named_tensors), rank, world_size)
 
 
 def share_out(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
-    """The share of ``rank`` of what all ``world_size`` ranks hold alike: equal contiguous parts of its bytes.
+    """The share of ``rank`` of what all ``world_size`` ranks hold alike: equal contiguous parts of
+    its bytes.
 
-    The shards are laid end to end in the order of their names; rank r takes bytes ``[r B / W, (r + 1) B / W)``, moved
-    up to whole elements, so the shares differ by at most one element and each element has exactly one owner. Empty
-    tensors belong to rank 0.
+    The shards are laid end to end in the order of their names; rank r takes bytes ``[r B / W, (r +
+    1) B / W)``, moved up to whole elements, so the shares differ by at most one element and each
+    element has exactly one owner. Empty tensors belong to rank 0.
 
     Example:
         one fp32 tensor of 10 elements, world_size 4: [0:3), [3:5), [5:8), [8:10).

@@ -1,7 +1,8 @@
-"""Bytes between tensors and host buffers, in pieces of one block, so that a checkpoint never doubles memory.
+"""Bytes between tensors and host buffers, in pieces of one block, so that a checkpoint never
+doubles memory.
 
-CPU tensors are read where they lie. CUDA tensors pass through two pinned buffers: while the caller checksums and writes
-one piece, the next one is copied.
+CPU tensors are read where they lie. CUDA tensors pass through two pinned buffers: while the caller
+checksums and writes one piece, the next one is copied.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[Bytes]:
     """The bytes of 1-D tensors, one after another, in pieces of at most ``piece_bytes``.
 
-    A piece is valid until the next one is asked for. CUDA copies run on the current stream, after what is queued there.
+    A piece is valid until the next one is asked for. CUDA copies run on the current stream, after
+    what is queued there.
     """
     waiting: Bytes | None = None
     copied: torch.cuda.Event | None = None
@@ -53,7 +55,9 @@ class _PinnedPair:
     def stage(self, piece: Tensor) -> tuple[Bytes, torch.cuda.Event]:
         """Start copying ``piece``; the array may be read once the event has passed."""
         if not self.buffers:
-            self.buffers = [torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self.buffers = [
+                torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
         self.turn ^= 1
         target = self.buffers[self.turn][: piece.numel()]
         with torch.cuda.device(piece.device):
@@ -69,7 +73,9 @@ class ReadBuffers:
     """
 
     def __init__(self, block_bytes: int, *, pinned: bool) -> None:
-        self._buffers = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._buffers = [
+            torch.empty(block_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        ]
         self._copies: list[list[torch.cuda.Event]] = [[], []]
         self._turn = 0
 
@@ -78,12 +84,16 @@ class ReadBuffers:
         self._wait(self._turn)
         return self._buffers[self._turn].numpy()
 
-    def copy_out(self, begin: int, pitch: int, target: Tensor, target_pitch: int, length: int, rows: int) -> None:
-        """Copy ``rows`` runs of ``length`` bytes of the buffer handed out last, from ``begin`` on, to ``target``.
+    def copy_out(
+        self, begin: int, pitch: int, target: Tensor, target_pitch: int, length: int, rows: int
+    ) -> None:
+        """Copy ``rows`` runs of ``length`` bytes of the buffer handed out last, from ``begin`` on,
+        to ``target``.
 
         Args:
             pitch, target_pitch: bytes from one run to the next, in the buffer and in the target.
-            target: uint8, CPU or CUDA, from the first byte of the first run to the last of the last.
+            target: uint8, CPU or CUDA, from the first byte of the first run to the last of the
+                last.
         """
         source = self._buffers[self._turn][begin : begin + (rows - 1) * pitch + length]
         to = target.as_strided((rows, length), (target_pitch or length, 1))

@@ -1,12 +1,13 @@
-"""Weights of a Hugging Face model as a checkpoint that training begins with, and the weights of a run back.
+"""Weights of a Hugging Face model as a checkpoint that training begins with, and the weights of a
+run back.
 
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-config MODEL_DIR/config.json
 
-The first writes a checkpoint for --pretrained-checkpoint (or --load with --finetune), in any layout, and DIR/model.args
-with the flags of the model. config.json and safetensors are read as data: no code of the model's, no pickles. Options
-that are not built are refused by name. Families: nemotron_h, llama,
-mixtral.
+The first writes a checkpoint for --pretrained-checkpoint (or --load with --finetune), in any
+layout, and DIR/model.args with the flags of the model. config.json and safetensors are read as
+data: no code of the model's, no pickles. Options that are not built are refused by name. Families:
+nemotron_h, llama, mixtral.
 """
 
 from __future__ import annotations
@@ -24,21 +25,40 @@ HELP = "Hugging Face weights to a checkpoint, and back"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--from-hf", metavar="DIR", help="directory with config.json and safetensors, to a checkpoint")
-    way.add_argument("--to-hf", metavar="DIR", help="new directory for safetensors, from a checkpoint")
-    parser.add_argument("--save", metavar="DIR", help="with --from-hf: receives the checkpoint and model.args")
-    parser.add_argument("--bf16", action="store_true", help="with --from-hf: weights for training with --bf16")
-    parser.add_argument("--load", metavar="DIR", help="with --to-hf: directory of checkpoints, or one of them")
-    parser.add_argument("--hf-config", metavar="FILE", help="with --to-hf: config.json of the original")
+    way.add_argument(
+        "--from-hf",
+        metavar="DIR",
+        help="directory with config.json and safetensors, to a checkpoint",
+    )
+    way.add_argument(
+        "--to-hf", metavar="DIR", help="new directory for safetensors, from a checkpoint"
+    )
     parser.add_argument(
-        "--ignore-key", metavar="KEY", action="append", default=[],
+        "--save", metavar="DIR", help="with --from-hf: receives the checkpoint and model.args"
+    )
+    parser.add_argument(
+        "--bf16", action="store_true", help="with --from-hf: weights for training with --bf16"
+    )
+    parser.add_argument(
+        "--load", metavar="DIR", help="with --to-hf: directory of checkpoints, or one of them"
+    )
+    parser.add_argument(
+        "--hf-config", metavar="FILE", help="with --to-hf: config.json of the original"
+    )
+    parser.add_argument(
+        "--ignore-key",
+        metavar="KEY",
+        action="append",
+        default=[],
         help="a key of config.json that is not known, and changes nothing that the model computes",
-    )  # fmt: skip
+    )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if run_flags:
-        raise UsageError(f"{run_flags[0]} is no option of convert; the model's flags come from config.json.")
+        raise UsageError(
+            f"{run_flags[0]} is no option of convert; the model's flags come from config.json."
+        )
     way, needed, other = ("--from-hf", ["save"], ["load", "hf_config"])
     if arguments.to_hf:
         way, needed, other = "--to-hf", ["load", "hf_config"], ["save", "bf16"]
@@ -67,9 +87,12 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
     directory, root = Path(arguments.from_hf).absolute(), Path(arguments.save).absolute()
     with Progress("converting", 1) as bar:
         done = from_huggingface(
-            directory, root, bf16=arguments.bf16, ignored=arguments.ignore_key,
+            directory,
+            root,
+            bf16=arguments.bf16,
+            ignored=arguments.ignore_key,
             told=lambda done, total: bar.update(done, total=total),
-        )  # fmt: skip
+        )
     print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
     if done.rounded:
         print(f"{len(done.rounded)} tensors were rounded to bf16, among them {done.rounded[0]}.")
@@ -87,9 +110,14 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
     directory = Path(arguments.to_hf).absolute()
     with Progress("converting", 1) as bar:
         rounded = to_huggingface(
-            Path(arguments.load), directory, Path(arguments.hf_config), ignored=arguments.ignore_key,
+            Path(arguments.load),
+            directory,
+            Path(arguments.hf_config),
+            ignored=arguments.ignore_key,
             told=lambda done, total: bar.update(done, total=total),
-        )  # fmt: skip
+        )
     print(f"{directory}: written")
     if rounded:
-        print(f"{len(rounded)} tensors were rounded to the original's dtype, among them {rounded[0]}.")
+        print(
+            f"{len(rounded)} tensors were rounded to the original's dtype, among them {rounded[0]}."
+        )

@@ -22,4 +22,6 @@ def check_ending(flag: str, path: Path | str | None, ending: str) -> None:
         UsageError: a file is named that would hold something else than its name says.
     """
     if path is not None and Path(path).suffix.lower() != ending:
-        raise UsageError(f"{flag} {path}: give a name that ends in {ending}, which is what is written.")
+        raise UsageError(
+            f"{flag} {path}: give a name that ends in {ending}, which is what is written."
+        )

@@ -1,8 +1,9 @@
 """Continues a prompt with the newest valid checkpoint of a run, by greedy decoding.
 
-Takes the flags of the run, also by --config and @files; --load names the checkpoints. Flags of optimizer and loop may
-be left out. So may the data, or lie elsewhere, but for TrainedBPETokenizer, which is made of it. With --sft the prompt
-is a user's message, written as the chat template writes it; without, it is the beginning of a text.
+Takes the flags of the run, also by --config and @files; --load names the checkpoints. Flags of
+optimizer and loop may be left out. So may the data, or lie elsewhere, but for TrainedBPETokenizer,
+which is made of it. With --sft the prompt is a user's message, written as the chat template writes
+it; without, it is the beginning of a text.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ HELP = "continue a prompt with a run's checkpoint"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-packed generate FLAGS_OF_THE_RUN --prompt TEXT [--max-new-tokens N]"
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text, or with --sft a user's message")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="stop after so many (default 64)")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="text, or with --sft a user's message"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="stop after so many (default 64)",
+    )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
@@ -37,7 +46,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     try:
         arguments.prompt.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"--prompt {arguments.prompt!a} is no text in UTF-8; give it in that encoding.") from None
+        raise UsageError(
+            f"--prompt {arguments.prompt!a} is no text in UTF-8; give it in that encoding."
+        ) from None
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
     apply_environment(config.training)  # before torch is imported
@@ -79,7 +90,11 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     if config.data.sft:
         form = config.data.sft_tokenizer_prompt_format
         chat = chat_format(tokenizer, config.data.chat_template, form)
-        end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end) if form is not None else end
+        end = (
+            tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
+            if form is not None
+            else end
+        )
         tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": prompt}])
         chat.close()
     else:
@@ -99,5 +114,8 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     new = generate(model, tokens, max_new_tokens, eod=end)
     text = tokenizer.decode(new, skip_special=True).strip()
     if not text:
-        print(f"no text: the model adds white space and special tokens alone ({len(new)} in all).", file=sys.stderr)
+        print(
+            f"no text: the model adds white space and special tokens alone ({len(new)} in all).",
+            file=sys.stderr,
+        )
     return text

@@ -19,14 +19,15 @@ MOST = 2**31
 def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArray[np.int64]:
     """The numbers of a file, each as often as it says, in its order.
 
-    A line is ``120`` or, of a histogram, ``120 3``, ``120,3`` or ``120<tab>3``: three times 120. Empty lines, lines
-    that begin with ``#``, and one line of headings are passed over.
+    A line is ``120`` or, of a histogram, ``120 3``, ``120,3`` or ``120<tab>3``: three times 120.
+    Empty lines, lines that begin with ``#``, and one line of headings are passed over.
 
     Args:
         flag: that named the file.
         of: what each number is, for the error.
     Raises:
-        UsageError: the file cannot be read, or a line is something else; every number must be at least 1.
+        UsageError: the file cannot be read, or a line is something else; every number must be at
+            least 1.
     """
     import numpy as np
 
@@ -39,18 +40,29 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
                 if at == 0 and not re.match(r"[+-]?\d", line):
                     continue
                 words = re.split(r"[\s,;]+", line)
-                if len(words) > 2 or not all(re.fullmatch(r"\d{1,18}", word) for word in words) or int(words[0]) < 1:
+                if (
+                    len(words) > 2
+                    or not all(re.fullmatch(r"\d{1,18}", word) for word in words)
+                    or int(words[0]) < 1
+                ):
                     raise UsageError(
                         f"{flag} {file}, line {number}: {line[:60]!r}; every line must be {of}, at least 1, and in a "
-                        "histogram how often it occurs.", EXIT_DATA,
-                    )  # fmt: skip
+                        "histogram how often it occurs.",
+                        EXIT_DATA,
+                    )
                 values.append(int(words[0]))
                 repeats.append(int(words[1]) if len(words) == 2 else 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"{flag} {file}: {reason}; name a file with a number on each line.") from None
+        raise UsageError(
+            f"{flag} {file}: {reason}; name a file with a number on each line."
+        ) from None
     if not sum(repeats):
-        raise UsageError(f"{flag} {file}: every line must be {of}, at least 1, and one there must be.", EXIT_DATA)
+        raise UsageError(
+            f"{flag} {file}: every line must be {of}, at least 1, and one there must be.", EXIT_DATA
+        )
     if sum(repeats) > MOST:
-        raise UsageError(f"{flag} {file}: {sum(repeats):,} numbers, and {MOST:,} can be held.", EXIT_DATA)
+        raise UsageError(
+            f"{flag} {file}: {sum(repeats):,} numbers, and {MOST:,} can be held.", EXIT_DATA
+        )
     return np.repeat(np.frombuffer(values, np.int64), np.frombuffer(repeats, np.int64))

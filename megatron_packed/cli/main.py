@@ -1,6 +1,8 @@
-"""``megatron-packed COMMAND``: what is useful around a run. Training itself is ``torchrun pretrain_hybrid.py``.
+"""``megatron-packed COMMAND``: what is useful around a run. Training itself is ``torchrun
+pretrain_hybrid.py``.
 
-Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 4 no checkpoint can be loaded.
+Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 4 no checkpoint can
+be loaded.
 """
 
 from __future__ import annotations
@@ -41,15 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path whose bytes are no text
-    parser = argparse.ArgumentParser("megatron-packed", description="Looks at data, runs and checkpoints.")
+    parser = argparse.ArgumentParser(
+        "megatron-packed", description="Looks at data, runs and checkpoints."
+    )
     parser.add_argument("--version", action="version", version=f"megatron_packed {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        # Words of a command that takes the flags of a run are not completed: --prompt-x is no --prompt.
+        # Words of a command that takes the flags of a run are not completed: --prompt-x is no
+        # --prompt.
         subparser = subparsers.add_parser(
-            command.NAME, help=command.HELP, description=command.__doc__, allow_abbrev=False,
+            command.NAME,
+            help=command.HELP,
+            description=command.__doc__,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
     arguments, run_flags = parser.parse_known_args(argv)
@@ -68,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lost(error: Exception) -> int:
-    """Return the exit code of a command whose output could not be written, after a sentence if the disk is full."""
+    """Return the exit code of a command whose output could not be written, after a sentence if the
+    disk is full.
+    """
     # Python flushes the stream at the exit, and would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):  # `| head` has seen enough

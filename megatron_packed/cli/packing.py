@@ -1,7 +1,8 @@
 """Tokenises training data, if the cache does not hold it yet, and says how it packs.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files; pretrain_hybrid.py --help-all lists them. Those of
-data, tokenizer, packing and --seed decide the numbers. Those of model, optimizer and loop may be left out.
+Takes the flags of pretrain_hybrid.py, also by --config and @files; pretrain_hybrid.py --help-all
+lists them. Those of data, tokenizer, packing and --seed decide the numbers. Those of model,
+optimizer and loop may be left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _UNUSED = {
     "optim.lr": ("--lr", "0"),
     "training.train_iters": ("--train-iters", str(2**31 - 1)),
 }
-"""Flags that a run requires and a packing does not use, by the option or section that makes them unnecessary."""
+"""Flags that a run requires and a packing does not use, by the option or section that makes them
+unnecessary.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +66,9 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
         uses: the sections of which the command uses what a run requires.
     """
     given = gather(run_flags).values
-    sections = {key.partition(".")[0] for key in given if key != "model.vocab_size"}  # that is a tokenizer's, too
+    sections = {
+        key.partition(".")[0] for key in given if key != "model.vocab_size"
+    }  # that is a tokenizer's, too
     found = {*uses, *given, *sections}
     if "training.train_samples" in given:  # which says how many iterations there are
         found.add("training.train_iters")

@@ -1,8 +1,10 @@
-"""Says how much GPU memory a run will need on each rank, what to change where it is too much, and what a step costs.
+"""Says how much GPU memory a run will need on each rank, what to change where it is too much, and
+what a step costs.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files, and needs neither a GPU nor other processes. The
-layout is checked for --world-size processes. Flags of data, optimizer and loop may be left out; paths and packages of
-the machine that will train are not looked at. docs/memory.md says what is counted, and what is assumed.
+Takes the flags of pretrain_hybrid.py, also by --config and @files, and needs neither a GPU nor
+other processes. The layout is checked for --world-size processes. Flags of data, optimizer and loop
+may be left out; paths and packages of the machine that will train are not looked at. docs/memory.md
+says what is counted, and what is assumed.
 """
 
 from __future__ import annotations
@@ -38,20 +40,38 @@ NO_DATA = ("--data-path", "(none)")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--lengths F] [--json]"
-    parser.add_argument("--world-size", type=int, metavar="N",
-                        help="processes of the run (default: the fewest that make its layout)")  # fmt: skip
-    parser.add_argument("--gpu-memory-gib", type=float, default=141.0, metavar="G", help="of each GPU (default 141)")
-    parser.add_argument("--lengths", metavar="F", help="tokens of each document, one number a line or a histogram; by "
-                        "default those of the data if it is tokenised, else --seq-length for each")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="processes of the run (default: the fewest that make its layout)",
+    )
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, default=141.0, metavar="G", help="of each GPU (default 141)"
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="F",
+        help="tokens of each document, one number a line or a histogram; by "
+        "default those of the data if it is tokenised, else --seq-length for each",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if arguments.world_size is not None and not 1 <= arguments.world_size <= MOST_PROCESSES:
-        raise UsageError(f"--world-size {arguments.world_size}: must be at least 1 and at most {MOST_PROCESSES:,}.")
+        raise UsageError(
+            f"--world-size {arguments.world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
+        )
     if not 0 < arguments.gpu_memory_gib * GIB < inf:
-        raise UsageError(f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0, and finite.")
-    config = parse_or_exit(without_data(run_flags), launched=False, world_size=arguments.world_size, here=False)
+        raise UsageError(
+            f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0, and finite."
+        )
+    config = parse_or_exit(
+        without_data(run_flags), launched=False, world_size=arguments.world_size, here=False
+    )
     world_size = arguments.world_size or fewest_processes(config.parallel)
     from megatron_packed.training.plan import changes, estimates, step_work
 
@@ -65,9 +85,19 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     limit = int(arguments.gpu_memory_gib * GIB)
     cures = changes(config, world_size, vocab_size, documents, limit=limit)
     if arguments.json:
-        print(json.dumps(_as_json(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)))
+        print(
+            json.dumps(
+                _as_json(
+                    config, world_size, vocab_size, documents, source, ranks, work, limit, cures
+                )
+            )
+        )
     else:
-        print("\n".join(_lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)))
+        print(
+            "\n".join(
+                _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
+            )
+        )
     return 0
 
 
@@ -111,17 +141,26 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         if options.tokenizer_type == "TrainedBPETokenizer":
             vocab_size = max(options.tokenizer_vocab_size, MIN_VOCAB_SIZE)
         else:
-            raise UsageError(f"--vocab-size is required: the tokenizer cannot tell it here ({reason}).", EXIT_DATA)
+            raise UsageError(
+                f"--vocab-size is required: the tokenizer cannot tell it here ({reason}).",
+                EXIT_DATA,
+            )
     if file is not None:
         return vocab_size, read_numbers("--lengths", file), f"the lengths in {file}"
     if lengths is not None:
         return vocab_size, lengths, f"the tokenised documents of {' '.join(options.train_paths)}"
     whole = np.array([config.packing.seq_length], dtype=np.int64)
-    return vocab_size, whole, f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}"
+    return (
+        vocab_size,
+        whole,
+        f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}",
+    )
 
 
 def _room(config: RunConfig, work: StepWork) -> int:
-    """Documents that there is room for in a pack: the largest capacity of graphs, or what packs will hold."""
+    """Documents that there is room for in a pack: the largest capacity of graphs, or what packs
+    will hold.
+    """
     capacities = config.cuda_graph.capacities if config.cuda_graph.enabled else None
     if capacities is not None:
         return capacities[-1]
@@ -148,9 +187,16 @@ def _rows(one: Estimate) -> dict[str, int]:
 
 
 def _lines(
-    config: RunConfig, world_size: int, vocab_size: int, documents: int, source: str, ranks: dict[str, Estimate],
-    work: StepWork, limit: int, cures: Sequence[Change],
-) -> list[str]:  # fmt: skip
+    config: RunConfig,
+    world_size: int,
+    vocab_size: int,
+    documents: int,
+    source: str,
+    ranks: dict[str, Estimate],
+    work: StepWork,
+    limit: int,
+    cures: Sequence[Change],
+) -> list[str]:
     from megatron_packed.models.memory_estimate import COMMUNICATOR, MIB
     from megatron_packed.models.size import count_parameters
 
@@ -168,7 +214,9 @@ def _lines(
     ]
     lines += [f"{kind}: at the peak, {one.peak.where}." for kind, one in ranks.items()]
     first = next(iter(ranks.values()))
-    buffers = f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
+    buffers = (
+        f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
+    )
     lines.append(
         f"Assumed, not known: CUDA's context{buffers if first.communicators else ''}. Not counted: what the allocator "
         "loses to fragmentation."
@@ -179,13 +227,17 @@ def _lines(
             "elements (--min-offloaded-tensor-size)."
         )
     if not config.training.bf16:
-        lines.append("Without --bf16 other attention kernels run, which may hold more than is counted.")
+        lines.append(
+            "Without --bf16 other attention kernels run, which may hold more than is counted."
+        )
     lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
     lines.append(
         f"{work.documents:,} documents: mean {work.mean:,.0f} tokens, P50 {work.p50:,.0f}, P90 {work.p90:,.0f}, P99 "
         f"{work.p99:,.0f}, longest {work.longest:,}; {work.documents_per_pack:,.1f} in a full pack."
     )
-    shares = ", ".join(f"{name} {100 * amount / work.total:.1f} %" for name, amount in work.flops.items())
+    shares = ", ".join(
+        f"{name} {100 * amount / work.total:.1f} %" for name, amount in work.flops.items()
+    )
     lines.append(
         f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), {work.total / world_size:.4g} on each "
         f"rank; 6 N T would say {work.six_n_t:.4g}."
@@ -200,7 +252,9 @@ def _table(ranks: dict[str, Estimate]) -> list[str]:
     lines = [" ".join(["GiB".ljust(width), *(kind.rjust(widths[kind]) for kind in columns)])]
     for name in names:
         if any(rows[name] for rows in columns.values()):
-            cells = (f"{rows[name] / GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items())
+            cells = (
+                f"{rows[name] / GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items()
+            )
             lines.append(" ".join([name.ljust(width), *cells]))
     return lines
 
@@ -209,7 +263,9 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
     kind, total = next((kind, one.total) for kind, one in ranks.items())
     of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / GIB
     if total <= limit:
-        lines = [f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB, {(limit - total) / GIB:.1f} GiB are free."]
+        lines = [
+            f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB, {(limit - total) / GIB:.1f} GiB are free."
+        ]
     else:
         lines = [f"Does not fit{of}: {total / GIB:.1f} GiB, and a GPU has {gib:g}."]
     for number, cure in enumerate(cures):
@@ -219,7 +275,9 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
             f"{cure.total / GIB:.1f} GiB{fits}"
         )
     if total > limit and (not cures or cures[-1].total > limit):
-        lines.append("  No option of this run makes it fit on so many ranks; start more of them, or make it smaller.")
+        lines.append(
+            "  No option of this run makes it fit on so many ranks; start more of them, or make it smaller."
+        )
     if len(ranks) > 1 and (worst := max(one.total for one in ranks.values())) > limit >= total:
         lines.append(
             f"If all tokens went to the experts of one rank, it would need {worst / GIB:.1f} GiB; "
@@ -229,21 +287,35 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
 
 
 def _as_json(
-    config: RunConfig, world_size: int, vocab_size: int, documents: int, source: str, ranks: dict[str, Estimate],
-    work: StepWork, limit: int, cures: Sequence[Change],
-) -> dict[str, Any]:  # fmt: skip
+    config: RunConfig,
+    world_size: int,
+    vocab_size: int,
+    documents: int,
+    source: str,
+    ranks: dict[str, Estimate],
+    work: StepWork,
+    limit: int,
+    cures: Sequence[Change],
+) -> dict[str, Any]:
     return {
         "world_size": world_size,
         "layout": asdict(config.layout(world_size)),
         "vocab_size": vocab_size,
         "documents": documents,
         "ranks": {
-            kind: {"bytes": {name.strip(): value for name, value in _rows(one).items()}, "peak": one.peak.where}
+            kind: {
+                "bytes": {name.strip(): value for name, value in _rows(one).items()},
+                "peak": one.peak.where,
+            }
             for kind, one in ranks.items()
         },
         "gpu_bytes": limit,
         "fits": {kind: one.total <= limit for kind, one in ranks.items()},
         "changes": [asdict(cure) for cure in cures],
         "lengths": source,
-        "step": {**asdict(work), "total_flops": work.total, "flops_per_rank": work.total / world_size},
+        "step": {
+            **asdict(work),
+            "total_flops": work.total,
+            "flops_per_rank": work.total / world_size,
+        },
     }

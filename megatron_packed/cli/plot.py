@@ -1,6 +1,8 @@
-"""Draws runs beside each other from their --log-jsonl files: loss, throughput, memory, load of experts and more.
+"""Draws runs beside each other from their --log-jsonl files: loss, throughput, memory, load of
+experts and more.
 
-The page holds its curves itself and needs nothing from the network. The log of a run that is still going will do.
+The page holds its curves itself and needs nothing from the network. The log of a run that is still
+going will do.
 """
 
 from __future__ import annotations
@@ -16,16 +18,30 @@ HELP = "draw the curves of one or more runs from their logs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN",
-                        help="what a run wrote to --log-jsonl, or the folder that it is in")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="the page; by default plot.html beside the log")
-    parser.add_argument("--png", type=Path, metavar="IMAGE.png", help="an image, too; needs matplotlib")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="what a run wrote to --log-jsonl, or the folder that it is in",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PAGE.html",
+        help="the page; by default plot.html beside the log",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="IMAGE.png", help="an image, too; needs matplotlib"
+    )
     parser.add_argument("--title", help="heading of the page; by default the names of the runs")
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise UsageError(f"plot takes no {rest[0]}; megatron-packed plot --help lists what it takes.")
+        raise UsageError(
+            f"plot takes no {rest[0]}; megatron-packed plot --help lists what it takes."
+        )
     check_ending("--out", arguments.out, ".html")
     check_ending("--png", arguments.png, ".png")
     from megatron_packed.training.curves import read_run
@@ -40,7 +56,9 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         if arguments.png is not None:
             print(write_png(runs, arguments.png))
     except OSError as error:
-        raise UsageError(f"{error.filename or first}: {error.strerror}; correct the path.") from None
+        raise UsageError(
+            f"{error.filename or first}: {error.strerror}; correct the path."
+        ) from None
     except ValueError as error:
         raise UsageError(str(error)) from None
     return 0

@@ -1,10 +1,12 @@
-"""Tokenises JSONL and Parquet files and Hugging Face data sets on disk into Megatron's indexed data sets.
+"""Tokenises JSONL and Parquet files and Hugging Face data sets on disk into Megatron's indexed data
+sets.
 
 These are PREFIX_KEY_document.bin and .idx for each key.
 
-The output does not depend on the number of workers and is there as a whole or not at all; PREFIX_KEY_document.crc32c
-holds its checksums. Lines that cannot be used are counted and listed in PREFIX.quarantine.jsonl. Takes the flags of
-pretrain_hybrid.py for the tokenizer (--tokenizer-type, --tokenizer-model, ...) and --max-bad-fraction.
+The output does not depend on the number of workers and is there as a whole or not at all;
+PREFIX_KEY_document.crc32c holds its checksums. Lines that cannot be used are counted and listed in
+PREFIX.quarantine.jsonl. Takes the flags of pretrain_hybrid.py for the tokenizer (--tokenizer-type,
+--tokenizer-model, ...) and --max-bad-fraction.
 """
 
 from __future__ import annotations
@@ -25,13 +27,28 @@ HELP = "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH",
-                        help="JSONL files, plain or gzip, Parquet files, directories of them, quoted patterns, or "
-                        "directories that save_to_disk of Hugging Face's datasets wrote")  # fmt: skip
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the files' names")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise (text)")
-    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; by default one for every processor")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="JSONL files, plain or gzip, Parquet files, directories of them, quoted patterns, or "
+        "directories that save_to_disk of Hugging Face's datasets wrote",
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="of the files' names"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise (text)"
+    )
+    parser.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end every document with the end-of-document token",
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes; by default one for every processor"
+    )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
@@ -43,7 +60,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     prefix = Path(arguments.output_prefix)
     if arguments.output_prefix.endswith("/") or prefix.name in ("", ".."):
         example = os.path.join(arguments.output_prefix, "corpus")
-        raise UsageError(f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names: {example}.")
+        raise UsageError(
+            f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names: {example}."
+        )
     given = gather(run_flags).values
     if "data.data_path" in given:
         raise UsageError("--data-path: name the files by --input alone.")

@@ -16,14 +16,20 @@ HELP = "write a page about a run from its log"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, metavar="LOG.jsonl", help="what the run wrote to --log-jsonl")
-    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="the page; by default beside the log")
+    parser.add_argument(
+        "log", type=Path, metavar="LOG.jsonl", help="what the run wrote to --log-jsonl"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="PAGE.html", help="the page; by default beside the log"
+    )
     parser.add_argument("--title", help="heading of the page; by default the log's path")
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise UsageError(f"report takes no {rest[0]}; megatron-packed report --help lists what it takes.")
+        raise UsageError(
+            f"report takes no {rest[0]}; megatron-packed report --help lists what it takes."
+        )
     check_ending("--out", arguments.out, ".html")
     from megatron_packed.training.report import write_report
 

@@ -1,9 +1,10 @@
 """Chooses the packer and the capacities of CUDA graphs for a data set, and says what they cost.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files, --data being short for --data-path; those of model,
-optimizer and loop may be left out unless --measure is given. Data is tokenised first if the cache does not hold it. In
-the place of data --lengths takes tokens of documents, and --documents-per-pack, alone, documents of packs that
-something else made. docs/tune.md says how costs are measured and what is recommended.
+Takes the flags of pretrain_hybrid.py, also by --config and @files, --data being short for
+--data-path; those of model, optimizer and loop may be left out unless --measure is given. Data is
+tokenised first if the cache does not hold it. In the place of data --lengths takes tokens of
+documents, and --documents-per-pack, alone, documents of packs that something else made.
+docs/tune.md says how costs are measured and what is recommended.
 """
 
 from __future__ import annotations
@@ -48,17 +49,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", nargs="+", metavar="F", help="training data, as --data-path")
-    source.add_argument("--lengths", metavar="F", help="tokens of each document, one to a line, or a histogram: "
-                        "a number and how often it occurs")  # fmt: skip
-    source.add_argument("--documents-per-pack", metavar="F", help="documents of each pack, in the same way; no flags "
-                        "of a run belong to it")  # fmt: skip
-    parser.add_argument("--capacities", nargs="+", type=int, default=(), metavar="N",
-                        help="more capacities to look at, in documents")  # fmt: skip
+    source.add_argument(
+        "--lengths",
+        metavar="F",
+        help="tokens of each document, one to a line, or a histogram: "
+        "a number and how often it occurs",
+    )
+    source.add_argument(
+        "--documents-per-pack",
+        metavar="F",
+        help="documents of each pack, in the same way; no flags of a run belong to it",
+    )
+    parser.add_argument(
+        "--capacities",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="N",
+        help="more capacities to look at, in documents",
+    )
     costs = parser.add_mutually_exclusive_group()
-    costs.add_argument("--measure", metavar="F", help="time steps of the run's model here and keep the table in F")
+    costs.add_argument(
+        "--measure", metavar="F", help="time steps of the run's model here and keep the table in F"
+    )
     costs.add_argument("--costs", metavar="F", help="a table that --measure made")
     parser.add_argument("--plot", metavar="F.png", help="write the charts")
-    parser.add_argument("--html", metavar="F.html", help="write a page with charts, tables and flags")
+    parser.add_argument(
+        "--html", metavar="F.html", help="write a page with charts, tables and flags"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -71,23 +89,41 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         packings = [_given(arguments.documents_per_pack)]
     else:
         config, cut, lengths, packings, again = _packed(arguments, run_flags)
-        costs = _costs(arguments, config, packings, "model.hybrid_layer_pattern" in gather(run_flags).values)
+        costs = _costs(
+            arguments, config, packings, "model.hybrid_layer_pattern" in gather(run_flags).values
+        )
     steps = 1 if config is None else config.packs_per_step()
     choice = recommended(packings, costs, steps)
-    impl = config.cuda_graph.cuda_graph_impl if config is not None and config.cuda_graph.enabled else "local"
+    impl = (
+        config.cuda_graph.cuda_graph_impl
+        if config is not None and config.cuda_graph.enabled
+        else "local"
+    )
     flags = flags_for(choice, impl)
     if config is None:  # nobody knows who packed them
         flags = flags[flags.index("--cuda-graph-impl") : flags.index("--max-documents-per-pack")]
-    given = {"--packing-method": "packing.packing_method", "--cuda-graph-impl": "cuda_graph.cuda_graph_impl"}
+    given = {
+        "--packing-method": "packing.packing_method",
+        "--cuda-graph-impl": "cuda_graph.cuda_graph_impl",
+    }
     for flag, key in given.items():
         if key in gather(run_flags).values:  # it is the same, and given twice it would be refused
             at = flags.index(flag)
             flags = flags[:at] + flags[at + 2 :]
     chosen = next(packing for packing in packings if packing.method == choice.method)
-    singles = sorted({*arguments.capacities, *choice.capacities, *(() if costs is None else costs.capacities)})
-    keeps = chosen.method == "balanced"  # it keeps to the room there is, and others run eagerly beyond it
+    singles = sorted(
+        {*arguments.capacities, *choice.capacities, *(() if costs is None else costs.capacities)}
+    )
+    keeps = (
+        chosen.method == "balanced"
+    )  # it keeps to the room there is, and others run eagerly beyond it
     prices = [
-        expected(again(chosen.method, size) if keeps and again and size < chosen.most else chosen, [size], costs, steps)
+        expected(
+            again(chosen.method, size) if keeps and again and size < chosen.most else chosen,
+            [size],
+            costs,
+            steps,
+        )
         for size in singles
     ]
     best = [expected(packing, _ladder(packing, costs), costs, steps) for packing in packings]
@@ -107,32 +143,45 @@ def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     check_ending("--html", arguments.html, ".html")
     for flag, value in (("--plot", arguments.plot), ("--html", arguments.html)):
         if value is not None and find_spec("matplotlib") is None:
-            raise UsageError(f"{flag} needs matplotlib, which is not installed: pip install 'megatron-packed[plot]'.")
+            raise UsageError(
+                f"{flag} needs matplotlib, which is not installed: pip install 'megatron-packed[plot]'."
+            )
     if arguments.documents_per_pack is not None:
         for flag in ("measure", "costs"):
             if getattr(arguments, flag) is not None:
-                raise UsageError(f"--{flag} needs the lengths of documents; give --lengths or --data.")
+                raise UsageError(
+                    f"--{flag} needs the lengths of documents; give --lengths or --data."
+                )
         if run_flags:
-            raise UsageError(f"--documents-per-pack takes no {run_flags[0]}: the packs are made already; leave it out.")
+            raise UsageError(
+                f"--documents-per-pack takes no {run_flags[0]}: the packs are made already; leave it out."
+            )
 
 
 def _given(file: str) -> Packing:
     from megatron_packed.data.sizing import Packing
 
-    return Packing(method="given", documents=read_numbers("--documents-per-pack", file, "a number of documents"))
+    return Packing(
+        method="given",
+        documents=read_numbers("--documents-per-pack", file, "a number of documents"),
+    )
 
 
 def _packed(
     arguments: argparse.Namespace, run_flags: Sequence[str]
 ) -> tuple[RunConfig, Segments, NDArray[np.int64], list[Packing], Callable[[str, int], Packing]]:
-    """The run's configuration, the pieces of its documents, tokens of its documents, an epoch by every packer or the
-    one that was given, and what packs once more by a method with a cap on documents."""
+    """The run's configuration, the pieces of its documents, tokens of its documents, an epoch by
+    every packer or the one that was given, and what packs once more by a method with a cap on
+    documents.
+    """
     flags = [*run_flags, *([] if arguments.data is None else ["--data-path", *arguments.data])]
     given = gather(flags).values
     if arguments.data is not None and "data.data_path" in gather(run_flags).values:
         raise UsageError("--data-path: name the files by it or by --data, not by both.")
     if arguments.measure is not None and "model.hybrid_layer_pattern" not in given:
-        raise UsageError("--measure needs the flags of the model, --hybrid-layer-pattern and its sizes.")
+        raise UsageError(
+            "--measure needs the flags of the model, --hybrid-layer-pattern and its sizes."
+        )
     here = arguments.lengths is None
     if not here and not set(TRAINING_DATA) & set(given):
         flags += NO_DATA
@@ -152,7 +201,9 @@ def _packed(
     packing = config.packing
     room = packing.tokens_per_pack // config.document_alignment
     if arguments.capacities and max(arguments.capacities) > room:
-        raise UsageError(f"--capacities {max(arguments.capacities)}: no pack holds more than {room} documents.")
+        raise UsageError(
+            f"--capacities {max(arguments.capacities)}: no pack holds more than {room} documents."
+        )
     methods = (packing.packing_method,) if "packing.packing_method" in given else METHODS
     packer = Packer.from_config(packing, config.document_alignment)
     seed = config.training.seed
@@ -164,7 +215,9 @@ def _packed(
 
 
 def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], Segments]:
-    """Tokens of the documents, those of the pieces of the first epoch (all, or what a blend draws), and all pieces."""
+    """Tokens of the documents, those of the pieces of the first epoch (all, or what a blend draws),
+    and all pieces.
+    """
     from megatron_packed.data.errors import DataError
     from megatron_packed.training.data import build_tokenizer, plan_data
     from megatron_packed.training.documents import open_documents
@@ -183,7 +236,11 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     pieces = plan.segments.length
-    return documents.train.lengths, pieces if plan.blend is None else pieces[plan.blend.epoch(0)], plan.segments
+    return (
+        documents.train.lengths,
+        pieces if plan.blend is None else pieces[plan.blend.epoch(0)],
+        plan.segments,
+    )
 
 
 def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Segments:
@@ -197,7 +254,8 @@ def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Segments:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     if not len(pieces):
         raise UsageError(
-            f"no document has at most --max-document-length ({packing.max_document_length}) tokens.", EXIT_DATA
+            f"no document has at most --max-document-length ({packing.max_document_length}) tokens.",
+            EXIT_DATA,
         )
     return pieces
 
@@ -230,7 +288,9 @@ def _costs(
         raise UsageError("--vocab-size is required: there is no data to make a tokenizer of.")
     capacities = capacities_to_measure(packings, arguments.capacities)
     try:
-        costs = measure(config, vocab_size, capacities, lambda line: print(line, file=sys.stderr, flush=True))
+        costs = measure(
+            config, vocab_size, capacities, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     except (ValueError, GraphFallbackError) as error:
         raise UsageError(f"--measure: {error}") from None
     except torch.OutOfMemoryError as error:
@@ -241,7 +301,9 @@ def _costs(
     try:
         costs.save(arguments.measure)
     except OSError as error:
-        raise UsageError(f"--measure {arguments.measure}: {error.strerror}; correct the path.") from None
+        raise UsageError(
+            f"--measure {arguments.measure}: {error.strerror}; correct the path."
+        ) from None
     return costs
 
 
@@ -257,7 +319,9 @@ def _check_place(file: str) -> None:
     except OSError as error:
         raise UsageError(f"--measure {file}: {error.strerror}; correct the path.") from None
     except ValueError:
-        raise UsageError(f"--measure {file} is no table of step costs, and would be lost; give a new name.") from None
+        raise UsageError(
+            f"--measure {file} is no table of step costs, and would be lost; give a new name."
+        ) from None
 
 
 def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
@@ -275,7 +339,9 @@ def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
             f"--costs {file} was measured with packs of {costs.tokens} tokens, and these have "
             f"{config.packing.tokens_per_pack}; measure again, or change --seq-length."
         )
-    if has_model and (other := sorted(k for k, v in signature(config).items() if costs.model.get(k, v) != v)):
+    if has_model and (
+        other := sorted(k for k, v in signature(config).items() if costs.model.get(k, v) != v)
+    ):
         name = other[0]
         raise UsageError(
             f"--costs {file} was measured with another {name} ({costs.model[name]}, here {signature(config)[name]}); "
@@ -294,12 +360,32 @@ class _Report:
     """What was found, as lines, as JSON and as pictures."""
 
     def __init__(
-        self, arguments: argparse.Namespace, lengths: NDArray[np.int64] | None, cut: Segments | None,
-        packings: Sequence[Packing], choice: Expected, flags: list[str], prices: Sequence[Expected],
-        best: Sequence[Expected], costs: StepCosts | None, packs_per_step: int,
-    ) -> None:  # fmt: skip
-        self.arguments, self.lengths, self.cut, self.packings, self.choice = arguments, lengths, cut, packings, choice
-        self.flags, self.prices, self.best, self.costs, self.packs_per_step = flags, prices, best, costs, packs_per_step
+        self,
+        arguments: argparse.Namespace,
+        lengths: NDArray[np.int64] | None,
+        cut: Segments | None,
+        packings: Sequence[Packing],
+        choice: Expected,
+        flags: list[str],
+        prices: Sequence[Expected],
+        best: Sequence[Expected],
+        costs: StepCosts | None,
+        packs_per_step: int,
+    ) -> None:
+        self.arguments, self.lengths, self.cut, self.packings, self.choice = (
+            arguments,
+            lengths,
+            cut,
+            packings,
+            choice,
+        )
+        self.flags, self.prices, self.best, self.costs, self.packs_per_step = (
+            flags,
+            prices,
+            best,
+            costs,
+            packs_per_step,
+        )
         self.capacities = sorted({*arguments.capacities, *choice.capacities})
 
     def of_lengths(self) -> dict[str, Any]:
@@ -308,9 +394,14 @@ class _Report:
         assert self.lengths is not None
         p50, p90, p99 = (float(value) for value in np.quantile(self.lengths, (0.5, 0.9, 0.99)))
         return {
-            "documents": int(self.lengths.size), "tokens": int(self.lengths.sum()), "mean": float(self.lengths.mean()),
-            "p50": p50, "p90": p90, "p99": p99, "max": int(self.lengths.max()),
-        }  # fmt: skip
+            "documents": int(self.lengths.size),
+            "tokens": int(self.lengths.sum()),
+            "mean": float(self.lengths.mean()),
+            "p50": p50,
+            "p90": p90,
+            "p99": p99,
+            "max": int(self.lengths.max()),
+        }
 
     def as_dict(self) -> dict[str, Any]:
         from megatron_packed.data.sizing import as_dict
@@ -343,56 +434,88 @@ class _Report:
         if self.costs is None:
             lines += [
                 "The cost of a step is not measured. Assumed, as the packers do: room for a document costs 0.001 of a "
-                "pack's time.", "--measure TABLE.json with the model's flags takes it on this machine's GPU."
-            ]  # fmt: skip
+                "pack's time.",
+                "--measure TABLE.json with the model's flags takes it on this machine's GPU.",
+            ]
         else:
             lines.append(
                 f"By times of {self.costs.device}: {self.costs.update_ms:.3g} ms of a step beside its "
                 f"{self.packs_per_step} micro-batches; capacities {', '.join(map(str, self.costs.capacities))} were "
                 "measured, what lies between them is interpolated."
             )
-        eagerly = "none of these packs runs eagerly" if self.lengths is None else "no pack of any epoch runs eagerly"
+        eagerly = (
+            "none of these packs runs eagerly"
+            if self.lengths is None
+            else "no pack of any epoch runs eagerly"
+        )
         lines += ["", f"Recommended{self._gain()}; {eagerly}:", f"  {' '.join(self.flags)}"]
         return lines
 
     def _gain(self) -> str:
         if self.choice.step_ms is None:
             return ""
-        return f", {self.choice.step_ms:,.4g} ms a step, {self.choice.tokens_per_second:,.0f} tokens/s"
+        return (
+            f", {self.choice.step_ms:,.4g} ms a step, {self.choice.tokens_per_second:,.0f} tokens/s"
+        )
 
     def tables(self) -> dict[str, list[dict[str, str]]]:
         """Rows of cells by heading."""
         share = "{:.2f} %".format
         coverages = {packing.method: packing.coverage(self.capacities) for packing in self.packings}
         full = max(packing.most for packing in self.packings)
-        sizes = [size for size in sorted({size for of in coverages.values() for size in of}) if size <= full]
-        found = {"Documents per pack": [
-            {"packer": one.method, "packs": f"{one.documents.size:,}",
-             "fill": "" if one.fill is None else share(100 * one.fill),
-             **{{"max": "max"}.get(name, name.upper()): str(value) for name, value in one.percentiles().items()}}
-            for one in self.packings
-        ], "Packs that a capacity covers": [
-            {"capacity": str(size), **{
-                method: share(100 * float((packing.documents <= size).mean()))
-                for method, packing in zip(coverages, self.packings, strict=True)
-            }} for size in sizes
-        ]}  # fmt: skip
+        sizes = [
+            size
+            for size in sorted({size for of in coverages.values() for size in of})
+            if size <= full
+        ]
+        found = {
+            "Documents per pack": [
+                {
+                    "packer": one.method,
+                    "packs": f"{one.documents.size:,}",
+                    "fill": "" if one.fill is None else share(100 * one.fill),
+                    **{
+                        {"max": "max"}.get(name, name.upper()): str(value)
+                        for name, value in one.percentiles().items()
+                    },
+                }
+                for one in self.packings
+            ],
+            "Packs that a capacity covers": [
+                {
+                    "capacity": str(size),
+                    **{
+                        method: share(100 * float((packing.documents <= size).mean()))
+                        for method, packing in zip(coverages, self.packings, strict=True)
+                    },
+                }
+                for size in sizes
+            ],
+        }
         heading = "Expected cost" if self.costs else "Expected cost (not measured)"
-        found[f"{heading}: capacities that cover every pack"] = [self._price(one) for one in self.best]
+        found[f"{heading}: capacities that cover every pack"] = [
+            self._price(one) for one in self.best
+        ]
         if self.costs is not None:
-            found[f"{heading}: one capacity, {self.choice.method}"] = [self._price(one) for one in self.prices]
+            found[f"{heading}: one capacity, {self.choice.method}"] = [
+                self._price(one) for one in self.prices
+            ]
         return found
 
     @staticmethod
     def _price(one: Expected) -> dict[str, str]:
         cells = {"packer": one.method, "capacities": " ".join(map(str, one.capacities))}
-        cells |= {"eager": f"{100 * one.eager_share:.2f} %", "relative cost of a token": f"{one.relative:.4f}"}
+        cells |= {
+            "eager": f"{100 * one.eager_share:.2f} %",
+            "relative cost of a token": f"{one.relative:.4f}",
+        }
         if one.step_ms is None:
             return cells | {"micro-batch ms": "-", "step ms": "-", "tokens/s": "-"}
         return cells | {
-            "micro-batch ms": f"{one.micro_batch_ms:,.2f}", "step ms": f"{one.step_ms:,.2f}",
+            "micro-batch ms": f"{one.micro_batch_ms:,.2f}",
+            "step ms": f"{one.step_ms:,.2f}",
             "tokens/s": f"{one.tokens_per_second:,.0f}",
-        }  # fmt: skip
+        }
 
     def write_pictures(self) -> None:
         if self.arguments.plot is None and self.arguments.html is None:
@@ -401,8 +524,14 @@ class _Report:
 
         made = figure(self.lengths, self.packings, self.choice, self.prices)
         if self.arguments.html is not None:
-            write_page(made, self.arguments.html, title="Packing and capacities", flags=" ".join(self.flags),
-                       tables=self.tables(), text=self.lines())  # fmt: skip
+            write_page(
+                made,
+                self.arguments.html,
+                title="Packing and capacities",
+                flags=" ".join(self.flags),
+                tables=self.tables(),
+                text=self.lines(),
+            )
         if self.arguments.plot is not None:
             write_png(made, self.arguments.plot)
 
@@ -412,4 +541,7 @@ def _aligned(rows: Sequence[dict[str, str]]) -> list[str]:
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
     lines = [names, *([row[name] for name in names] for row in rows)]
     width_of = list(widths.values())
-    return ["  " + "  ".join(cell.rjust(width) for width, cell in zip(width_of, line, strict=True)) for line in lines]
+    return [
+        "  " + "  ".join(cell.rjust(width) for width, cell in zip(width_of, line, strict=True))
+        for line in lines
+    ]

@@ -1,4 +1,6 @@
-"""Data paths as Megatron takes them: paths alone, or a weight before each, and ``--split`` into proportions."""
+"""Data paths as Megatron takes them: paths alone, or a weight before each, and ``--split`` into
+proportions.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ class Blend:
 
     paths: tuple[str, ...]
     weights: tuple[Fraction, ...] | None
-    """Shares of the tokens, which sum up to 1; None without weights: everything is read equally often."""
+    """Shares of the tokens, which sum up to 1; None without weights: everything is read equally
+    often.
+    """
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> Blend:
-        """Read the words of a data path; of those that `blend_fault` finds wrong, the paths without weights.
+        """Read the words of a data path; of those that `blend_fault` finds wrong, the paths without
+        weights.
 
         Example:
             ``3 a 1 b`` are a and b with 3/4 and 1/4; ``a b`` have no weights.
@@ -38,14 +43,22 @@ def blend_fault(words: tuple[str, ...]) -> str:
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
         return "a weight must stand before every path, or before none"
-    wrong = [word for word, weight in zip(words[::2], weights) if weight is not None and weight <= 0]
-    return f"the weight {wrong[0]} must be more than 0; leave out what is not to be read" if wrong else ""
+    wrong = [
+        word for word, weight in zip(words[::2], weights) if weight is not None and weight <= 0
+    ]
+    return (
+        f"the weight {wrong[0]} must be more than 0; leave out what is not to be read"
+        if wrong
+        else ""
+    )
 
 
 def _number(word: str) -> Fraction | None:
     """Exactly, so that shares do not depend on rounding; no fractions, as Megatron reads none."""
     try:
-        return None if "/" in word or len(word) > 64 or not abs(float(word)) < 1e18 else Fraction(word)
+        return (
+            None if "/" in word or len(word) > 64 or not abs(float(word)) < 1e18 else Fraction(word)
+        )
     except ValueError:
         return None
 

@@ -14,7 +14,9 @@ from megatron_packed.config.text_file import read_text_file
 MOST_VALUES = 10_000
 """Keys and values of a configuration file, some 50 times the options."""
 MOST_DIGITS = 300
-"""Most digits of a whole number: 0xfff... and 1:1:1... can spell one that fits into no float and is not printable."""
+"""Most digits of a whole number: 0xfff... and 1:1:1... can spell one that fits into no float and is
+not printable.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class Entry:
 
 
 def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
-    """The keys of a YAML file in order. Only plain data is read, no tags; a key that is written twice is a problem."""
+    """The keys of a YAML file in order. Only plain data is read, no tags; a key that is written
+    twice is a problem.
+    """
     import yaml  # only a run with --config needs it
 
     try:
@@ -47,19 +51,32 @@ def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
         root = loader.get_single_node()
         return list(_entries(loader, root, path, problems)) if root is not None else []
     except RecursionError:
-        problems.append(Problem("--config", path, "is nested too deeply", "write sections with plain values"))
+        problems.append(
+            Problem("--config", path, "is nested too deeply", "write sections with plain values")
+        )
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        problems.append(Problem("--config", path, f"is not valid YAML{where}: {error.problem}",
-                                "correct it; text with *, :, # or a leading - needs quotes"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist, a number that is too long
+        problems.append(
+            Problem(
+                "--config",
+                path,
+                f"is not valid YAML{where}: {error.problem}",
+                "correct it; text with *, :, # or a leading - needs quotes",
+            )
+        )
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date that does not exist, a number that is too long
         problems.append(Problem("--config", path, f"is not valid YAML: {error}", "correct it"))
     return []
 
 
 @cache
 def _plain_loader() -> Any:
-    """PyYAML's safe loader without aliases, of which a few lines make gigabytes, and of a limited number of values."""
+    """PyYAML's safe loader without aliases, of which a few lines make gigabytes, and of a limited
+    number of values.
+    """
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
@@ -91,7 +108,9 @@ def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iter
     import yaml
 
     if not isinstance(root, yaml.MappingNode):
-        problems.append(Problem("--config", path, "must hold keys with values", "write 'model:' and so on"))
+        problems.append(
+            Problem("--config", path, "must hold keys with values", "write 'model:' and so on")
+        )
         return
     for key, node in _pairs(root, "", path, problems):
         if key.value in SECTIONS:
@@ -104,21 +123,33 @@ def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iter
                 cure = f"write the options of {key.value} below it, indented"
                 problems.append(Problem(name, "", "must hold keys with values", cure))
             continue
-        yield Entry("", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1)
+        yield Entry(
+            "", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1
+        )
 
 
-def _pairs(mapping: Any, section: str, path: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
+def _pairs(
+    mapping: Any, section: str, path: str, problems: list[Problem]
+) -> Iterator[tuple[Any, Any]]:
     import yaml
 
     seen: dict[str, int] = {}
     for key, node in mapping.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            problems.append(Problem(f"{path}:{line}", "", "a key must be a word", "write an option's name"))
+            problems.append(
+                Problem(f"{path}:{line}", "", "a key must be a word", "write an option's name")
+            )
         elif key.value in seen:
             name = f"{section}.{key.value}" if section else key.value
-            problems.append(Problem(f"{path}:{line} {name}", "", f"was already given in line {seen[key.value]}",
-                                    "keep one of them"))
+            problems.append(
+                Problem(
+                    f"{path}:{line} {name}",
+                    "",
+                    f"was already given in line {seen[key.value]}",
+                    "keep one of them",
+                )
+            )
         else:
             seen[key.value] = line
             yield key, node

@@ -1,4 +1,6 @@
-"""Files that name data in place of options, as Megatron reads them: words of a path, or a JSON object of splits."""
+"""Files that name data in place of options, as Megatron reads them: words of a path, or a JSON
+object of splits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class NamedData(NamedTuple):
 
 
 def read_data_args(path: str) -> NamedData:
-    """Training data from a file of words, ``WEIGHT PATH`` or paths alone, with any white space between them."""
+    """Training data from a file of words, ``WEIGHT PATH`` or paths alone, with any white space
+    between them.
+    """
     text, fault = _read(path)
     if not fault:
         fault = _number_fault(text.split()) or ("" if text.split() else "names no data")
@@ -32,8 +36,8 @@ def read_data_args(path: str) -> NamedData:
 
 
 def read_per_split_data_args(path: str) -> NamedData:
-    """All data from a JSON object with ``train``, and perhaps ``valid`` and ``test``: a list of words, or a text of
-    them; null and an empty list name nothing.
+    """All data from a JSON object with ``train``, and perhaps ``valid`` and ``test``: a list of
+    words, or a text of them; null and an empty list name nothing.
 
     Example:
         ``{"train": ["3", "a", "1", "b"], "valid": "c", "test": null}``.
@@ -55,8 +59,12 @@ def read_per_split_data_args(path: str) -> NamedData:
             found[split] = words.split()
         elif words is None:
             found[split] = []
-        elif not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
-            return NamedData(fault=f"must name the data of {split!r} by a list of words, or by a text of them")
+        elif not isinstance(words, list) or not all(
+            isinstance(word, str) and word for word in words
+        ):
+            return NamedData(
+                fault=f"must name the data of {split!r} by a list of words, or by a text of them"
+            )
         if fault := _number_fault(found[split]):
             return NamedData(fault=fault)
     if not found.get("train"):
@@ -66,14 +74,20 @@ def read_per_split_data_args(path: str) -> NamedData:
 
 
 def _number_fault(words: list[str]) -> str:
-    return f"holds {len(words):,} words, and {MOST_VALUES:,} are read" if len(words) > MOST_VALUES else ""
+    return (
+        f"holds {len(words):,} words, and {MOST_VALUES:,} are read"
+        if len(words) > MOST_VALUES
+        else ""
+    )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"it holds the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        raise ValueError(
+            f"it holds the key {next(key for key in keys if keys.count(key) > 1)!r} twice"
+        )
     return found
 
 

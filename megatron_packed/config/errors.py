@@ -19,7 +19,8 @@ class Problem:
         value: what was given, as text; empty when something is missing.
         rule: which rule it breaks, with the values of the other options involved.
         cure: what to do about it.
-        node_dependent: another machine of the same run may not have this problem (a path, a directory).
+        node_dependent: another machine of the same run may not have this problem (a path, a
+            directory).
     """
 
     option: str
@@ -41,12 +42,16 @@ class ConfigError(ValueError):
 
 
 def format_problems(problems: Iterable[Problem]) -> str:
-    """The report that rank 0 prints: one numbered block per problem with option, value, rule and cure."""
+    """The report that rank 0 prints: one numbered block per problem with option, value, rule and
+    cure.
+    """
     listed = list(problems)
     noun = "problem" if len(listed) == 1 else "problems"
     lines = [f"{len(listed):,} {noun} in the configuration; nothing was started."]
     for number, problem in enumerate(listed[:MOST_SHOWN], 1):
-        option, value = (printable(text, _LONGEST_VALUE) for text in (problem.option, problem.value))
+        option, value = (
+            printable(text, _LONGEST_VALUE) for text in (problem.option, problem.value)
+        )
         lines.append(f"{number:3}. {option} {value}".rstrip())
         lines.append(f"     rule: {printable(problem.rule, _LONGEST_SENTENCE)}")
         lines.append(f"     cure: {printable(problem.cure, _LONGEST_SENTENCE)}")
@@ -56,6 +61,10 @@ def format_problems(problems: Iterable[Problem]) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Return ``text`` for a message or log: control characters escaped, so that it forges no line; cut at ``limit``."""
+    """Return ``text`` for a message or log: control characters escaped, so that it forges no line;
+    cut at ``limit``.
+    """
     cut = text if len(text) <= limit else text[:limit] + "..."
-    return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    return (
+        cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    )

@@ -1,6 +1,7 @@
 """From the command line to a ``RunConfig``: the one door, without torch.
 
-``parse`` raises ``ConfigError`` with every problem at once; ``parse_or_exit`` is what a program calls first.
+``parse`` raises ``ConfigError`` with every problem at once; ``parse_or_exit`` is what a program
+calls first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ EXIT_CODE = 2
 EXIT_NOT_WRITTEN = 1
 """Exit code of --help, --print-config and the like whose output a full disk has lost."""
 SILENT_SECONDS = 3.0
-"""A launcher kills all processes when the first has ended: those that say nothing wait for the one that speaks."""
+"""A launcher kills all processes when the first has ended: those that say nothing wait for the one
+that speaks.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Parsed:
 
     Args:
         config: valid.
-        sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``, ``@run.args`` or
-            ``flag``.
+        sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``,
+            ``@run.args`` or ``flag``.
         always: Megatron's flags that were given and are true anyway, with the reason.
         warnings: sentences about deprecated spellings and repeated flags.
         idle: options that were given and change nothing in this run, by key, with the reason.
@@ -64,7 +67,8 @@ class Parsed:
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
-    """The configuration that a command line (without the program's name) and the files it names describe.
+    """The configuration that a command line (without the program's name) and the files it names
+    describe.
 
     Args:
         world_size: number of processes; by default WORLD_SIZE of the environment, else 1.
@@ -88,20 +92,21 @@ def parse_or_exit(
     here: bool = True,
     typed: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """As ``parse``, for programs: answers --help, --help-all, --version, --print-config and --explain, and ends the
-    process on problems.
+    """As ``parse``, for programs: answers --help, --help-all, --version, --print-config and
+    --explain, and ends the process on problems.
 
-    Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of paths that are wrong
-    there, since rank 0 cannot see them.
+    Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of
+    paths that are wrong there, since rank 0 cannot see them.
 
     Args:
         explain: what answers --explain; it may import what parsing does not.
-        launched: whether this process is one of the run's. A program that looks at a run from outside takes its flags
-            as those of the fewest processes that make its layout.
+        launched: whether this process is one of the run's. A program that looks at a run from
+            outside takes its flags as those of the fewest processes that make its layout.
         world_size: number of processes, where it is known.
-        here: whether the run is one of this machine. Of another's neither paths nor packages nor the environment are
-            looked at.
-        typed: flags of the program's own that stand for others, by what they stand for: problems are told of them.
+        here: whether the run is one of this machine. Of another's neither paths nor packages nor
+            the environment are looked at.
+        typed: flags of the program's own that stand for others, by what they stand for: problems
+            are told of them.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -116,22 +121,33 @@ def parse_or_exit(
     try:
         parsed = _resolve(given, world_size, os.environ, launched, here)
     except ConfigError as error:
-        report = _report([_as_typed(problem, typed or {}) for problem in error.problems], speaks, os.environ)
+        report = _report(
+            [_as_typed(problem, typed or {}) for problem in error.problems], speaks, os.environ
+        )
         _write(sys.stderr, report)
         if report:
-            _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+            _tell_launcher(
+                "the configuration is refused; its problems are listed above.", os.environ
+            )
         else:
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # stopped beside the one that has failed
+            signal.signal(
+                signal.SIGTERM, lambda *_: os._exit(0)
+            )  # stopped beside the one that has failed
             time.sleep(SILENT_SECONDS)
         raise SystemExit(EXIT_CODE) from None
     if speaks:
-        _write(sys.stderr, "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings))
+        _write(
+            sys.stderr,
+            "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
+        )
     if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
         _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     if "--print-config" in given.actions:
         from megatron_packed.config.print_config import config_yaml
 
-        _finish(config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle) if speaks else "")
+        _finish(
+            config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle) if speaks else ""
+        )
     if "--explain" in given.actions:
         if explain is None:
             sentence = "--explain is answered by pretrain_hybrid.py alone; leave it out here.\n"
@@ -149,7 +165,11 @@ def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:
 
 
 def _resolve(
-    given: Given, world_size: int | None, environ: Mapping[str, str], launched: bool = True, here: bool = True
+    given: Given,
+    world_size: int | None,
+    environ: Mapping[str, str],
+    launched: bool = True,
+    here: bool = True,
 ) -> Parsed:
     problems = list(given.problems)
     unsound = set(given.unsound)
@@ -179,7 +199,10 @@ def _resolve(
         if run.memory.offloads:
             forced_buffers(environ, problems)
     if here and launched:  # a program that looks at a run from outside runs none of its kernels
-        problems += [*kernel_surroundings(run, environ, sound), *device_problems(run, environ, sound)]
+        problems += [
+            *kernel_surroundings(run, environ, sound),
+            *device_problems(run, environ, sound),
+        ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}
@@ -193,7 +216,11 @@ def _resolve(
 
 
 def _values_of(section: str, given: Given) -> dict[str, object]:
-    return {key.partition(".")[2]: value for key, value in given.values.items() if key.partition(".")[0] == section}
+    return {
+        key.partition(".")[2]: value
+        for key, value in given.values.items()
+        if key.partition(".")[0] == section
+    }
 
 
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
@@ -201,15 +228,25 @@ def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]
     size = run.packing.micro_batch_size
     axes = [getattr(run.parallel, axis) for axis in REPLICA_SIZES]
     well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
-    if run.packing.global_batch_size is None and well_typed and "packing.global_batch_size" not in unsound:
-        object.__setattr__(run.packing, "global_batch_size", size * run.data_parallel_size(world_size))
+    if (
+        run.packing.global_batch_size is None
+        and well_typed
+        and "packing.global_batch_size" not in unsound
+    ):
+        object.__setattr__(
+            run.packing, "global_batch_size", size * run.data_parallel_size(world_size)
+        )
 
 
 def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
     """As many as there are whole global batches in --train-samples, when nothing else is said."""
     samples, batch = run.training.train_samples, run.packing.global_batch_size
     well_typed = all(type(value) is int and value >= 1 for value in (samples, batch))
-    if well_typed and not unsound & {"training.train_iters", "training.train_samples", "packing.global_batch_size"}:
+    if well_typed and not unsound & {
+        "training.train_iters",
+        "training.train_samples",
+        "packing.global_batch_size",
+    }:
         assert samples is not None
         if run.training.train_iters is None and samples >= batch:
             object.__setattr__(run.training, "train_iters", samples // batch)
@@ -228,16 +265,25 @@ def _always_problems(given: Given, run: RunConfig) -> list[Problem]:
 def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str]) -> str:
     if speaks:
         return format_problems(problems)
-    first_of_its_machine = environ.get("LOCAL_RANK") == "0" and environ.get("GROUP_RANK", "0") != "0"
-    local = [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
+    first_of_its_machine = (
+        environ.get("LOCAL_RANK") == "0" and environ.get("GROUP_RANK", "0") != "0"
+    )
+    local = (
+        [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
+    )
     return f"On {socket.gethostname()}: {format_problems(local)}" if local else ""
 
 
 def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
-    """The cause with which torchrun's own report ends, in the file and form of torch's ``ErrorHandler``."""
+    """The cause with which torchrun's own report ends, in the file and form of torch's
+    ``ErrorHandler``.
+    """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        told = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
+        told = {
+            "message": sentence,
+            "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))},
+        }
         with suppress(OSError), open(path, "w") as file:
             json.dump({"message": told}, file)
 
@@ -245,13 +291,19 @@ def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
 def _finish(text: str) -> NoReturn:
     _write(sys.stdout, text)
     failed = getattr(sys.stdout, "failed", None)  # of a guarded stream, which raises nothing
-    raise SystemExit(0 if failed is None or isinstance(failed, BrokenPipeError) else EXIT_NOT_WRITTEN)
+    raise SystemExit(
+        0 if failed is None or isinstance(failed, BrokenPipeError) else EXIT_NOT_WRITTEN
+    )
 
 
 def _write(stream: TextIO, text: str) -> None:
     """Write any text to any terminal, also when a reader such as ``head`` has gone."""
     try:
-        stream.write(text.encode(stream.encoding or "utf-8", "backslashreplace").decode(stream.encoding or "utf-8"))
+        stream.write(
+            text.encode(stream.encoding or "utf-8", "backslashreplace").decode(
+                stream.encoding or "utf-8"
+            )
+        )
         stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,6 @@
-"""Which value every option gets, and from where: default < configuration file < @args-file < command line."""
+"""Which value every option gets, and from where: default < configuration file < @args-file <
+command line.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ from megatron_packed.config.config_file import Entry, read_config_file
 from megatron_packed.config.errors import MOST_SHOWN, Problem
 from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
 from megatron_packed.config.options import Field, placeholder
-from megatron_packed.config.registry import META_FLAGS, Spelling, every_field, spellings, usable_flags
+from megatron_packed.config.registry import (
+    META_FLAGS,
+    Spelling,
+    every_field,
+    spellings,
+    usable_flags,
+)
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.suggest import did_you_mean, nearest
 from megatron_packed.config.values import WrongValueError, from_text, from_yaml
 
-FILE, ARGS_FILE, FLAG = 1, 2, 3  # a higher level overrides a lower one; of one level the last occurrence counts
+FILE, ARGS_FILE, FLAG = (
+    1,
+    2,
+    3,
+)  # a higher level overrides a lower one; of one level the last occurrence counts
 _SHOWN_CHARACTERS = 80
 
 
@@ -41,10 +53,16 @@ class Given:
     _levels: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def claim(self, key: str, level: int, shown: str) -> bool:
-        """Decide whether this occurrence sets ``key``. In a configuration file a second one is a problem."""
+        """Decide whether this occurrence sets ``key``. In a configuration file a second one is a
+        problem.
+        """
         earlier = self._levels.get(key, (0, ""))
         if earlier[0] == level:
-            cure = "keep one of them" if shown == earlier[1] else f"keep one of {earlier[1]} and {shown}"
+            cure = (
+                "keep one of them"
+                if shown == earlier[1]
+                else f"keep one of {earlier[1]} and {shown}"
+            )
             self.problems.append(Problem(shown, "", "was given twice", cure))
             return False
         if earlier[0] > level:
@@ -53,11 +71,15 @@ class Given:
         return True
 
     def suggest(self, name: str, known: Iterable[str]) -> list[str]:
-        """Return the names that a wrong one may mean, as long as its problem is one of those that are shown."""
+        """Return the names that a wrong one may mean, as long as its problem is one of those that
+        are shown.
+        """
         return nearest(name, known) if len(self.problems) < MOST_SHOWN else []
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Options that a misspelt name may have meant: nobody needs to hear that they are missing as well."""
+        """Options that a misspelt name may have meant: nobody needs to hear that they are missing
+        as well.
+        """
         self.unsound.update(key for key in keys if key not in self.values)
 
 
@@ -74,22 +96,30 @@ def gather(argv: Sequence[str]) -> Given:
         for occurrence in _last_of_each(of_level, given.warnings):
             _apply_flag(occurrence, level, given)
     if any(problem.option.startswith(("@", "--config")) for problem in given.problems):
-        given.expect(described.key for described in every_field())  # what the file would have said is not missing
+        given.expect(
+            described.key for described in every_field()
+        )  # what the file would have said is not missing
     return given
 
 
 def _last_of_each(occurrences: Iterable[Occurrence], warnings: list[str]) -> list[Occurrence]:
-    """The last occurrence of each option or flag, which counts, as in argparse; a sentence names the others.
+    """The last occurrence of each option or flag, which counts, as in argparse; a sentence names
+    the others.
 
     Scripts of Megatron put the flags of a run after those of its model.
     """
     found: dict[str, list[Occurrence]] = {}
     for occurrence in occurrences:
         spelling = spellings().get(occurrence.flag)
-        found.setdefault(occurrence.flag if spelling is None else spelling.field.key, []).append(occurrence)
+        found.setdefault(occurrence.flag if spelling is None else spelling.field.key, []).append(
+            occurrence
+        )
     for several in found.values():
         if len(several) > 1:
-            shown = [_cut(" ".join((one.flag, *_texts(one)))) for one in (*several[:2], *several[2:][-2:])]
+            shown = [
+                _cut(" ".join((one.flag, *_texts(one))))
+                for one in (*several[:2], *several[2:][-2:])
+            ]
             shown[2:2] = ["..."] if len(several) > len(shown) else []
             times = f"{several[-1].flag} was given {len(several)} times"
             warnings.append(f"{times}: {', '.join(shown)}. The last one counts.")
@@ -103,7 +133,9 @@ def _cut(text: str) -> str:
 def _read_config(occurrence: Occurrence, given: Given) -> None:
     paths = _texts(occurrence)
     if len(paths) != 1:
-        given.problems.append(Problem("--config", " ".join(paths), "takes one file", "give --config run.yaml"))
+        given.problems.append(
+            Problem("--config", " ".join(paths), "takes one file", "give --config run.yaml")
+        )
     else:
         for entry in read_config_file(paths[0], given.problems):
             _apply_entry(entry, paths[0], given)
@@ -115,7 +147,9 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
     if flag in META_FLAGS:
         given.actions.add(flag)
         if _texts(occurrence):
-            given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "takes no value", f"write {flag} alone"))
+            given.problems.append(
+                Problem(flag, " ".join(_texts(occurrence)), "takes no value", f"write {flag} alone")
+            )
     elif spelling is not None:
         _apply_option(spelling, occurrence, level, given)
     elif flag in ALWAYS or flag in REFUSAL_OF:
@@ -149,7 +183,9 @@ def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
         if texts:
             cure = f"write {flag} alone"
             if described.kind.base is bool:
-                opposite = next(name for name, sets in described.switches.items() if sets is not spelling.sets)
+                opposite = next(
+                    name for name, sets in described.switches.items() if sets is not spelling.sets
+                )
                 cure += f"; {opposite} is its opposite"
             raise WrongValueError(Problem(flag, shown, "takes no value", cure))
         return spelling.sets
@@ -167,20 +203,30 @@ def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
             raise WrongValueError(Problem(flag, shown, f"has {word} among other values", cure))
         return tuple(from_text(described, text) for text in texts)
     if len(texts) > 1:
-        raise WrongValueError(Problem(flag, shown, "takes one value", f"write {example}; put spaces into quotes"))
+        raise WrongValueError(
+            Problem(flag, shown, "takes one value", f"write {example}; put spaces into quotes")
+        )
     return from_text(described, texts[0])
 
 
-def _apply_megatron(flag: str, texts: tuple[str, ...], source: str, level: int, given: Given) -> None:
+def _apply_megatron(
+    flag: str, texts: tuple[str, ...], source: str, level: int, given: Given
+) -> None:
     always, refusal = ALWAYS.get(flag), REFUSAL_OF.get(flag)
     shown = " ".join(texts)
     if always is not None and always.values is None and texts:
         given.problems.append(Problem(flag, shown, "takes no value", f"write {flag} alone"))
-    elif always is not None and (not always.values or any(_same_text(texts, value) for value in always.values)):
+    elif always is not None and (
+        not always.values or any(_same_text(texts, value) for value in always.values)
+    ):
         if given.claim(flag, level, flag):
             given.always[flag] = (texts, source)
     elif refusal is not None:
-        fitting = f" (accepted: {', '.join(always.values)})" if always is not None and always.values else ""
+        fitting = (
+            f" (accepted: {', '.join(always.values)})"
+            if always is not None and always.values
+            else ""
+        )
         given.problems.append(Problem(flag, shown, refusal.reason + fitting, refusal.nearest))
     elif always is not None and always.values:
         words = " or ".join(always.values)
@@ -206,7 +252,11 @@ def _apply_entry(entry: Entry, path: str, given: Given) -> None:
         if not entry.section and (flag in ALWAYS or flag in REFUSAL_OF):
             _apply_megatron_entry(flag, entry.value, where, given)
             return
-        known = [f.name for f in every_field() if f.section == entry.section] if entry.section else _names()
+        known = (
+            [f.name for f in every_field() if f.section == entry.section]
+            if entry.section
+            else _names()
+        )
         meant = given.suggest(entry.name, known)
         given.expect(f.key for f in every_field() if f.name in meant)
         cure = did_you_mean(meant, "remove it; --print-config shows all keys")
@@ -232,15 +282,21 @@ def _entry_value(spelling: Spelling, value: Any) -> Any:
     if sets is None:
         return from_yaml(described, value)
     if not isinstance(value, bool):
-        raise WrongValueError(Problem(described.flag, repr(value), "must be true or false", "write true or false"))
+        raise WrongValueError(
+            Problem(described.flag, repr(value), "must be true or false", "write true or false")
+        )
     if described.kind.base is bool:
         return value is sets
     return sets if value else described.default
 
 
 def _entry_spelling(entry: Entry) -> Spelling | None:
-    """A key is a field's name, or (outside of a section) any spelling of its flag without the dashes."""
-    fields: list[Field] = [f for f in every_field() if f.name == entry.name and entry.section in ("", f.section)]
+    """A key is a field's name, or (outside of a section) any spelling of its flag without the
+    dashes.
+    """
+    fields: list[Field] = [
+        f for f in every_field() if f.name == entry.name and entry.section in ("", f.section)
+    ]
     if fields:
         return Spelling(fields[0])
     return None if entry.section else spellings().get("--" + entry.name.replace("_", "-"))
@@ -249,13 +305,27 @@ def _entry_spelling(entry: Entry) -> Spelling | None:
 def _apply_megatron_entry(flag: str, value: Any, where: str, given: Given) -> None:
     if value in (False, None):
         return
-    texts = () if value is True else tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
+    texts = (
+        ()
+        if value is True
+        else tuple(str(item) for item in value)
+        if isinstance(value, list)
+        else (str(value),)
+    )
     _apply_megatron(flag, texts, where, FILE, given)
 
 
 def _names() -> list[str]:
-    return [*SECTIONS, *(described.name for described in every_field()), *(flag[2:] for flag in usable_flags())]
+    return [
+        *SECTIONS,
+        *(described.name for described in every_field()),
+        *(flag[2:] for flag in usable_flags()),
+    ]
 
 
 def _texts(occurrence: Occurrence) -> tuple[str, ...]:
-    return occurrence.texts if occurrence.attached is None else (occurrence.attached, *occurrence.texts)
+    return (
+        occurrence.texts
+        if occurrence.attached is None
+        else (occurrence.attached, *occurrence.texts)
+    )

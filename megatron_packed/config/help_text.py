@@ -1,4 +1,5 @@
-"""``--help``: the flags of a first run; ``--help-all``: every flag in groups, with default, unit and choices.
+"""``--help``: the flags of a first run; ``--help-all``: every flag in groups, with default, unit
+and choices.
 
 Both are as wide as the terminal.
 """
@@ -43,24 +44,55 @@ These are the flags of a first run, with their defaults in brackets; --help-all 
 Megatron-LM's names. examples/recipes has whole command lines, each of which megatron-packed plan has checked."""
 _FIRST_RUN = {
     "The model": (
-        "--hybrid-layer-pattern", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--ffn-hidden-size",
-        "--squared-relu", "--normalization", "--disable-bias-linear", "--position-embedding-type", "--num-experts",
-        "--moe-router-topk", "--moe-ffn-hidden-size",
+        "--hybrid-layer-pattern",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--num-query-groups",
+        "--ffn-hidden-size",
+        "--squared-relu",
+        "--normalization",
+        "--disable-bias-linear",
+        "--position-embedding-type",
+        "--num-experts",
+        "--moe-router-topk",
+        "--moe-ffn-hidden-size",
     ),
     "Its data": (
-        "--data-path", "--valid-data-path", "--sft", "--tokenizer-type", "--tokenizer-model", "--seq-length",
+        "--data-path",
+        "--valid-data-path",
+        "--sft",
+        "--tokenizer-type",
+        "--tokenizer-model",
+        "--seq-length",
     ),
     "Learning": (
-        "--global-batch-size", "--train-iters", "--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters",
+        "--global-batch-size",
+        "--train-iters",
+        "--lr",
+        "--min-lr",
+        "--lr-decay-style",
+        "--lr-warmup-iters",
         "--eval-interval",
     ),
     "Speed and memory": (
-        "--bf16", "--cuda-graph-impl", "--tensor-model-parallel-size", "--sequence-parallel",
-        "--context-parallel-size", "--expert-model-parallel-size", "--use-distributed-optimizer",
+        "--bf16",
+        "--cuda-graph-impl",
+        "--tensor-model-parallel-size",
+        "--sequence-parallel",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+        "--use-distributed-optimizer",
         "--recompute-granularity",
     ),
-    "What is kept": ("--save", "--load", "--save-interval", "--finetune", "--log-jsonl", "--report"),
-}  # fmt: skip
+    "What is kept": (
+        "--save",
+        "--load",
+        "--save-interval",
+        "--finetune",
+        "--log-jsonl",
+        "--report",
+    ),
+}
 """The flags of ``--help``, in the order in which a person decides about them."""
 _FLAG_COLUMN = 30
 
@@ -113,12 +145,16 @@ def _option(described: Field, columns: int, *, brief: bool = False) -> str:
     value = placeholder(described)
     if len(described.flag) + len(value) + 3 > columns and described.option.choices:
         value = "NAME [NAME ...]" if described.kind.many else "NAME"
-    return _entry(f"{described.flag} {value}".rstrip(), _explanation(described, value, brief), columns)
+    return _entry(
+        f"{described.flag} {value}".rstrip(), _explanation(described, value, brief), columns
+    )
 
 
 def _entry(head: str, text: str, columns: int) -> str:
     indent = " " * (_FLAG_COLUMN + 2)
-    body = textwrap.wrap(text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    body = textwrap.wrap(
+        text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
     if len(head) < _FLAG_COLUMN:
         return f"  {head}".ljust(len(indent)) + "\n".join(body).lstrip()
     return "\n".join([f"  {head}", *body])
@@ -132,15 +168,24 @@ def _explanation(described: Field, value: str, brief: bool) -> str:
     """
     option = described.option
     known = [default_text(described)]
-    if option.unit and not described.required and not option.derived and described.default not in (None, ()):
+    if (
+        option.unit
+        and not described.required
+        and not option.derived
+        and described.default not in (None, ())
+    ):
         known[0] += f" {option.unit[:-1] if described.default == 1 else option.unit}"
     elif option.unit:
         known.append(option.unit)
     if option.negated:
-        known.append(f"taken back by {next(name for name, sets in described.switches.items() if sets)}")
+        known.append(
+            f"taken back by {next(name for name, sets in described.switches.items() if sets)}"
+        )
     if not brief:
         known += [f"also --{name}" for name in option.aliases]
-        known += [f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))]
+        known += [
+            f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))
+        ]
     choices = f" One of {', '.join(option.choices)}." if value.startswith("NAME") else ""
     return f"{option.help}{choices} [{'; '.join(known)}]"
 
@@ -153,7 +198,9 @@ def default_text(described: Field) -> str:
     if described.option.derived:
         return described.option.derived
     if described.kind.base is bool:
-        given = default is not described.option.negated  # whether the run behaves as if the flag had been given
+        given = (
+            default is not described.option.negated
+        )  # whether the run behaves as if the flag had been given
         return "on" if given else "off"
     if default is None or default == ():
         return described.option.empty_word or "not set"
@@ -164,4 +211,6 @@ def _wrapped(paragraph: str, columns: int) -> str:
     """A paragraph as wide as the terminal; an indented one keeps its indentation."""
     indent = "  " if paragraph.startswith(" ") else ""
     text = " ".join(paragraph.split())
-    return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

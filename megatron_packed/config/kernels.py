@@ -1,4 +1,5 @@
-"""Kernels that options name, and what they need: a GPU, an optional package, an op of the model that calls them.
+"""Kernels that options name, and what they need: a GPU, an optional package, an op of the model
+that calls them.
 
 Sizes and dtypes are checked after the start, by the ops themselves (`training.kernels`).
 """
@@ -33,9 +34,17 @@ ON_ANY_DEVICE = ("reference", "sdpa", "torch", "local")
 PLAIN = ("reference", "sdpa")
 """Backends without a fast kernel that an option can name."""
 
-_KEYS = ("training.attention_backend", "training.ssd_backend", "training.conv_backend", "training.transformer_impl",
-         "optim.optimizer_backend", "model.hybrid_layer_pattern", "parallel.cp_comm_type",
-         "parallel.context_parallel_size", "training.device")  # fmt: skip
+_KEYS = (
+    "training.attention_backend",
+    "training.ssd_backend",
+    "training.conv_backend",
+    "training.transformer_impl",
+    "optim.optimizer_backend",
+    "model.hybrid_layer_pattern",
+    "parallel.cp_comm_type",
+    "parallel.context_parallel_size",
+    "training.device",
+)
 
 
 class NamedKernel(NamedTuple):
@@ -81,7 +90,9 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     training = run.training
     for kernel in named_kernels(run):
         if training.device == "cpu" and kernel.value not in ON_ANY_DEVICE and kernel.op != "layers":
-            yield Problem(kernel.option, kernel.value, "runs on GPUs only, and --device is cpu", kernel.cure)
+            yield Problem(
+                kernel.option, kernel.value, "runs on GPUs only, and --device is cpu", kernel.cure
+            )
         elif training.require_fast_kernels and kernel.value in PLAIN:
             rule = "is no fast kernel, and --require-fast-kernels is given"
             yield Problem(kernel.option, kernel.value, rule, "leave one of the two out")
@@ -89,7 +100,9 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield fast_kernels_missing("--device is cpu")
 
 
-def kernel_surroundings(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Iterator[Problem]:
+def kernel_surroundings(
+    run: RunConfig, environ: Mapping[str, str], sound: Sound
+) -> Iterator[Problem]:
     """Yield named kernels that need a GPU or a package that this machine lacks."""
     training = run.training
     if not sound(*_KEYS) or training.device == "cpu":
@@ -98,26 +111,44 @@ def kernel_surroundings(run: RunConfig, environ: Mapping[str, str], sound: Sound
     for kernel in named_kernels(run):
         package = package_of_kernel(*kernel)
         missing = package is not None and not is_installed(package.module)
-        if kernel.value in ON_ANY_DEVICE or (kernel.op == "layers" and missing):  # which `package_problems` says
+        if kernel.value in ON_ANY_DEVICE or (
+            kernel.op == "layers" and missing
+        ):  # which `package_problems` says
             continue
         if no_gpu:
-            yield Problem(kernel.option, kernel.value, "runs on GPUs only, and none is visible here", kernel.cure,
-                          node_dependent=True)  # fmt: skip
+            yield Problem(
+                kernel.option,
+                kernel.value,
+                "runs on GPUs only, and none is visible here",
+                kernel.cure,
+                node_dependent=True,
+            )
         elif package is not None and missing:
-            yield Problem(kernel.option, kernel.value, f"needs {package.name}, which is not installed",
-                          f"{package.command}, or {kernel.cure}", node_dependent=True)  # fmt: skip
+            yield Problem(
+                kernel.option,
+                kernel.value,
+                f"needs {package.name}, which is not installed",
+                f"{package.command}, or {kernel.cure}",
+                node_dependent=True,
+            )
     if training.require_fast_kernels and no_gpu:
         yield fast_kernels_missing("none is visible here")
 
 
 def fast_kernels_missing(why: str) -> Problem:
     """Return the problem of --require-fast-kernels without a GPU."""
-    return Problem("--require-fast-kernels", "", f"needs a GPU, and {why}: a CPU has plain PyTorch references alone",
-                   "leave it out")  # fmt: skip
+    return Problem(
+        "--require-fast-kernels",
+        "",
+        f"needs a GPU, and {why}: a CPU has plain PyTorch references alone",
+        "leave it out",
+    )
 
 
 def may_have_gpu(environ: Mapping[str, str]) -> bool:
-    """Return False where torch cannot see a GPU: none is shown to this process, or CUDA has no driver here."""
+    """Return False where torch cannot see a GPU: none is shown to this process, or CUDA has no
+    driver here.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
         return False

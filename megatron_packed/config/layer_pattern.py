@@ -1,6 +1,7 @@
 """The hybrid layer pattern: one character per layer, in Megatron's spelling.
 
-``M`` Mamba-2, ``*`` attention, ``-`` MLP, ``E`` mixture of experts. ``M*-E`` is a model of four layers.
+``M`` Mamba-2, ``*`` attention, ``-`` MLP, ``E`` mixture of experts. ``M*-E`` is a model of four
+layers.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ LAYER_NAMES = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "MLP", MOE: "mixtu
 REFUSED = {
     "G": ("gated delta net layers are not built", "use M (Mamba-2), the recurrent layer that is"),
     "D": ("sparse (DS) attention layers are not built", "use * (full causal attention)"),
-    "+": ("multi-latent attention layers are not built", "use * with --num-query-groups for a smaller key-value state"),
-    "|": ("it marks a pipeline stage, and pipeline parallelism is not built", "remove it: every rank holds all layers"),
-    "/": ("it starts a multi-token-prediction depth, which is not built", "keep only the part before the first /"),
+    "+": (
+        "multi-latent attention layers are not built",
+        "use * with --num-query-groups for a smaller key-value state",
+    ),
+    "|": (
+        "it marks a pipeline stage, and pipeline parallelism is not built",
+        "remove it: every rank holds all layers",
+    ),
+    "/": (
+        "it starts a multi-token-prediction depth, which is not built",
+        "keep only the part before the first /",
+    ),
 }
 
 
@@ -29,12 +39,18 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
         if symbol in LAYER_NAMES:
             continue
         positions = [i + 1 for i, other in enumerate(pattern) if other == symbol]
-        where = f"position {positions[0]}" + (f" and {len(positions) - 1} more" if len(positions) > 1 else "")
+        where = f"position {positions[0]}" + (
+            f" and {len(positions) - 1} more" if len(positions) > 1 else ""
+        )
         if symbol in REFUSED:
             reason, cure = REFUSED[symbol]
             found.append(Problem(flag, repr(pattern), f"{symbol!r} at {where}: {reason}", cure))
         else:
             known = ", ".join(f"{name} {meaning}" for name, meaning in LAYER_NAMES.items())
-            cure = "write it in upper case" if symbol.upper() in LAYER_NAMES else f"use only {known}"
-            found.append(Problem(flag, repr(pattern), f"{symbol!r} at {where} is no layer symbol", cure))
+            cure = (
+                "write it in upper case" if symbol.upper() in LAYER_NAMES else f"use only {known}"
+            )
+            found.append(
+                Problem(flag, repr(pattern), f"{symbol!r} at {where} is no layer symbol", cure)
+            )
     return found

@@ -1,9 +1,9 @@
 """Which ranks form which groups: the arithmetic of a parallel layout, for any world, without torch.
 
-Every rank has a place in two grids over the same world. Dense layers see ``DP x CP x TP``, expert layers see
-``expert DP x EP x expert TP``; the last axis runs fastest, so tensor-parallel ranks are neighbours, on one machine if
-it is large enough. This is Megatron's order ``tp-cp-ep-dp``, and its folding:
-``TP x CP x DP = expert TP x EP x expert DP = world size``.
+Every rank has a place in two grids over the same world. Dense layers see ``DP x CP x TP``, expert
+layers see ``expert DP x EP x expert TP``; the last axis runs fastest, so tensor-parallel ranks are
+neighbours, on one machine if it is large enough. This is Megatron's order ``tp-cp-ep-dp``, and its
+folding: ``TP x CP x DP = expert TP x EP x expert DP = world size``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Layout:
     """How the ranks of a world share a model.
 
     Example:
-        8 ranks with ``tp_size=2, ep_size=2, expert_tp_size=1``: the tensor-parallel group of rank 5 is ``(4, 5)``, its
-        data-parallel group ``(1, 3, 5, 7)``, its expert-parallel group ``(4, 5)``, its expert-data-parallel group
-        ``(1, 3, 5, 7)``.
+        8 ranks with ``tp_size=2, ep_size=2, expert_tp_size=1``: the tensor-parallel group of rank 5
+        is ``(4, 5)``, its data-parallel group ``(1, 3, 5, 7)``, its expert-parallel group ``(4,
+        5)``, its expert-data-parallel group ``(1, 3, 5, 7)``.
 
     Raises:
         ConfigError: such a layout does not exist; it names the sizes that do.
@@ -111,11 +111,20 @@ class Layout:
         """Sizes of the grid that ``axis`` belongs to, slowest first."""
         if GROUP_AXES[axis][0] in DENSE_AXES:
             return {"dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}
-        return {"expert_dp": self.expert_dp_size, "ep": self.ep_size, "expert_tp": self._expert_tp_size}
+        return {
+            "expert_dp": self.expert_dp_size,
+            "ep": self.ep_size,
+            "expert_tp": self._expert_tp_size,
+        }
 
 
 def layout_problems(
-    world_size: int, *, tp_size: int = 1, cp_size: int = 1, ep_size: int = 1, expert_tp_size: int | None = None
+    world_size: int,
+    *,
+    tp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
+    expert_tp_size: int | None = None,
 ) -> Iterator[Problem]:
     """Why these sizes are no layout of ``world_size`` processes, each with the sizes that would do."""
     given = {
@@ -133,17 +142,35 @@ def layout_problems(
     tp, cp, ep = tp_size, cp_size, ep_size
     expert_tp = tp if expert_tp_size is None else expert_tp_size
     if world_size % tp:
-        yield Problem("--tensor-model-parallel-size", str(tp), f"does not divide the {world_size} processes",
-                      _choose(world_size))  # fmt: skip
+        yield Problem(
+            "--tensor-model-parallel-size",
+            str(tp),
+            f"does not divide the {world_size} processes",
+            _choose(world_size),
+        )
     elif world_size % (tp * cp):
-        yield Problem("--context-parallel-size", str(cp), f"{_times(tp, '--tensor-model-parallel-size')} does not "
-                      f"divide the {world_size} processes", _choose(world_size // tp))  # fmt: skip
+        yield Problem(
+            "--context-parallel-size",
+            str(cp),
+            f"{_times(tp, '--tensor-model-parallel-size')} does not "
+            f"divide the {world_size} processes",
+            _choose(world_size // tp),
+        )
     if expert_tp not in (1, tp):
-        yield Problem("--expert-tensor-parallel-size", str(expert_tp),
-                      f"is neither 1 nor --tensor-model-parallel-size ({tp})", f"give {_either({1, tp})}")  # fmt: skip
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            str(expert_tp),
+            f"is neither 1 nor --tensor-model-parallel-size ({tp})",
+            f"give {_either({1, tp})}",
+        )
     elif world_size % expert_tp == 0 and world_size % (expert_tp * ep):
-        yield Problem("--expert-model-parallel-size", str(ep), f"{_times(expert_tp, '--expert-tensor-parallel-size')} "
-                      f"does not divide the {world_size} processes", _choose(world_size // expert_tp))  # fmt: skip
+        yield Problem(
+            "--expert-model-parallel-size",
+            str(ep),
+            f"{_times(expert_tp, '--expert-tensor-parallel-size')} "
+            f"does not divide the {world_size} processes",
+            _choose(world_size // expert_tp),
+        )
 
 
 def _times(factor: int, option: str) -> str:

@@ -10,88 +10,157 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE, pattern_problems
 from megatron_packed.config.options import Section, Sound, option
 
-STACK, ATTN, SSM, EXPERTS, OUTPUT = "stack", "attention", "Mamba-2", "mixture of experts", "embedding and output"
+STACK, ATTN, SSM, EXPERTS, OUTPUT = (
+    "stack",
+    "attention",
+    "Mamba-2",
+    "mixture of experts",
+    "embedding and output",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, title="model"):
     """Everything that decides which function the weights compute, and how they are initialised.
 
-    Fields that are derived (``ffn_hidden_size``, ``num_query_groups``, ``kv_channels``, ``mamba_num_heads``,
-    ``moe_ffn_hidden_size``) hold numbers once the config is made, if the pattern has a layer that uses them;
-    ``dataclasses.replace`` keeps those numbers.
+    Fields that are derived (``ffn_hidden_size``, ``num_query_groups``, ``kv_channels``,
+    ``mamba_num_heads``, ``moe_ffn_hidden_size``) hold numbers once the config is made, if the
+    pattern has a layer that uses them; ``dataclasses.replace`` keeps those numbers.
 
     Raises:
         ConfigError: with every problem found.
     Example:
-        ``ModelConfig(hybrid_layer_pattern="M*-", hidden_size=256, num_attention_heads=4)`` has 3 layers: 8 Mamba heads
-        of 64 channels in 8 groups, 4 attention heads of 64 channels, and an MLP of width 1024.
+        ``ModelConfig(hybrid_layer_pattern="M*-", hidden_size=256, num_attention_heads=4)`` has 3
+        layers: 8 Mamba heads of 64 channels in 8 groups, 4 attention heads of 64 channels, and an
+        MLP of width 1024.
     """
 
     hybrid_layer_pattern: str = option(
         help="Layers of the model, one character each: M Mamba-2, * attention, - MLP, E mixture of experts.",
-        group=STACK, deprecated=("hybrid-override-pattern",),
+        group=STACK,
+        deprecated=("hybrid-override-pattern",),
     )
-    hidden_size: int = option(help="Width of the residual stream.", unit="channels", group=STACK, minimum=1)
+    hidden_size: int = option(
+        help="Width of the residual stream.", unit="channels", group=STACK, minimum=1
+    )
     ffn_hidden_size: int = option(
-        None, "Inner width of an MLP layer.", unit="channels", group=STACK, minimum=1,
+        None,
+        "Inner width of an MLP layer.",
+        unit="channels",
+        group=STACK,
+        minimum=1,
         derived="4 x hidden size; with --swiglu 8/3 x, in steps of 64",
     )
-    squared_relu: bool = option(False, "MLPs and experts apply max(x, 0)^2 instead of GELU.", group=STACK)
-    swiglu: bool = option(False, "MLPs and experts apply SiLU(gate) x up instead of GELU.", group=STACK)
+    squared_relu: bool = option(
+        False, "MLPs and experts apply max(x, 0)^2 instead of GELU.", group=STACK
+    )
+    swiglu: bool = option(
+        False, "MLPs and experts apply SiLU(gate) x up instead of GELU.", group=STACK
+    )
     add_bias_linear: bool = option(
         True, "Linear layers have no bias.", group=STACK, flag="disable-bias-linear", negated=True
     )
     normalization: str = option(
-        "LayerNorm", "Norm in front of each layer and at the end.", group=STACK, choices=("LayerNorm", "RMSNorm")
+        "LayerNorm",
+        "Norm in front of each layer and at the end.",
+        group=STACK,
+        choices=("LayerNorm", "RMSNorm"),
     )
-    norm_epsilon: float = option(1e-5, "Added to the variance in norms.", group=STACK, above=0, maximum=1)
+    norm_epsilon: float = option(
+        1e-5, "Added to the variance in norms.", group=STACK, above=0, maximum=1
+    )
     hidden_dropout: float = option(
-        0.0, "Probability of dropping a channel of a layer's output.", group=STACK, minimum=0, below=1,
-        megatron=("0.1", "hybrid models are trained without dropout"), training_only=True,
+        0.0,
+        "Probability of dropping a channel of a layer's output.",
+        group=STACK,
+        minimum=0,
+        below=1,
+        megatron=("0.1", "hybrid models are trained without dropout"),
+        training_only=True,
     )
     init_method_std: float = option(
         0.02, "Standard deviation of the initial weights.", group=STACK, above=0, training_only=True
     )
 
-    num_attention_heads: int = option(0, "Query heads of an attention layer.", unit="heads", group=ATTN, minimum=0)
+    num_attention_heads: int = option(
+        0, "Query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
+    )
     num_query_groups: int = option(
-        None, "Key-value heads; each serves an equal share of the query heads.", unit="heads", group=ATTN, minimum=1,
+        None,
+        "Key-value heads; each serves an equal share of the query heads.",
+        unit="heads",
+        group=ATTN,
+        minimum=1,
         derived="one per query head",
     )
     kv_channels: int = option(
-        None, "Width of one attention head.", unit="channels", group=ATTN, minimum=1, derived="hidden size / heads"
+        None,
+        "Width of one attention head.",
+        unit="channels",
+        group=ATTN,
+        minimum=1,
+        derived="hidden size / heads",
     )
     add_qkv_bias: bool = option(False, "Query, key and value projections have a bias.", group=ATTN)
     attention_dropout: float = option(
-        0.0, "Probability of dropping an attention weight; only 0 is built.", group=ATTN,
-        megatron=("0.1", "the packed attention kernels apply none"), training_only=True,
+        0.0,
+        "Probability of dropping an attention weight; only 0 is built.",
+        group=ATTN,
+        megatron=("0.1", "the packed attention kernels apply none"),
+        training_only=True,
     )
     position_embedding_type: str = option(
-        "none", "How attention learns positions; they restart at 0 in every document.", group=ATTN,
-        choices=("none", "rope"), shorthands={"use-rotary-position-embeddings": "rope"},
+        "none",
+        "How attention learns positions; they restart at 0 in every document.",
+        group=ATTN,
+        choices=("none", "rope"),
+        shorthands={"use-rotary-position-embeddings": "rope"},
         megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
-        not_built={"learned_absolute": "give none (Mamba layers carry the order of tokens) or rope",
-                   "relative": "give rope", "yarn": "give rope", "mrope": "give rope"},
+        not_built={
+            "learned_absolute": "give none (Mamba layers carry the order of tokens) or rope",
+            "relative": "give rope",
+            "yarn": "give rope",
+            "mrope": "give rope",
+        },
     )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
-    rotary_percent: float = option(1.0, "Share of each head that is rotated.", group=ATTN, above=0, maximum=1)
+    rotary_percent: float = option(
+        1.0, "Share of each head that is rotated.", group=ATTN, above=0, maximum=1
+    )
     max_position_embeddings: int | None = option(
-        None, "Longest document that the rotary tables cover; --max-document-length when not given.", unit="tokens",
-        group=ATTN, minimum=2, training_only=True,
+        None,
+        "Longest document that the rotary tables cover; --max-document-length when not given.",
+        unit="tokens",
+        group=ATTN,
+        minimum=2,
+        training_only=True,
     )
 
     mamba_state_dim: int = option(
         128, "Size of the state of a channel.", unit="numbers", group=SSM, minimum=1, maximum=256
     )
-    mamba_head_dim: int = option(64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1)
-    mamba_num_groups: int = option(8, "Groups of heads that share B and C.", unit="groups", group=SSM, minimum=1)
+    mamba_head_dim: int = option(
+        64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1
+    )
+    mamba_num_groups: int = option(
+        8, "Groups of heads that share B and C.", unit="groups", group=SSM, minimum=1
+    )
     mamba_num_heads: int = option(
-        None, "Mamba heads.", unit="heads", group=SSM, minimum=1, derived="2 x hidden size / head width"
+        None,
+        "Mamba heads.",
+        unit="heads",
+        group=SSM,
+        minimum=1,
+        derived="2 x hidden size / head width",
     )
     mamba_chunk_size: int = option(
-        128, "Tokens that the scan handles as one matrix; a power of two.", unit="tokens", group=SSM, minimum=1,
-        maximum=1024, training_only=True,
+        128,
+        "Tokens that the scan handles as one matrix; a power of two.",
+        unit="tokens",
+        group=SSM,
+        minimum=1,
+        maximum=1024,
+        training_only=True,
     )
     mamba_d_conv: ClassVar[int] = 4
     """Taps of the causal convolution, as in every published hybrid model."""
@@ -99,75 +168,121 @@ class ModelConfig(Section, title="model"):
     num_experts: int | None = option(
         None, "Experts of an E layer.", unit="experts", group=EXPERTS, minimum=1, maximum=65536
     )
-    moe_router_topk: int = option(2, "Experts that each token visits.", unit="experts", group=EXPERTS, minimum=1)
+    moe_router_topk: int = option(
+        2, "Experts that each token visits.", unit="experts", group=EXPERTS, minimum=1
+    )
     moe_ffn_hidden_size: int = option(
-        None, "Inner width of one expert.", unit="channels", group=EXPERTS, minimum=1, derived="the MLP's"
+        None,
+        "Inner width of one expert.",
+        unit="channels",
+        group=EXPERTS,
+        minimum=1,
+        derived="the MLP's",
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        None, "Inner width of an expert that every token visits; without it there is none.", unit="channels",
-        group=EXPERTS, minimum=1,
+        None,
+        "Inner width of an expert that every token visits; without it there is none.",
+        unit="channels",
+        group=EXPERTS,
+        minimum=1,
     )
     moe_router_score_function: str = option(
-        "softmax", "From router logits to scores.", group=EXPERTS, choices=("softmax", "sigmoid"),
+        "softmax",
+        "From router logits to scores.",
+        group=EXPERTS,
+        choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
     )
-    moe_router_pre_softmax: bool = option(False, "Scores are taken over all experts before the top k.", group=EXPERTS)
+    moe_router_pre_softmax: bool = option(
+        False, "Scores are taken over all experts before the top k.", group=EXPERTS
+    )
     moe_router_topk_scaling_factor: float | None = option(
         None, "Factor on the scores of the chosen experts.", group=EXPERTS, above=0
     )
     moe_router_enable_expert_bias: bool = option(
-        False, "Balance the load by a bias on each expert's score, used for the choice only.", group=EXPERTS
+        False,
+        "Balance the load by a bias on each expert's score, used for the choice only.",
+        group=EXPERTS,
     )
     moe_router_bias_update_rate: float = option(
         1e-3, "Step of that bias per iteration.", group=EXPERTS, minimum=0, training_only=True
     )
     moe_router_load_balancing_type: str = option(
-        "aux_loss", "Auxiliary loss for an even load: per pack, over its real tokens. seq_aux_loss is per sample, "
-        "which with --micro-batch-size 1 is the same.", group=EXPERTS,
-        choices=("aux_loss", "seq_aux_loss", "none"), training_only=True,
-        not_built={"global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
-                   "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
-                   "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias"},
+        "aux_loss",
+        "Auxiliary loss for an even load: per pack, over its real tokens. seq_aux_loss is per sample, "
+        "which with --micro-batch-size 1 is the same.",
+        group=EXPERTS,
+        choices=("aux_loss", "seq_aux_loss", "none"),
+        training_only=True,
+        not_built={
+            "global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
+            "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
+            "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
+        },
     )
     moe_aux_loss_coeff: float = option(
         0.0, "Weight of the auxiliary loss.", group=EXPERTS, minimum=0, training_only=True
     )
     moe_z_loss_coeff: float | None = option(
-        None, "Weight of the loss that keeps router logits small.", group=EXPERTS, minimum=0, training_only=True
+        None,
+        "Weight of the loss that keeps router logits small.",
+        group=EXPERTS,
+        minimum=0,
+        training_only=True,
     )
     moe_expert_capacity_factor: float | None = option(
-        None, "Tokens that an expert takes of a rank's pack, as a multiple of an even share; without it all.",
-        group=EXPERTS, above=0, training_only=True,
+        None,
+        "Tokens that an expert takes of a rank's pack, as a multiple of an even share; without it all.",
+        group=EXPERTS,
+        above=0,
+        training_only=True,
     )
     moe_token_drop_policy: str = option(
-        "probs", "Tokens that an expert keeps when it has no room for all: those of the highest scores, or the first.",
-        group=EXPERTS, choices=("probs", "position"), training_only=True,
+        "probs",
+        "Tokens that an expert keeps when it has no room for all: those of the highest scores, or the first.",
+        group=EXPERTS,
+        choices=("probs", "position"),
+        training_only=True,
     )
     moe_pad_expert_input_to_capacity: bool = option(
-        False, "The alltoall dispatcher sends as many rows as the capacity allows, so that no counts are asked for.",
-        group=EXPERTS, training_only=True,
+        False,
+        "The alltoall dispatcher sends as many rows as the capacity allows, so that no counts are asked for.",
+        group=EXPERTS,
+        training_only=True,
     )
     moe_token_dispatcher_type: str = option(
-        "allgather", "How tokens reach experts on other ranks: all tokens to all, or each to the ranks of its experts.",
-        group=EXPERTS, choices=("allgather", "alltoall"), training_only=True,
+        "allgather",
+        "How tokens reach experts on other ranks: all tokens to all, or each to the ranks of its experts.",
+        group=EXPERTS,
+        choices=("allgather", "alltoall"),
+        training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
     )
     moe_expert_rank_capacity_factor: float | None = option(
-        None, "Rows that a rank's experts have room for with allgather, as a multiple of an even share; a step that "
+        None,
+        "Rows that a rank's experts have room for with allgather, as a multiple of an even share; a step that "
         "needs more is skipped and done again with room for all. Without it there is room for the worst case.",
-        group=EXPERTS, above=0, training_only=True,
+        group=EXPERTS,
+        above=0,
+        training_only=True,
     )
 
     untie_embeddings_and_output_weights: bool = option(
         False, "The output projection has weights of its own.", group=OUTPUT
     )
     vocab_size: int | None = option(
-        None, "Entries of the vocabulary before padding; the tokenizer's when not given.", unit="tokens", group=OUTPUT,
+        None,
+        "Entries of the vocabulary before padding; the tokenizer's when not given.",
+        unit="tokens",
+        group=OUTPUT,
         minimum=2,
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this, times the tensor-parallel size.", unit="tokens",
-        group=OUTPUT, minimum=1,
+        128,
+        "The vocabulary is padded to a multiple of this, times the tensor-parallel size.",
+        unit="tokens",
+        group=OUTPUT,
+        minimum=1,
     )
 
     @property
@@ -201,28 +316,43 @@ class ModelConfig(Section, title="model"):
 
     @property
     def dispatch_asks_the_device(self) -> bool:
-        """Whether ranks that share experts ask the device how many rows go where, which no CUDA graph can hold."""
-        return self.moe_token_dispatcher_type == "alltoall" and not self.moe_pad_expert_input_to_capacity  # noqa: S105
+        """Whether ranks that share experts ask the device how many rows go where, which no CUDA
+        graph can hold.
+        """
+        return (
+            self.moe_token_dispatcher_type == "alltoall"  # noqa: S105
+            and not self.moe_pad_expert_input_to_capacity
+        )
 
     def padded_vocab_size(self, vocab_size: int, tp_size: int = 1) -> int:
-        """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128, and 50,432 with 128 on 2 tensor-parallel ranks."""
+        """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128, and 50,432 with 128 on 2
+        tensor-parallel ranks.
+        """
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
 
     def derive(self, sound: Sound) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if sound("hidden_size", "swiglu"):
-            # A gated MLP has three matrices: as in Megatron, two thirds of the width keep the parameters alike.
+            # A gated MLP has three matrices: as in Megatron, two thirds of the width keep the
+            # parameters alike.
             gated = max(8 * self.hidden_size // 3 // 64 * 64, 64)
             values["ffn_hidden_size"] = gated if self.swiglu else 4 * self.hidden_size
-        if sound("hidden_size", "mamba_head_dim") and 2 * self.hidden_size % self.mamba_head_dim == 0:
+        if (
+            sound("hidden_size", "mamba_head_dim")
+            and 2 * self.hidden_size % self.mamba_head_dim == 0
+        ):
             values["mamba_num_heads"] = 2 * self.hidden_size // self.mamba_head_dim
         if sound("num_attention_heads") and self.num_attention_heads:
             values["num_query_groups"] = self.num_attention_heads
             if sound("hidden_size") and self.hidden_size % self.num_attention_heads == 0:
                 values["kv_channels"] = self.hidden_size // self.num_attention_heads
         if sound("moe_ffn_hidden_size"):
-            ffn = self.ffn_hidden_size if self.ffn_hidden_size is not None else values.get("ffn_hidden_size")
+            ffn = (
+                self.ffn_hidden_size
+                if self.ffn_hidden_size is not None
+                else values.get("ffn_hidden_size")
+            )
             values["moe_ffn_hidden_size"] = ffn
         return values
 
@@ -236,76 +366,150 @@ class ModelConfig(Section, title="model"):
         if MAMBA in symbols:
             yield from self._mamba_rules(sound)
         yield from self._expert_rules(sound, known=known, has_experts=MOE in symbols)
-        if self.attention_dropout != 0 and sound("attention_dropout"):  # also where there is no attention
-            yield Problem("--attention-dropout", str(self.attention_dropout),
-                          "dropout of attention weights is not built", "leave it out, or use --hidden-dropout")
+        if self.attention_dropout != 0 and sound(
+            "attention_dropout"
+        ):  # also where there is no attention
+            yield Problem(
+                "--attention-dropout",
+                str(self.attention_dropout),
+                "dropout of attention weights is not built",
+                "leave it out, or use --hidden-dropout",
+            )
         if MOE in symbols and self.add_bias_linear:
-            yield Problem("--hybrid-layer-pattern", self.hybrid_layer_pattern,
-                          "has E layers, and experts with biases are not built", "add --disable-bias-linear")
+            yield Problem(
+                "--hybrid-layer-pattern",
+                self.hybrid_layer_pattern,
+                "has E layers, and experts with biases are not built",
+                "add --disable-bias-linear",
+            )
         if self.squared_relu and self.swiglu:
-            yield Problem("--squared-relu", "", "contradicts --swiglu: an MLP has one activation",
-                          "give one of the two")
+            yield Problem(
+                "--squared-relu",
+                "",
+                "contradicts --swiglu: an MLP has one activation",
+                "give one of the two",
+            )
 
     def _attention_rules(self, sound: Sound) -> Iterator[Problem]:
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
-            yield Problem("--num-attention-heads", "", "is required: the pattern has attention layers (*)",
-                          "give --num-attention-heads N")
+            yield Problem(
+                "--num-attention-heads",
+                "",
+                "is required: the pattern has attention layers (*)",
+                "give --num-attention-heads N",
+            )
             return
         if sound("num_attention_heads", "num_query_groups") and heads and heads % groups:
-            yield Problem("--num-query-groups", str(groups), f"must divide --num-attention-heads ({heads})",
-                          f"choose from {divisors(heads)}")
+            yield Problem(
+                "--num-query-groups",
+                str(groups),
+                f"must divide --num-attention-heads ({heads})",
+                f"choose from {divisors(heads)}",
+            )
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
-            yield Problem("--hidden-size", str(hidden), f"is not divisible by --num-attention-heads ({heads})",
-                          "change one of them, or give the width of a head by --kv-channels")
+            yield Problem(
+                "--hidden-size",
+                str(hidden),
+                f"is not divisible by --num-attention-heads ({heads})",
+                "change one of them, or give the width of a head by --kv-channels",
+            )
         rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
         if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            yield Problem("--rotary-percent", str(self.rotary_percent),
-                          f"rotates {self.rotary_dim} of {self.kv_channels} channels, and the number must be even",
-                          "choose a percentage or --kv-channels that gives an even number >= 2")
+            yield Problem(
+                "--rotary-percent",
+                str(self.rotary_percent),
+                f"rotates {self.rotary_dim} of {self.kv_channels} channels, and the number must be even",
+                "choose a percentage or --kv-channels that gives an even number >= 2",
+            )
 
     def _mamba_rules(self, sound: Sound) -> Iterator[Problem]:
         hidden, width = self.hidden_size, self.mamba_head_dim
         if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
-            yield Problem("--mamba-head-dim", str(width), f"must divide twice the --hidden-size ({2 * hidden})",
-                          f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads")
-        if sound("mamba_num_heads", "mamba_num_groups") and self.mamba_num_heads % self.mamba_num_groups:
-            yield Problem("--mamba-num-groups", str(self.mamba_num_groups),
-                          f"must divide the number of Mamba heads ({self.mamba_num_heads})",
-                          f"choose from {divisors(self.mamba_num_heads)}")
+            yield Problem(
+                "--mamba-head-dim",
+                str(width),
+                f"must divide twice the --hidden-size ({2 * hidden})",
+                f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
+            )
+        if (
+            sound("mamba_num_heads", "mamba_num_groups")
+            and self.mamba_num_heads % self.mamba_num_groups
+        ):
+            yield Problem(
+                "--mamba-num-groups",
+                str(self.mamba_num_groups),
+                f"must divide the number of Mamba heads ({self.mamba_num_heads})",
+                f"choose from {divisors(self.mamba_num_heads)}",
+            )
         if sound("mamba_chunk_size") and self.mamba_chunk_size & (self.mamba_chunk_size - 1):
-            yield Problem("--mamba-chunk-size", str(self.mamba_chunk_size), "must be a power of two",
-                          f"give {1 << (self.mamba_chunk_size.bit_length() - 1)}")
+            yield Problem(
+                "--mamba-chunk-size",
+                str(self.mamba_chunk_size),
+                "must be a power of two",
+                f"give {1 << (self.mamba_chunk_size.bit_length() - 1)}",
+            )
 
     def _expert_rules(self, sound: Sound, known: bool, has_experts: bool) -> Iterator[Problem]:
         experts, topk = self.num_experts, self.moe_router_topk
         if known and has_experts and experts is None and sound("num_experts"):
-            yield Problem("--num-experts", "", "is required: the pattern has expert layers (E)", "give --num-experts N")
+            yield Problem(
+                "--num-experts",
+                "",
+                "is required: the pattern has expert layers (E)",
+                "give --num-experts N",
+            )
         if known and not has_experts:
             for name in ("num_experts", "moe_shared_expert_intermediate_size"):
                 if getattr(self, name) is not None:
-                    yield Problem(self.flag(name), str(getattr(self, name)), "the pattern has no expert layer (E)",
-                                  f"put an E into --hybrid-layer-pattern, or leave {self.flag(name)} out")
+                    yield Problem(
+                        self.flag(name),
+                        str(getattr(self, name)),
+                        "the pattern has no expert layer (E)",
+                        f"put an E into --hybrid-layer-pattern, or leave {self.flag(name)} out",
+                    )
             return
         if experts is not None and sound("num_experts", "moe_router_topk"):
             if topk > experts:
-                yield Problem("--moe-router-topk", str(topk), f"must be at most --num-experts ({experts})",
-                              f"give 1 to {experts}")
-            if topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
-                yield Problem("--moe-router-topk", "1",
-                              "the softmax over one chosen expert is always 1, so the router would not learn",
-                              "add --moe-router-pre-softmax, or choose two experts or more")
+                yield Problem(
+                    "--moe-router-topk",
+                    str(topk),
+                    f"must be at most --num-experts ({experts})",
+                    f"give 1 to {experts}",
+                )
+            if (
+                topk == 1
+                and self.moe_router_score_function == "softmax"
+                and not self.moe_router_pre_softmax
+            ):
+                yield Problem(
+                    "--moe-router-topk",
+                    "1",
+                    "the softmax over one chosen expert is always 1, so the router would not learn",
+                    "add --moe-router-pre-softmax, or choose two experts or more",
+                )
         if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
-            yield Problem("--moe-router-enable-expert-bias", "", "needs the sigmoid score function",
-                          "add --moe-router-score-function sigmoid")
+            yield Problem(
+                "--moe-router-enable-expert-bias",
+                "",
+                "needs the sigmoid score function",
+                "add --moe-router-score-function sigmoid",
+            )
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            yield Problem("--moe-pad-expert-input-to-capacity", "", "there is no capacity to pad to",
-                          "add --moe-expert-capacity-factor, or leave it out")
+            yield Problem(
+                "--moe-pad-expert-input-to-capacity",
+                "",
+                "there is no capacity to pad to",
+                "add --moe-expert-capacity-factor, or leave it out",
+            )
         dispatcher = self.moe_token_dispatcher_type
         if self.moe_expert_rank_capacity_factor is not None and dispatcher != "allgather":
-            yield Problem("--moe-expert-rank-capacity-factor", str(self.moe_expert_rank_capacity_factor),
-                          "sizes the buffer of the allgather dispatcher alone",
-                          "give --moe-token-dispatcher-type allgather, or leave it out")
+            yield Problem(
+                "--moe-expert-rank-capacity-factor",
+                str(self.moe_expert_rank_capacity_factor),
+                "sizes the buffer of the allgather dispatcher alone",
+                "give --moe-token-dispatcher-type allgather, or leave it out",
+            )
 
 
 def divisors(number: int) -> str:
@@ -321,4 +525,6 @@ def every_divisor(number: int) -> list[int]:
 
 def in_words(numbers: list[int]) -> str:
     """At most twelve of them."""
-    return ", ".join(str(number) for number in numbers[:12]) + (", ..." if len(numbers) > 12 else "")
+    return ", ".join(str(number) for number in numbers[:12]) + (
+        ", ..." if len(numbers) > 12 else ""
+    )

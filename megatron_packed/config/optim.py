@@ -19,68 +19,136 @@ SAMPLE_UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, title="optim"):
-    """AdamW over fp32 masters, and the schedule of its learning rate. Rules that need --train-iters stand in run.py."""
+    """AdamW over fp32 masters, and the schedule of its learning rate. Rules that need --train-iters
+    stand in run.py.
+    """
 
     lr: float = option(help="Highest learning rate.", group=RATE, minimum=0)
-    min_lr: float = option(0.0, "Learning rate at the end of the decay, and the lowest one.", group=RATE, minimum=0)
+    min_lr: float = option(
+        0.0, "Learning rate at the end of the decay, and the lowest one.", group=RATE, minimum=0
+    )
     lr_decay_style: str = option(
-        "linear", "Course of the decay.", group=RATE, choices=("constant", "linear", "cosine", "WSD"),
-        not_built={"inverse-square-root": "give cosine, or WSD with --lr-wsd-decay-style minus_sqrt"},
+        "linear",
+        "Course of the decay.",
+        group=RATE,
+        choices=("constant", "linear", "cosine", "WSD"),
+        not_built={
+            "inverse-square-root": "give cosine, or WSD with --lr-wsd-decay-style minus_sqrt"
+        },
     )
     lr_decay_iters: int | None = option(
-        None, "Iteration at which the decay ends; --train-iters when not given.", unit="iterations", group=RATE,
+        None,
+        "Iteration at which the decay ends; --train-iters when not given.",
+        unit="iterations",
+        group=RATE,
         minimum=1,
     )
     lr_decay_samples: int | None = option(
-        None, "The same in samples, of which a step takes --global-batch-size.", unit="samples", group=RATE, minimum=1,
+        None,
+        "The same in samples, of which a step takes --global-batch-size.",
+        unit="samples",
+        group=RATE,
+        minimum=1,
         maximum=1 << 62,
     )
     lr_warmup_iters: int = option(0, "Linear warm-up.", unit="iterations", group=RATE, minimum=0)
-    lr_warmup_samples: int = option(0, "The same in samples.", unit="samples", group=RATE, minimum=0, maximum=1 << 62)
+    lr_warmup_samples: int = option(
+        0, "The same in samples.", unit="samples", group=RATE, minimum=0, maximum=1 << 62
+    )
     lr_warmup_fraction: float | None = option(
         None, "Linear warm-up as a share of the decay iterations.", group=RATE, minimum=0, maximum=1
     )
-    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", group=RATE, minimum=0)
+    lr_warmup_init: float = option(
+        0.0, "Learning rate at the start of the warm-up.", group=RATE, minimum=0
+    )
     lr_wsd_decay_iters: int | None = option(
         None, "WSD: iterations of the final decay.", unit="iterations", group=RATE, minimum=1
     )
     lr_wsd_decay_samples: int | None = option(
-        None, "WSD: samples of the final decay.", unit="samples", group=RATE, minimum=1, maximum=1 << 62
+        None,
+        "WSD: samples of the final decay.",
+        unit="samples",
+        group=RATE,
+        minimum=1,
+        maximum=1 << 62,
     )
     lr_wsd_decay_style: str = option(
-        "exponential", "WSD: course of the final decay.", group=RATE,
+        "exponential",
+        "WSD: course of the final decay.",
+        group=RATE,
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
 
     optimizer_backend: str = option(
-        "auto", "Implementation of the fused step.", group=ADAM, choices=("auto", "torch", "transformer_engine", "apex")
+        "auto",
+        "Implementation of the fused step.",
+        group=ADAM,
+        choices=("auto", "torch", "transformer_engine", "apex"),
     )
     weight_decay: float = option(
-        0.01, "Decay of matrices; norms, biases, A_log, D and dt_bias have none.", group=ADAM, minimum=0
+        0.01,
+        "Decay of matrices; norms, biases, A_log, D and dt_bias have none.",
+        group=ADAM,
+        minimum=0,
     )
-    clip_grad: float = option(1.0, "Largest global norm of the gradient; 0 does not clip.", group=ADAM, minimum=0)
+    clip_grad: float = option(
+        1.0, "Largest global norm of the gradient; 0 does not clip.", group=ADAM, minimum=0
+    )
     adam_beta1: float = option(0.9, "Memory of the first moment.", group=ADAM, minimum=0, below=1)
-    adam_beta2: float = option(0.999, "Memory of the second moment.", group=ADAM, minimum=0, below=1)
+    adam_beta2: float = option(
+        0.999, "Memory of the second moment.", group=ADAM, minimum=0, below=1
+    )
     adam_eps: float = option(1e-8, "Added to the root of the second moment.", group=ADAM, above=0)
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name in ("min_lr", "lr_warmup_init"):
             if sound("lr", name) and getattr(self, name) > self.lr:
-                yield Problem(self.flag(name), str(getattr(self, name)), f"must be at most --lr ({self.lr})",
-                              "lower it, or raise --lr")
+                yield Problem(
+                    self.flag(name),
+                    str(getattr(self, name)),
+                    f"must be at most --lr ({self.lr})",
+                    "lower it, or raise --lr",
+                )
         fraction_given = self.lr_warmup_fraction is not None
-        if fraction_given and sound("lr_warmup_iters", "lr_warmup_fraction") and self.lr_warmup_iters:
-            yield Problem("--lr-warmup-fraction", str(self.lr_warmup_fraction),
-                          f"contradicts --lr-warmup-iters ({self.lr_warmup_iters})", "give one of the two")
+        if (
+            fraction_given
+            and sound("lr_warmup_iters", "lr_warmup_fraction")
+            and self.lr_warmup_iters
+        ):
+            yield Problem(
+                "--lr-warmup-fraction",
+                str(self.lr_warmup_fraction),
+                f"contradicts --lr-warmup-iters ({self.lr_warmup_iters})",
+                "give one of the two",
+            )
         for iters, samples in SAMPLE_UNITS.items():
             if sound(iters, samples) and getattr(self, iters) and getattr(self, samples):
-                yield Problem(self.flag(samples), str(getattr(self, samples)),
-                              f"contradicts {self.flag(iters)} ({getattr(self, iters)}): one length in two units",
-                              "give one of the two")
-        if fraction_given and sound("lr_warmup_samples", "lr_warmup_fraction") and self.lr_warmup_samples:
-            yield Problem("--lr-warmup-fraction", str(self.lr_warmup_fraction),
-                          f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})", "give one of the two")
+                yield Problem(
+                    self.flag(samples),
+                    str(getattr(self, samples)),
+                    f"contradicts {self.flag(iters)} ({getattr(self, iters)}): one length in two units",
+                    "give one of the two",
+                )
+        if (
+            fraction_given
+            and sound("lr_warmup_samples", "lr_warmup_fraction")
+            and self.lr_warmup_samples
+        ):
+            yield Problem(
+                "--lr-warmup-fraction",
+                str(self.lr_warmup_fraction),
+                f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})",
+                "give one of the two",
+            )
         known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-        if known and self.lr_decay_style == "WSD" and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
-            yield Problem("--lr-wsd-decay-iters", "", "is required with --lr-decay-style WSD",
-                          "give the number of iterations of the final decay")
+        if (
+            known
+            and self.lr_decay_style == "WSD"
+            and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples)
+        ):
+            yield Problem(
+                "--lr-wsd-decay-iters",
+                "",
+                "is required with --lr-decay-style WSD",
+                "give the number of iterations of the final decay",
+            )

@@ -1,7 +1,9 @@
-"""Options: dataclass fields that know their flag, their help, their limits and why they differ from Megatron.
+"""Options: dataclass fields that know their flag, their help, their limits and why they differ from
+Megatron.
 
-A field made with ``option(...)`` is all it takes to add a flag: parser, help, configuration file, checks, serialisation
-and documentation read the field. ``Section`` is the base of the dataclasses that hold options.
+A field made with ``option(...)`` is all it takes to add a flag: parser, help, configuration file,
+checks, serialisation and documentation read the field. ``Section`` is the base of the dataclasses
+that hold options.
 """
 
 from __future__ import annotations
@@ -17,9 +19,17 @@ from megatron_packed.config.suggest import did_you_mean, nearest
 SectionType = TypeVar("SectionType", bound="Section")
 INT32_MAX = 2**31 - 1
 MOST_VALUES = 20_000
-"""Limit of one option, such as data paths and their weights: each is checked before anything starts."""
+"""Limit of one option, such as data paths and their weights: each is checked before anything
+starts.
+"""
 PathUse = Literal[
-    "input_file", "input_data", "data_args", "input_directory", "output_file", "output_directory", "log_file"
+    "input_file",
+    "input_data",
+    "data_args",
+    "input_directory",
+    "output_file",
+    "output_directory",
+    "log_file",
 ]
 Sound = Callable[..., bool]  # sound("a", "b"): no problem was found yet with the fields a and b
 
@@ -65,8 +75,8 @@ def option(default: Any = MISSING, help: str = "", **metadata: Any) -> Any:
         shorthands: deprecated flags without a value, each with the value that it stands for.
         empty_word: of an option with several values: the word for none of them (``auto``).
         bare: the value when the flag is given without one.
-        choices: the only values; ``value_aliases``: other words for some of them; ``not_built``: values of Megatron
-            that are refused by name, each with what to use instead.
+        choices: the only values; ``value_aliases``: other words for some of them; ``not_built``:
+            values of Megatron that are refused by name, each with what to use instead.
         minimum, above, maximum, below: bounds, inclusive and exclusive.
         derived: what ``None`` stands for; the section fills the value in when it is made.
         path: the value is a path that is read or written, checked before anything starts.
@@ -86,7 +96,9 @@ class Kind:
 
     @property
     def word(self) -> str:
-        return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.base]
+        return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[
+            self.base
+        ]
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,9 @@ class Field:
 
     @property
     def switches(self) -> dict[str, bool]:
-        """For a boolean, every spelling that takes no value and what it sets; the spelling shown comes first."""
+        """For a boolean, every spelling that takes no value and what it sets; the spelling shown
+        comes first.
+        """
         plain = self.name.replace("_", "-")
         spelled = {self.flag: not self.option.negated}
         for other in (*self.option.aliases, *self.option.deprecated):
@@ -125,7 +139,11 @@ class Field:
         if self.kind.base is bool:
             return tuple(self.switches)
         short = ("--" + other for other in self.option.shorthands or ())
-        return (self.flag, *short, *("--" + other for other in (*self.option.aliases, *self.option.deprecated)))
+        return (
+            self.flag,
+            *short,
+            *("--" + other for other in (*self.option.aliases, *self.option.deprecated)),
+        )
 
 
 def _kind(annotation: Any) -> Kind:
@@ -161,7 +179,8 @@ def _read_fields(section: type[Section]) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A group of options. Making one checks it whole and raises ``ConfigError`` with every problem found.
+    """A group of options. Making one checks it whole and raises ``ConfigError`` with every problem
+    found.
 
     Fields whose option is ``derived`` may be given as None and hold the derived value afterwards.
     """
@@ -178,7 +197,9 @@ class Section:
             raise ConfigError(found)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        """Values for derived fields that are None, as far as the fields they come from are ``sound``."""
+        """Values for derived fields that are None, as far as the fields they come from are
+        ``sound``.
+        """
         return {}
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
@@ -191,7 +212,9 @@ class Section:
 
 
 def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionType:
-    """A section that holds ``values`` and defaults, right or wrong, so that all problems can be collected."""
+    """A section that holds ``values`` and defaults, right or wrong, so that all problems can be
+    collected.
+    """
     made = object.__new__(section)
     for described in section_fields(section):
         object.__setattr__(made, described.name, values.get(described.name, described.default))
@@ -199,10 +222,12 @@ def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionT
 
 
 def problems_of(section: Section, unsound: set[str] | None = None) -> list[Problem]:
-    """Check one section: types, choices and bounds of each field, then derived values, then the section's own rules.
+    """Check one section: types, choices and bounds of each field, then derived values, then the
+    section's own rules.
 
     Args:
-        section: its derived fields are filled in and lists become tuples, in place, before anybody else sees it.
+        section: its derived fields are filled in and lists become tuples, in place, before anybody
+        else sees it.
         unsound: names of fields already known to be wrong; the names found here are added.
     """
     wrong = set() if unsound is None else unsound
@@ -222,7 +247,9 @@ def problems_of(section: Section, unsound: set[str] | None = None) -> list[Probl
     for name, value in section.derive(sound).items():
         if getattr(section, name) is None:
             object.__setattr__(section, name, value)
-    for described in section_fields(type(section)):  # a derived field that could not be derived is no basis for rules
+    for described in section_fields(
+        type(section)
+    ):  # a derived field that could not be derived is no basis for rules
         if described.option.derived and getattr(section, described.name) is None:
             wrong.add(described.name)
     found.extend(section.rules(sound))
@@ -236,10 +263,19 @@ def _check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
         if kind.optional:
             return None, []
         missing = f"{described.option.help[0].lower()}{described.option.help[1:]}".rstrip(".")
-        return None, [Problem(flag, "", f"is required: {missing}", f"give {flag} {placeholder(described)}".rstrip())]
+        return None, [
+            Problem(
+                flag,
+                "",
+                f"is required: {missing}",
+                f"give {flag} {placeholder(described)}".rstrip(),
+            )
+        ]
     if kind.many:
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
-            return value, [Problem(flag, repr(value), f"must be a list of {kind.word}", "give a list")]
+            return value, [
+                Problem(flag, repr(value), f"must be a list of {kind.word}", "give a list")
+            ]
         if len(value) > MOST_VALUES:
             rule = f"has {len(value):,} values, and {MOST_VALUES:,} can be given"
             return value, [Problem(flag, f"{value[0]} ...", rule, "give fewer")]
@@ -261,7 +297,9 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
         value = float(value)
     shown = str(value) if kind.base in (int, float) else repr(value)
     if not isinstance(value, kind.base) or (isinstance(value, bool) and kind.base is not bool):
-        return value, Problem(flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(described)}")
+        return value, Problem(
+            flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(described)}"
+        )
     if isinstance(value, str) and limits.value_aliases:
         value = limits.value_aliases.get(value, value)
     if limits.not_built and value in limits.not_built:
@@ -269,19 +307,29 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
     if limits.choices and value not in limits.choices:
         words = ", ".join(str(choice) for choice in limits.choices)
         meant = nearest(value, limits.choices) if isinstance(value, str) else []
-        return value, Problem(flag, shown, f"must be one of {words}", did_you_mean(meant, "choose one of them"))
+        return value, Problem(
+            flag, shown, f"must be one of {words}", did_you_mean(meant, "choose one of them")
+        )
     if kind.base is str:
         if not value.strip():
-            return value, Problem(flag, shown, "must not be empty", "give a value or leave the option out")
+            return value, Problem(
+                flag, shown, "must not be empty", "give a value or leave the option out"
+            )
         if "\0" in value:
             return value, Problem(flag, shown, "holds a NUL character", "remove it")
         return value, None
     if kind.base is float and not math.isfinite(value):
-        return value, Problem(flag, shown, "must be a finite number", f"give a number {bounds(limits)}".rstrip())
+        return value, Problem(
+            flag, shown, "must be a finite number", f"give a number {bounds(limits)}".rstrip()
+        )
     if kind.base is int and limits.maximum is None and abs(value) > INT32_MAX:
-        return value, Problem(flag, shown, f"must fit into 32 bits (at most {INT32_MAX})", "give a smaller number")
+        return value, Problem(
+            flag, shown, f"must fit into 32 bits (at most {INT32_MAX})", "give a smaller number"
+        )
     if kind.base in (int, float) and not within(limits, value):
-        return value, Problem(flag, shown, f"must be {bounds(limits)}", f"give {kind.word} {bounds(limits)}")
+        return value, Problem(
+            flag, shown, f"must be {bounds(limits)}", f"give {kind.word} {bounds(limits)}"
+        )
     return value, None
 
 
@@ -297,12 +345,19 @@ def within(limits: Option, value: float) -> bool:
 
 def bounds(limits: Option) -> str:
     """The bounds in words: ``>= 1 and <= 65536``."""
-    stated = ((">=", limits.minimum), (">", limits.above), ("<=", limits.maximum), ("<", limits.below))
+    stated = (
+        (">=", limits.minimum),
+        (">", limits.above),
+        ("<=", limits.maximum),
+        ("<", limits.below),
+    )
     return " and ".join(f"{sign} {limit:.10g}" for sign, limit in stated if limit is not None)
 
 
 def placeholder(described: Field) -> str:
-    """What stands for the value in the help and in cures: ``N``, ``X``, ``PATH``, ``A|B``; empty for a switch."""
+    """What stands for the value in the help and in cures: ``N``, ``X``, ``PATH``, ``A|B``; empty
+    for a switch.
+    """
     if described.kind.base is bool:
         return ""
     if described.option.choices:

@@ -1,4 +1,6 @@
-"""``--print-config``: the resolved configuration as YAML that ``--config`` reads back, each value with its origin."""
+"""``--print-config``: the resolved configuration as YAML that ``--config`` reads back, each value
+with its origin.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ _COLUMN = 56
 
 
 def config_yaml(
-    config: RunConfig, sources: Mapping[str, str], always: Mapping[str, str], idle: Mapping[str, str]
+    config: RunConfig,
+    sources: Mapping[str, str],
+    always: Mapping[str, str],
+    idle: Mapping[str, str],
 ) -> str:
-    """Return one line per option, ``field: value  # origin``, and at the end Megatron's flags that are true anyway.
+    """Return one line per option, ``field: value  # origin``, and at the end Megatron's flags that
+    are true anyway.
 
     Args:
         sources, always, idle: as in `flags.Parsed`.
@@ -51,5 +57,7 @@ def _scalar(value: Any) -> str:
     import yaml  # only --print-config needs it
 
     plain = list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text: str = yaml.safe_dump(
+        plain, default_flow_style=True, width=float("inf"), allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")

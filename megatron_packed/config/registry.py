@@ -51,7 +51,9 @@ def spellings() -> Mapping[str, Spelling]:
         old = {*short, *("--" + name for name in described.option.deprecated)}
         for spelling in described.spellings:
             assert spelling not in found, f"{spelling} names two options"
-            sets = described.switches[spelling] if described.kind.base is bool else short.get(spelling)
+            sets = (
+                described.switches[spelling] if described.kind.base is bool else short.get(spelling)
+            )
             found[spelling] = Spelling(described, sets, spelling in old)
     return found
 
@@ -59,7 +61,9 @@ def spellings() -> Mapping[str, Spelling]:
 @cache
 def every_field() -> tuple[Field, ...]:
     """All options in the order of the sections."""
-    return tuple(described for section in SECTIONS.values() for described in section_fields(section))
+    return tuple(
+        described for section in SECTIONS.values() for described in section_fields(section)
+    )
 
 
 def usable_flags() -> list[str]:

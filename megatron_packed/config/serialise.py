@@ -25,12 +25,19 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def section_to_dict(section: Section) -> dict[str, Any]:
     """The fields of one section; tuples become lists."""
-    values = {described.name: getattr(section, described.name) for described in section_fields(type(section))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    values = {
+        described.name: getattr(section, described.name)
+        for described in section_fields(type(section))
+    }
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
 
 
 def as_flags(section: Section) -> list[str]:
-    """The flags that make this section, one option each, e.g. ``--hidden-size 64``, quoted for a shell or an @file."""
+    """The flags that make this section, one option each, e.g. ``--hidden-size 64``, quoted for a
+    shell or an @file.
+    """
     flags = []
     for about in section_fields(type(section)):
         value = getattr(section, about.name)
@@ -40,7 +47,9 @@ def as_flags(section: Section) -> list[str]:
 
 
 def as_flag(about: Field, value: Any) -> str:
-    """The flag that gives an option this value, quoted for a shell or an @file; values of several may be a list."""
+    """The flag that gives an option this value, quoted for a shell or an @file; values of several
+    may be a list.
+    """
     if isinstance(value, bool):
         return next(spelling for spelling, means in about.switches.items() if means is value)
     words = value if isinstance(value, (tuple, list)) else (value,)
@@ -59,8 +68,14 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
         given = data.get(name, {})
         known = {described.name for described in section_fields(kind)}
         try:
-            values = {key: value for key, value in given.items() if key in known} if isinstance(given, Mapping) else {}
-            required = {described.name: None for described in section_fields(kind) if described.required}
+            values = (
+                {key: value for key, value in given.items() if key in known}
+                if isinstance(given, Mapping)
+                else {}
+            )
+            required = {
+                described.name: None for described in section_fields(kind) if described.required
+            }
             sections[name] = kind(**{**required, **values})
         except ConfigError as error:
             problems += error.problems
@@ -76,34 +91,49 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 def model_hash(model: ModelConfig) -> str:
     """Identity of the function that the weights belong to: 16 hexadecimal digits.
 
-    Options that only steer training (``training_only``) do not count. Fields that hold their default, or what they
-    would be derived to, do not either, so that a new option leaves the hash of older models as it is.
+    Options that only steer training (``training_only``) do not count. Fields that hold their
+    default, or what they would be derived to, do not either, so that a new option leaves the hash
+    of older models as it is.
     """
     identity = {"version": _HASH_VERSION, **_identity(model)}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Problem]:
-    """Why a checkpoint whose model section (of ``to_dict``) is ``stored`` does not fit ``model``; empty if it does."""
+    """Why a checkpoint whose model section (of ``to_dict``) is ``stored`` does not fit ``model``;
+    empty if it does.
+    """
     described = {f.name: f for f in section_fields(ModelConfig)}
-    kept = unchecked(ModelConfig, {name: value for name, value in stored.items() if name in described})
-    derived = kept.derive(lambda *names: True)  # a checkpoint that is older than an option does not name it
+    kept = unchecked(
+        ModelConfig, {name: value for name, value in stored.items() if name in described}
+    )
+    derived = kept.derive(
+        lambda *names: True
+    )  # a checkpoint that is older than an option does not name it
     found = []
     for name, about in described.items():
         before, now = getattr(kept, name), getattr(model, name)
         before = derived.get(name) if before is None else before
         if before != now and not about.option.training_only:
-            found.append(Problem(about.flag, _as_given(about, now),
-                                 f"the checkpoint was made with {_as_given(about, before)}",
-                                 "give the checkpoint's value, or load another checkpoint"))
+            found.append(
+                Problem(
+                    about.flag,
+                    _as_given(about, now),
+                    f"the checkpoint was made with {_as_given(about, before)}",
+                    "give the checkpoint's value, or load another checkpoint",
+                )
+            )
     return found
 
 
-def changed_options(stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+def changed_options(
+    stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
+) -> list[str]:
     """What is not as in the run that made a checkpoint: ``["--lr 0.1, was 0.2"]``.
 
     Args:
-        stored, current: ``to_dict`` of the two runs. An option that the older one did not know is passed over.
+        stored, current: ``to_dict`` of the two runs. An option that the older one did not know is
+        passed over.
         keys: of sections (``optim``) or single options (``training.seed``).
     """
     found = []
@@ -113,8 +143,12 @@ def changed_options(stored: Mapping[str, Any], current: Mapping[str, Any], keys:
     return found
 
 
-def restoring_words(stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]) -> str:
-    """Return the cure that restores the options of a checkpoint, such as ``give --lr 0.2 and leave out --seed``."""
+def restoring_words(
+    stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
+) -> str:
+    """Return the cure that restores the options of a checkpoint, such as ``give --lr 0.2 and leave
+    out --seed``.
+    """
     differing = list(_differing(stored, current, keys))
     by_default = [about.flag for about, then, _ in differing if then in (None, [], about.default)]
     given = [as_flag(about, then) for about, then, _ in differing if about.flag not in by_default]
@@ -125,20 +159,30 @@ def restoring_words(stored: Mapping[str, Any], current: Mapping[str, Any], keys:
 def _differing(
     stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
 ) -> Iterator[tuple[Field, Any, Any]]:
-    """Options of these sections and keys whose values differ: each with that of the checkpoint and that of now."""
+    """Options of these sections and keys whose values differ: each with that of the checkpoint and
+    that of now.
+    """
     for about in every_field():
         then, now = (config.get(about.section, {}) for config in (stored, current))
-        if {about.section, about.key}.isdisjoint(keys) or about.name not in then or about.name not in now:
+        if (
+            {about.section, about.key}.isdisjoint(keys)
+            or about.name not in then
+            or about.name not in now
+        ):
             continue
         if then[about.name] != now[about.name]:
             yield about, then[about.name], now[about.name]
 
 
 def _as_given(about: Field, value: object) -> str:
-    """A value as its flag means it: a switch is on or off, ``--disable-bias-linear`` the other way round."""
+    """A value as its flag means it: a switch is on or off, ``--disable-bias-linear`` the other way
+    round.
+    """
     if isinstance(value, bool):
         return "on" if value != about.option.negated else "off"
-    return " ".join(map(str, value)) or "not given" if isinstance(value, (list, tuple)) else str(value)
+    return (
+        " ".join(map(str, value)) or "not given" if isinstance(value, (list, tuple)) else str(value)
+    )
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
@@ -147,7 +191,9 @@ def _identity(model: ModelConfig) -> dict[str, Any]:
     for described in section_fields(ModelConfig):
         name, expected = described.name, described.default
         if described.option.derived:
-            expected = unchecked(ModelConfig, {**held, name: None}).derive(lambda *names: True).get(name)
+            expected = (
+                unchecked(ModelConfig, {**held, name: None}).derive(lambda *names: True).get(name)
+            )
         if not described.option.training_only and held[name] != expected:
             values[name] = held[name]
     return values
@@ -157,9 +203,15 @@ def _unknown_keys(data: Mapping[str, Any]) -> list[Problem]:
     found = []
     for name, section in data.items():
         if name not in SECTIONS:
-            found.append(Problem(name, "", "is no section", did_you_mean(nearest(name, SECTIONS), "remove it")))
+            found.append(
+                Problem(
+                    name, "", "is no section", did_you_mean(nearest(name, SECTIONS), "remove it")
+                )
+            )
         elif not isinstance(section, Mapping):
-            found.append(Problem(name, repr(section), "must hold fields with values", "give a mapping"))
+            found.append(
+                Problem(name, repr(section), "must hold fields with values", "give a mapping")
+            )
         else:
             known = [described.name for described in section_fields(SECTIONS[name])]
             for key in section:

@@ -9,10 +9,11 @@ from typing import Any, TextIO
 
 
 def guard_standard_streams() -> None:
-    """Replace standard output and error by streams whose failures are said once on the other one, and end nothing.
+    """Replace standard output and error by streams whose failures are said once on the other one,
+    and end nothing.
 
-    Call it before any file is opened: a file that is opened while descriptor 1 or 2 is closed gets that number, and
-    what a library prints would be written into it.
+    Call it before any file is opened: a file that is opened while descriptor 1 or 2 is closed gets
+    that number, and what a library prints would be written into it.
     """
     open_closed_descriptors()
     sys.stdout = _guarded(sys.stdout, 1, "standard output")
@@ -21,7 +22,9 @@ def guard_standard_streams() -> None:
 
 
 def open_closed_descriptors() -> None:
-    """Open the null device in place of standard streams that are closed, so that no file gets their numbers."""
+    """Open the null device in place of standard streams that are closed, so that no file gets their
+    numbers.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -33,7 +36,9 @@ def _guarded(stream: TextIO | None, descriptor: int, name: str) -> Any:
     if stream is None:  # it was closed when Python started
         stream = os.fdopen(descriptor, "w", closefd=False)
     if hasattr(stream, "reconfigure"):
-        with suppress(OSError, ValueError):  # what is buffered cannot be written: the next line says so
+        with suppress(
+            OSError, ValueError
+        ):  # what is buffered cannot be written: the next line says so
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
     return SteadyStream(stream, name)
 
@@ -68,7 +73,9 @@ class SteadyStream:
             return
         self.failed = error
         if self.other is not None:
-            self.other.write(f"{self._name} cannot be written ({error}); the run goes on without it.\n")
+            self.other.write(
+                f"{self._name} cannot be written ({error}); the run goes on without it.\n"
+            )
             self.other.flush()
 
     def __getattr__(self, name: str) -> Any:

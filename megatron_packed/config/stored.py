@@ -1,6 +1,7 @@
 """A configuration that lies in a checkpoint: is it what a run writes?
 
-A seal tells accidents. A file that was changed on purpose has a right one, and must end in a sentence all the same.
+A seal tells accidents. A file that was changed on purpose has a right one, and must end in a
+sentence all the same.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
 
 
 def stored_problem(value: Any) -> str | None:
-    """Return what is wrong with the configuration of a checkpoint, with its place; None if nothing is."""
-    if not isinstance(value, dict) or not all(isinstance(section, dict) for section in value.values()):
+    """Return what is wrong with the configuration of a checkpoint, with its place; None if nothing
+    is.
+    """
+    if not isinstance(value, dict) or not all(
+        isinstance(section, dict) for section in value.values()
+    ):
         return wrong(value, "sections of options")
     for section, required in (("model", _MODEL), ("training", ("bf16",)), ("packing", _SIZES)):
         missing = [name for name in required if name not in value.get(section, {})]
@@ -40,7 +45,9 @@ def _fits(about: Field, value: Any) -> bool:
         return False
     for item in value if about.kind.many else [value]:
         typed = type(item) is about.kind.base or (about.kind.base is float and type(item) is int)
-        if not typed or (about.kind.base in (int, float) and not (is_number(item) and within(about.option, item))):
+        if not typed or (
+            about.kind.base in (int, float) and not (is_number(item) and within(about.option, item))
+        ):
             return False
     return True
 

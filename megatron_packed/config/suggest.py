@@ -16,7 +16,9 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     before: list[int] = []
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        current = [reach + 1] * (len(b) + 1)  # whatever lies farther than that from the diagonal is too far
+        current = [reach + 1] * (
+            len(b) + 1
+        )  # whatever lies farther than that from the diagonal is too far
         current[0] = i
         for j in range(max(1, i - reach), min(len(b), i + reach) + 1):
             y = b[j - 1]
@@ -30,23 +32,33 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known names that ``name`` may stand for: all at the smallest distance, else those it abbreviates."""
+    """The known names that ``name`` may stand for: all at the smallest distance, else those it
+    abbreviates.
+    """
     wanted = _plain(name)
     candidates = {candidate: _plain(candidate) for candidate in known}
     same = [candidate for candidate, plain in candidates.items() if plain == wanted]
     if same:
         return same[:limit]
     reach = min(3, max(1, len(wanted) // 4))
-    similar = {name: plain for name, plain in candidates.items() if abs(len(plain) - len(wanted)) <= reach}
+    similar = {
+        name: plain for name, plain in candidates.items() if abs(len(plain) - len(wanted)) <= reach
+    }
     near, smallest = {}, reach + 1
     for candidate, plain in similar.items():
-        near[candidate] = edit_distance(wanted, plain, min(smallest, reach))  # farther than the best so far is enough
+        near[candidate] = edit_distance(
+            wanted, plain, min(smallest, reach)
+        )  # farther than the best so far is enough
         smallest = min(smallest, near[candidate])
     if smallest <= reach:
         return [candidate for candidate, distance in near.items() if distance == smallest][:limit]
     if len(wanted) < 3:
         return []
-    return [candidate for candidate, plain in candidates.items() if plain.startswith(wanted) or wanted in plain][:limit]
+    return [
+        candidate
+        for candidate, plain in candidates.items()
+        if plain.startswith(wanted) or wanted in plain
+    ][:limit]
 
 
 def did_you_mean(found: list[str], otherwise: str) -> str:

@@ -28,7 +28,9 @@ def from_text(described: Field, text: str) -> Any:
     base = described.kind.base
     if base is int:
         if _WHOLE.fullmatch(text.strip()):
-            return int(text) if len(text) < 4000 else 10**30  # longer texts are refused by int(); both are too large
+            return (
+                int(text) if len(text) < 4000 else 10**30
+            )  # longer texts are refused by int(); both are too large
         cure = _whole_cure(described, text)
         raise WrongValueError(Problem(described.flag, repr(text), "must be a whole number", cure))
     if base is float:
@@ -36,12 +38,15 @@ def from_text(described: Field, text: str) -> Any:
             return float(text)
         except ValueError:
             cure = f"give {described.flag} {placeholder(described)}, for example {described.default or 0.001}"
-            raise WrongValueError(Problem(described.flag, repr(text), "must be a number", cure)) from None
+            raise WrongValueError(
+                Problem(described.flag, repr(text), "must be a number", cure)
+            ) from None
     return text
 
 
 def from_yaml(described: Field, value: Any) -> Any:
-    """The value that a YAML file gives; text stands for numbers as on the command line, since YAML reads 1e-4 as text.
+    """The value that a YAML file gives; text stands for numbers as on the command line, since YAML
+    reads 1e-4 as text.
 
     Raises:
         WrongValueError: it has another type.
@@ -68,7 +73,9 @@ def _one_from_yaml(described: Field, value: Any) -> Any:
         rule = f"must be text, and YAML reads it as {type(value).__name__}"
         raise WrongValueError(Problem(described.flag, repr(value), rule, "put it into quotes"))
     if base is bool and not isinstance(value, bool):
-        raise WrongValueError(Problem(described.flag, repr(value), "must be true or false", "write true or false"))
+        raise WrongValueError(
+            Problem(described.flag, repr(value), "must be true or false", "write true or false")
+        )
     return value
 
 

@@ -1,1 +1,3 @@
-"""Capture modules on packed micro-batches in CUDA graphs, and replay them over every pack that fits."""
+"""Capture modules on packed micro-batches in CUDA graphs, and replay them over every pack that
+fits.
+"""

@@ -1,21 +1,25 @@
-"""Does what is replayed equal what would be computed? Asked of one micro-batch, module by module, between steps.
+"""Does what is replayed equal what would be computed? Asked of one micro-batch, module by module,
+between steps.
 
 Every captured module gets hidden states and gradients made up for the purpose, and runs
 
 1. eagerly, on metadata that came from the host in a buffer of its own, not through the slot;
-2. by replay, through the slot, whose unused bytes and whose outputs were filled with NaN and nonsense before;
-3. by replay twice more, the second time with large finite values in every row but those of one document.
+2. by replay, through the slot, whose unused bytes and whose outputs were filled with NaN and
+  nonsense before;
+3. by replay twice more, the second time with large finite values in every row but those of one
+  document.
 
-Run 2 must give run 1's bits: outputs, input gradients, parameter gradients. Kernels that add in a changing order may
-differ, in gradients, by as much as a second eager run shows. Runs 3 must agree in the rows of that one document: what
-leaks from a neighbour is then a thousand times larger than rounding.
+Run 2 must give run 1's bits: outputs, input gradients, parameter gradients. Kernels that add in a
+changing order may differ, in gradients, by as much as a second eager run shows. Runs 3 must agree
+in the rows of that one document: what leaks from a neighbour is then a thousand times larger than
+rounding.
 
-Nothing of the training is touched: gradients are put back, random numbers come from a generator of its own, those of
-the process are left where they were (cuDNN's attention moves them on even without dropout), and modules keep what they
-know.
+Nothing of the training is touched: gradients are put back, random numbers come from a generator of
+its own, those of the process are left where they were (cuDNN's attention moves them on even without
+dropout), and modules keep what they know.
 
-Where whole parts of a step are captured, each of them runs on the micro-batch itself, eagerly and by replay, between
-steps, when the gradient buffer is free: `audit_whole`.
+Where whole parts of a step are captured, each of them runs on the micro-batch itself, eagerly and
+by replay, between steps, when the gradient buffer is free: `audit_whole`.
 """
 
 from __future__ import annotations
@@ -43,13 +47,18 @@ LARGE = 1e3
 NOISE_FACTOR = 4
 """How far beyond one observed run-to-run difference another may lie."""
 ULPS_OF_UNORDERED_SUMS = 2
-"""One pair of runs may show no difference where sums in a changing order round to a neighbour in the next."""
+"""One pair of runs may show no difference where sums in a changing order round to a neighbour in
+the next.
+"""
 ULPS_OF_OTHER_ROWS = 8
-"""A document's own rows, when others change: bitwise but for grouped products, which split their sums by row counts."""
+"""A document's own rows, when others change: bitwise but for grouped products, which split their
+sums by row counts.
+"""
 
 FLOOR_OF_WHOLE = 1e-3
-"""What gradients of a whole model may differ by without deterministic kernels, when two eager runs happen to agree.
-Metadata of another pack changes them by 1e-1 and more."""
+"""What gradients of a whole model may differ by without deterministic kernels, when two eager runs
+happen to agree. Metadata of another pack changes them by 1e-1 and more.
+"""
 
 
 class AuditMismatchError(RuntimeError):
@@ -105,8 +114,11 @@ class _Immediate:
         return self
 
 
-def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
-    """Compare replay with eager for every module captured for ``micro_batch``'s cell; None if it would not replay.
+def audit(
+    runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0
+) -> Audit | None:
+    """Compare replay with eager for every module captured for ``micro_batch``'s cell; None if it
+    would not replay.
 
     Waits for the device. Call it between steps.
 
@@ -122,7 +134,8 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
         return None
     fresh = micro_batch.with_buffer(micro_batch.buffer.to(runner.device, copy=True)).packed
     fresh = fresh.with_tables(**runner.tables(fresh))
-    # The middle document, or the tail of a pack without any: ranks that share collectives do the same.
+    # The middle document, or the tail of a pack without any: ranks that share collectives do the
+    # same.
     own_rows = runner.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)
     worst, count = 0.0, 0
     for slot in runner.slots.slots:
@@ -136,7 +149,9 @@ def audit(runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, 
                 count += 1
                 generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
                 with _generators_kept(runner.device):
-                    difference = _audit_module(module, captured, fresh, own_rows, generator, deterministic)
+                    difference = _audit_module(
+                        module, captured, fresh, own_rows, generator, deterministic
+                    )
                 worst = max(worst, difference)
         finally:
             slot.vacate()
@@ -155,8 +170,8 @@ def audit_whole(
 ) -> Audit:
     """Compare a part by replay, through a slot of nonsense, and eagerly.
 
-    Waits for the device, and holds copies of ``results``. Call it between steps; ranks whose parts wait for each other
-    call it together.
+    Waits for the device, and holds copies of ``results``. Call it between steps; ranks whose parts
+    wait for each other call it together.
 
     Args:
         name: of the part.
@@ -182,8 +197,14 @@ def audit_whole(
         reset()
         graphs.replay(name, micro_batch, cell_of(micro_batch))
     differences = {key: _relative(found, wanted[key]) for key, found in results.items()}
-    floor = 0.0 if deterministic else max(FLOOR_OF_WHOLE, ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
-    allowed = {key: max(NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results}
+    floor = (
+        0.0
+        if deterministic
+        else max(FLOOR_OF_WHOLE, ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
+    )
+    allowed = {
+        key: max(NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results
+    }
     wrong = [key for key in results if not differences[key] <= allowed[key]]
     if wrong:
         worst = max(wrong, key=differences.__getitem__)
@@ -226,7 +247,9 @@ def _audit_module(
                 f"their largest value, and {allowed:.1e} is allowed. Train with --cuda-graph-impl none and report this "
                 "with the options of the run."
             )
-    _audit_isolation(module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2)
+    _audit_isolation(
+        module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2
+    )
     return worst
 
 
@@ -239,12 +262,14 @@ def _audit_isolation(
     own_rows: Tensor,
     number: int,
 ) -> None:
-    """Rows of one document, when all others are those of ``large``: other values, which norms cannot undo.
+    """Rows of one document, when all others are those of ``large``: other values, which norms
+    cannot undo.
 
     Outputs behind the hidden states get no gradient: auxiliary losses couple documents by design.
 
     Args:
-        own_rows: ``(rows of hidden,)`` bool, those of document ``number``; none where other ranks have them.
+        own_rows: ``(rows of hidden,)`` bool, those of document ``number``; none where other ranks
+            have them.
     """
     grads = [grads[0], *map(torch.zeros_like, grads[1:])]
     before = _run_replayed(module, captured, hidden, grads)
@@ -264,7 +289,11 @@ def _audit_isolation(
 
 
 def _run_eagerly(
-    module: GraphedModule, captured: Captured, hidden: Tensor, grads: Sequence[Tensor], packed: PackedSeqParams
+    module: GraphedModule,
+    captured: Captured,
+    hidden: Tensor,
+    grads: Sequence[Tensor],
+    packed: PackedSeqParams,
 ) -> _Results:
     function: Callable[[Tensor], object] = (
         (lambda x: module.forward(x, packed)) if captured.takes_packed else module.forward
@@ -304,7 +333,9 @@ def _named(module: GraphedModule) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.module.named_parameters() if p.requires_grad}
 
 
-def _set_main_grads(parameters: Mapping[str, nn.Parameter], main_grads: Mapping[str, Tensor]) -> None:
+def _set_main_grads(
+    parameters: Mapping[str, nn.Parameter], main_grads: Mapping[str, Tensor]
+) -> None:
     for name, parameter in parameters.items():
         parameter.main_grad = main_grads[name]  # type: ignore[attr-defined]
 
@@ -312,10 +343,18 @@ def _set_main_grads(parameters: Mapping[str, nn.Parameter], main_grads: Mapping[
 def _pairs(
     replayed: _Results, eager: _Results, again: _Results, deterministic: bool
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, bool]]:
-    """Name, what was replayed, what is wanted, a second run of it, and whether sums may come in another order."""
+    """Name, what was replayed, what is wanted, a second run of it, and whether sums may come in
+    another order.
+    """
     for found, wanted, other in zip(replayed.outputs, eager.outputs, again.outputs):
         yield "outputs", found, wanted, other, False
-    yield "input gradients", replayed.input_gradient, eager.input_gradient, again.input_gradient, not deterministic
+    yield (
+        "input gradients",
+        replayed.input_gradient,
+        eager.input_gradient,
+        again.input_gradient,
+        not deterministic,
+    )
     for name, found in replayed.parameter_gradients.items():
         wanted, other = eager.parameter_gradients[name], again.parameter_gradients[name]
         yield f"gradients of {name}", found, wanted, other, not deterministic
@@ -323,7 +362,9 @@ def _pairs(
 
 def _like(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     def normal(tensor: Tensor) -> Tensor:
-        values = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32)
+        values = torch.randn(
+            tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32
+        )
         return torch.empty_like(tensor).copy_(values)
 
     return normal

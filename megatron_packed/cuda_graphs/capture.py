@@ -1,10 +1,12 @@
-"""One module captured for one cell: a forward graph, a backward graph, and the static tensors between them.
+"""One module captured for one cell: a forward graph, a backward graph, and the static tensors
+between them.
 
-Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between them. Where a caller
-brings other memory (the first module, or one behind a module that runs eagerly), it is copied to its static place.
+Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between
+them. Where a caller brings other memory (the first module, or one behind a module that runs
+eagerly), it is copied to its static place.
 
-Parameters take no part in autograd during a replay: the backward graph adds their gradients to ``main_grad``, as the
-layers' own backward does or, where autograd forms a gradient, in its stead.
+Parameters take no part in autograd during a replay: the backward graph adds their gradients to
+``main_grad``, as the layers' own backward does or, where autograd forms a gradient, in its stead.
 """
 
 from __future__ import annotations
@@ -40,17 +42,21 @@ class Outputs(NamedTuple):
         leaves, spec = tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"a captured module returns tensors only, and this one returns a {type(leaf).__name__}")
+                raise TypeError(
+                    f"a captured module returns tensors only, and this one returns a {type(leaf).__name__}"
+                )
         return cls(leaves, spec)
 
 
 class Captured(ABC):
-    """Forward and backward of a module in two graphs, whoever captured them; and when they may be replayed.
+    """Forward and backward of a module in two graphs, whoever captured them; and when they may be
+    replayed.
 
     Args:
         slot: where the metadata lies.
         before: the module whose first output is the input of this one.
-        turns: numbers of forward and backward in the order of captures, which that of replays must follow.
+        turns: numbers of forward and backward in the order of captures, which that of replays must
+        follow.
         takes_packed: whether the module itself wants the metadata as an argument.
     """
 
@@ -68,7 +74,9 @@ class Captured(ABC):
     unfit = ""
     """Why it must not be replayed, if `adopt_forward` has found something."""
     gives_up_input = False
-    """Whether graphs behind the forward graph may use the memory of the hidden states that it has read."""
+    """Whether graphs behind the forward graph may use the memory of the hidden states that it has
+    read.
+    """
 
     def __init__(
         self,
@@ -82,20 +90,26 @@ class Captured(ABC):
 
     @property
     def missed_its_turn(self) -> bool:
-        """Whether a replay now would come after one that was captured later, or a second time, in one micro-batch:
-        it might write where that one left what is still needed."""
+        """Whether a replay now would come after one that was captured later, or a second time, in
+        one micro-batch: it might write where that one left what is still needed.
+        """
         return self.slot.turn >= self.turns[0]
 
     def would_overwrite(self, hidden: Tensor) -> bool:
-        """Whether bringing ``hidden`` to its place would write over what the module before has given."""
+        """Whether bringing ``hidden`` to its place would write over what the module before has
+        given.
+        """
         return False
 
     def replay(self, hidden: Tensor) -> Any:
-        """What the module returns for ``hidden``; the tensors are overwritten by the next micro-batch, and hidden
-        states that the next captured module takes by its backward pass."""
+        """What the module returns for ``hidden``; the tensors are overwritten by the next
+        micro-batch, and hidden states that the next captured module takes by its backward pass.
+        """
         self.slot.turn = self.turns[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
-            if self.slot.last_turn is None:  # backward passes come in reverse: the first module's is the last
+            if (
+                self.slot.last_turn is None
+            ):  # backward passes come in reverse: the first module's is the last
                 self.slot.last_turn = self.turns[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
@@ -108,7 +122,8 @@ class Captured(ABC):
 
     @abstractmethod
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
-        """The gradient of the hidden states of the last `replay_forward`; those of parameters go to ``main_grad``.
+        """The gradient of the hidden states of the last `replay_forward`; those of parameters go to
+        ``main_grad``.
 
         Args:
             grads: of the differentiable outputs.
@@ -130,23 +145,26 @@ class Captured(ABC):
 class CapturedModule(Captured):
     """Forward and backward of ``function`` in two graphs.
 
-    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then `adopt_forward` and
-    `adopt_backward` for all. What only graphs read is given back behind the last of them, as eager autograd would, and
-    serves the backward graphs of the modules before: inputs, gradients, and hidden states that another captured module
-    takes. What callers may read lives until it is adopted. From then on all memory is only borrowed, so that another
-    cell's graphs may use the same.
-    Static tensors that lie outside the graphs' pool must be kept by who made them.
+    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then
+    `adopt_forward` and `adopt_backward` for all. What only graphs read is given back behind the
+    last of them, as eager autograd would, and serves the backward graphs of the modules before:
+    inputs, gradients, and hidden states that another captured module takes. What callers may read
+    lives until it is adopted. From then on all memory is only borrowed, so that another cell's
+    graphs may use the same. Static tensors that lie outside the graphs' pool must be kept by who
+    made them.
 
     Args:
-        function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot. The first tensor of
-            its result is the new hidden states.
+        function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
+            The first tensor of its result is the new hidden states.
         parameters: those that get gradients, each with ``main_grad``.
         slot: where the metadata lies.
         engine: captures.
-        copies: what ``function`` queues on other streams by itself. Then hidden states of the graphs' pool live no
-            longer than the forward graph that reads them, unless autograd holds them.
+        copies: what ``function`` queues on other streams by itself. Then hidden states of the
+            graphs' pool live no longer than the forward graph that reads them, unless autograd
+            holds them.
         before: the module whose first output is the input of this one, both in the same memory.
-        turns: numbers of forward and backward in the order of captures, which that of replays must follow.
+        turns: numbers of forward and backward in the order of captures, which that of replays must
+        follow.
         takes_packed: whether the module itself wants the metadata as an argument.
     """
 
@@ -170,11 +188,15 @@ class CapturedModule(Captured):
         self._copies = copies
         self._after: CapturedModule | None = None
         self._load: Graph | None = None
-        """What the backward graph of ``_after`` should have copied for this one. See [Note: copies between graphs]."""
+        """What the backward graph of ``_after`` should have copied for this one. See [Note: copies
+        between graphs].
+        """
 
     def would_overwrite(self, hidden: Tensor) -> bool:
         before = self.before
-        holds_outputs = isinstance(before, CapturedModule) and before._replayed == self.slot.generation
+        holds_outputs = (
+            isinstance(before, CapturedModule) and before._replayed == self.slot.generation
+        )
         return holds_outputs and not same_memory(hidden, self.input)
 
     def capture_forward(self, hidden: Tensor) -> Tensor:
@@ -197,12 +219,18 @@ class CapturedModule(Captured):
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
         if not self.differentiable[0]:
             raise TypeError(INDEPENDENT)
-        if self._copies is not None and isinstance(self.before, CapturedModule) and _address(self.input) not in saved:
+        if (
+            self._copies is not None
+            and isinstance(self.before, CapturedModule)
+            and _address(self.input) not in saved
+        ):
             self._release_input(self.before)
         return self.outputs[0]
 
     def _release_input(self, before: CapturedModule) -> None:
-        """Give up the memory of the hidden states behind the forward graph: no backward graph reads it."""
+        """Give up the memory of the hidden states behind the forward graph: no backward graph reads
+        it.
+        """
         self.gives_up_input = True
         self.input = before.outputs[0] = self._engine.borrowed(self.input)
         self._leaf.data = self.input
@@ -210,7 +238,11 @@ class CapturedModule(Captured):
         before._live.tensors[0].data = self.input
 
     def capture_backward(
-        self, grad_outputs: Sequence[Tensor], *, passed_on: bool = False, after: CapturedModule | None = None
+        self,
+        grad_outputs: Sequence[Tensor],
+        *,
+        passed_on: bool = False,
+        after: CapturedModule | None = None,
     ) -> Tensor:
         """Capture with ``grad_outputs`` as static gradients of the differentiable outputs.
 
@@ -229,7 +261,9 @@ class CapturedModule(Captured):
         def backward() -> Tensor:
             assert self._live is not None
             outputs = [t for t, differs in zip(self._live.tensors, self.differentiable) if differs]
-            grads = torch.autograd.grad(outputs, [self._leaf, *self._parameters], static, allow_unused=True)
+            grads = torch.autograd.grad(
+                outputs, [self._leaf, *self._parameters], static, allow_unused=True
+            )
             with torch.no_grad():
                 for parameter, grad in zip(self._parameters, grads[1:]):
                     if grad is not None:
@@ -263,7 +297,11 @@ class CapturedModule(Captured):
         self.release_gradient()
 
     def reset(self) -> None:
-        for graph in (getattr(self, "_forward", None), self._load, getattr(self, "_backward", None)):
+        for graph in (
+            getattr(self, "_forward", None),
+            self._load,
+            getattr(self, "_backward", None),
+        ):
             if graph is not None:
                 graph.reset()
         self._live = None
@@ -277,7 +315,9 @@ class CapturedModule(Captured):
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         for grad, static in zip(grads, self.grad_outputs):
             _bring(grad, static)
-        if self._load is not None and (self._after is None or self._after._went_back != self.slot.generation):
+        if self._load is not None and (
+            self._after is None or self._after._went_back != self.slot.generation
+        ):
             self._load.replay()
         self._went_back = self.slot.generation
         self._backward.replay()
@@ -291,7 +331,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, captured: Captured) -> tuple[Tensor, ...]:
         outputs = captured.replay_forward(hidden)
         ctx.captured, ctx.generation = captured, captured.slot.generation
-        ctx.mark_non_differentiable(*(t for t, differs in zip(outputs, captured.differentiable) if not differs))
+        ctx.mark_non_differentiable(
+            *(t for t, differs in zip(outputs, captured.differentiable) if not differs)
+        )
         return outputs
 
     @staticmethod
@@ -319,7 +361,10 @@ class _Replay(torch.autograd.Function):
 @contextmanager
 def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """What lies in ``tensors`` lies there again afterwards, at the same addresses."""
-    before = [(tensor, tensor.detach().clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+    before = [
+        (tensor, tensor.detach().clone())
+        for tensor in {id(tensor): tensor for tensor in tensors}.values()
+    ]
     try:
         yield
     finally:
@@ -355,7 +400,12 @@ def _writable(tensor: Tensor) -> Tensor:
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements at the same addresses."""
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
 
 
 @torch.no_grad()

@@ -42,9 +42,13 @@ class GraphCounters:
             GraphFallbackError: ``strict``.
         """
         if strict:
-            cure = "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
+            cure = (
+                "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
+            )
             why = reason + cure * too_many
-            raise GraphFallbackError(f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {why}.")
+            raise GraphFallbackError(
+                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {why}."
+            )
         self.fallbacks[reason] += 1
 
     def sentences(self) -> list[str]:
@@ -54,6 +58,11 @@ class GraphCounters:
             f"(hit rate {100 * self.hit_rate:.1f} %); {self.captures} graphs, {self.memory_mib:,.0f} MiB, captured in "
             f"{self.capture_seconds:.1f} s"
         ]
-        lines += [f"  {count:,} x eager: {reason}" for reason, count in self.fallbacks.most_common()]
-        lines += [f"  {count:,} x one module eager: {reason}" for reason, count in self.module_fallbacks.most_common()]
+        lines += [
+            f"  {count:,} x eager: {reason}" for reason, count in self.fallbacks.most_common()
+        ]
+        lines += [
+            f"  {count:,} x one module eager: {reason}"
+            for reason, count in self.module_fallbacks.most_common()
+        ]
         return lines

@@ -1,4 +1,6 @@
-"""Capturing a function in a CUDA graph, and nothing else: what a stand-in replaces on machines without a GPU."""
+"""Capturing a function in a CUDA graph, and nothing else: what a stand-in replaces on machines
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,29 @@ class Graph(Protocol):
 class Engine(Protocol):
     """Captures functions whose memory comes from one pool.
 
-    Graphs of one pool must be replayed in the order of their capture, or one set of them at a time: memory that was
-    free again when a graph was captured may be used by it.
+    Graphs of one pool must be replayed in the order of their capture, or one set of them at a time:
+    memory that was free again when a graph was captured may be used by it.
     """
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        """Run ``function`` once under capture (nothing is computed); its results are where replays write."""
+        """Run ``function`` once under capture (nothing is computed); its results are where replays
+        write.
+        """
 
     def lent(self) -> AbstractContextManager[Any]:
-        """Meanwhile somebody else captures, by `torch.cuda.graph`, into the pool that is given: on the stream of the
-        captures, and after an error everything is as before."""
+        """Meanwhile somebody else captures, by `torch.cuda.graph`, into the pool that is given: on
+        the stream of the captures, and after an error everything is as before.
+        """
 
     def take_stream(self) -> None:
-        """From here on work is queued on the stream of the captures; the caller knows which stream comes next."""
+        """From here on work is queued on the stream of the captures; the caller knows which stream
+        comes next.
+        """
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Where to warm up: kernels are tuned and workspaces made on the stream of the captures. Memory goes back."""
+        """Where to warm up: kernels are tuned and workspaces made on the stream of the captures.
+        Memory goes back.
+        """
 
     def borrowed(self, tensor: Tensor) -> Tensor:
         """The same memory without owning it, so that captures of another set may use it too."""
@@ -70,7 +79,9 @@ class CudaEngine:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, and the device is {device}.")
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._failed = False
         self.reset()
@@ -87,17 +98,23 @@ class CudaEngine:
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        if self._failed:  # what a failed capture took is free by now, and in nobody's reach until it goes back
+        if (
+            self._failed
+        ):  # what a failed capture took is free by now, and in nobody's reach until it goes back
             torch.cuda.empty_cache()
             self._failed = False
         before = torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            # thread_local: the loader's thread pins memory meanwhile, which another mode would take for a violation.
+            # thread_local: the loader's thread pins memory meanwhile, which another mode would take
+            # for a violation.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = function()
-                self._end(graph)  # fails itself where an error was swallowed, or work on another stream not awaited
+                self._end(
+                    graph
+                    # fails itself where an error was swallowed, or work on another stream not awaited
+                )
             except BaseException:
                 self._failed = True
                 self._end_failed(graph)
@@ -108,14 +125,18 @@ class CudaEngine:
 
     @staticmethod
     def _end(graph: torch.cuda.CUDAGraph) -> None:
-        with warnings.catch_warnings():  # a model without attention and experts has tables without a kernel
+        with (
+            warnings.catch_warnings()
+        ):  # a model without attention and experts has tables without a kernel
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_end()
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             self._end(graph)
-        except RuntimeError:  # it tells of the invalidated capture; what invalidated it is what counts
+        except (
+            RuntimeError
+        ):  # it tells of the invalidated capture; what invalidated it is what counts
             self._close_half_open(self._stop_recording())
 
     def _stop_recording(self) -> bool:
@@ -127,8 +148,10 @@ class CudaEngine:
         return True
 
     def _close_half_open(self, recorded: bool) -> None:
-        """An invalidated capture is left half open by torch: its allocator goes on recording into the pool, and its
-        generator believes in a capture. Both are set right, and the pool is left to the graphs that have it."""
+        """An invalidated capture is left half open by torch: its allocator goes on recording into
+        the pool, and its generator believes in a capture. Both are set right, and the pool is left
+        to the graphs that have it.
+        """
         index = self.device.index
         if recorded:
             with suppress(RuntimeError):
@@ -142,9 +165,12 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         self._failed = False
-        before, random_state = torch.cuda.memory_reserved(self.device), torch.cuda.get_rng_state(self.device)
-        # Who captures without naming a stream would warm up and capture on two; and without an error mode, the loader's
-        # thread must not pin memory meanwhile.
+        before, random_state = (
+            torch.cuda.memory_reserved(self.device),
+            torch.cuda.get_rng_state(self.device),
+        )
+        # Who captures without naming a stream would warm up and capture on two; and without an
+        # error mode, the loader's thread must not pin memory meanwhile.
         original, current = torch.cuda.graph, torch.cuda.current_stream(self.device)
         ours = partial(original, stream=self.stream, capture_error_mode="thread_local")
         torch.cuda.graph = ours  # type: ignore[assignment, misc]
@@ -154,7 +180,9 @@ class CudaEngine:
             self._failed = True
             if self._stop_recording():
                 self._close_half_open(recorded=True)
-            torch.cuda.set_stream(current)  # torch's capture does not come back from its stream where its end fails
+            torch.cuda.set_stream(
+                current
+            )  # torch's capture does not come back from its stream where its end fails
             torch.cuda.set_rng_state(random_state, self.device)
             raise
         finally:
@@ -171,7 +199,8 @@ class CudaEngine:
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        # What the stream's work has allocated is kept for that stream, and the graphs' pool cannot use it.
+        # What the stream's work has allocated is kept for that stream, and the graphs' pool cannot
+        # use it.
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -189,7 +218,9 @@ class CudaEngine:
 
 
 class _Memory:
-    """The bytes under a tensor, from its first element to its last, for `torch.as_tensor`, which does not copy them."""
+    """The bytes under a tensor, from its first element to its last, for `torch.as_tensor`, which
+    does not copy them.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1

@@ -1,25 +1,30 @@
-"""Whole parts of a training step in graphs: what is done with one micro-batch, and what ends the step.
+"""Whole parts of a training step in graphs: what is done with one micro-batch, and what ends the
+step.
 
-A caller cuts its step into functions that read what differs from step to step from the device and leave their results
-in memory of their own: ``parts``, each given a micro-batch, and ``finish``. For every cell each part becomes one graph,
-from the metadata to the last addition, and ``finish`` becomes one: a step of k micro-batches, of whatever cells, is
-k + 1 replays. What cannot be replayed is the same function, called.
+A caller cuts its step into functions that read what differs from step to step from the device and
+leave their results in memory of their own: ``parts``, each given a micro-batch, and ``finish``. For
+every cell each part becomes one graph, from the metadata to the last addition, and ``finish``
+becomes one: a step of k micro-batches, of whatever cells, is k + 1 replays. What cannot be replayed
+is the same function, called.
 
 [Note: memory of whole parts]
-All graphs share one pool. A part returns nothing, so at the end of each capture the pool holds nothing that lives, and
-every graph has all of it for itself: they may be replayed in any order, and hold together what the largest one needs.
+All graphs share one pool. A part returns nothing, so at the end of each capture the pool holds
+nothing that lives, and every graph has all of it for itself: they may be replayed in any order, and
+hold together what the largest one needs.
 
 [Note: nodes of parameters]
-Autograd adds to a parameter's ``grad`` on the stream that was current when its node for that was made, and the node
-lives as long as anything that was computed from the parameter with gradients. One that was made before, on the stream
-of eager steps, would take the capture there, which fails it. So nothing of a former forward pass may be alive when
-graphs are captured: neither a loss that was kept without ``detach()``, nor what only a cycle of references keeps.
+Autograd adds to a parameter's ``grad`` on the stream that was current when its node for that was
+made, and the node lives as long as anything that was computed from the parameter with gradients.
+One that was made before, on the stream of eager steps, would take the capture there, which fails
+it. So nothing of a former forward pass may be alive when graphs are captured: neither a loss that
+was kept without ``detach()``, nor what only a cycle of references keeps.
 
 [Note: captures of several ranks]
-Parts may hold collectives. A rank cannot capture one alone, nor replay one that another rank calls as a function (NCCL
-asks for one way on all ranks). So ranks capture together, after a warm-up that they also run together, and what one
-cannot capture none keeps. Which way a micro-batch goes must be alike on all ranks that share a collective of its part;
-its size and what it says of itself decide that, so it can be read off the plan.
+Parts may hold collectives. A rank cannot capture one alone, nor replay one that another rank calls
+as a function (NCCL asks for one way on all ranks). So ranks capture together, after a warm-up that
+they also run together, and what one cannot capture none keeps. Which way a micro-batch goes must be
+alike on all ranks that share a collective of its part; its size and what it says of itself decide
+that, so it can be read off the plan.
 """
 
 from __future__ import annotations
@@ -46,7 +51,8 @@ _OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
 
 
 class StaticMicroBatch(MicroBatch):
-    """What a part sees while it is captured: the slot's tensors, and no number that only one pack has.
+    """What a part sees while it is captured: the slot's tensors, and no number that only one pack
+    has.
 
     Raises:
         HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
@@ -61,26 +67,31 @@ class StaticMicroBatch(MicroBatch):
 class FullIteration:
     """Graphs of all parts of a step, over one slot.
 
-    Use: `tune`, in turns of ranks that need not wait for each other; `capture`, all ranks together; then, for each
-    step, `run` for every micro-batch and `finish`. Until the first capture and after `forget` all runs eagerly.
+    Use: `tune`, in turns of ranks that need not wait for each other; `capture`, all ranks together;
+    then, for each step, `run` for every micro-batch and `finish`. Until the first capture and after
+    `forget` all runs eagerly.
 
     Args:
-        parts: name -> what to do with a micro-batch on the device. They return nothing, draw no random numbers, and
-            touch no memory that comes and goes but their own. The first is the one that kernels are tuned on.
+        parts: name -> what to do with a micro-batch on the device. They return nothing, draw no
+            random numbers, and touch no memory that comes and goes but their own. The first is the
+            one that kernels are tuned on.
         finish: ends a step; the same rules.
-        rehearsing: inside, parts and ``finish`` may run on made-up micro-batches, and everything that lasts is put
-            back at the end.
-        places: where the tensors are kept that they read or write: a mapping and a name in it. Asked at each capture.
+        rehearsing: inside, parts and ``finish`` may run on made-up micro-batches, and everything
+            that lasts is put back at the end.
+        places: where the tensors are kept that they read or write: a mapping and a name in it.
+        Asked at each capture.
         total_tokens: token slots T of every micro-batch.
         ladder: the cells to capture.
         device: of the tensors.
         copies: what parts queue on other streams by themselves; each part waits for its own.
-        tables: what a part would else derive from a pack's metadata with the help of the host; by name.
+        tables: what a part would else derive from a pack's metadata with the help of the host; by
+        name.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         engine: captures; by default torch's CUDA graphs.
         warmup_steps: eager passes before each cell's capture.
         strict: any micro-batch that runs eagerly is an error.
-        agree: what failed on some rank that captures together, from what failed on this one; a collective.
+        agree: what failed on some rank that captures together, from what failed on this one; a
+        collective.
         say: takes progress, a sentence at a time.
     """
 
@@ -119,13 +130,16 @@ class FullIteration:
         """Why nothing is replayed at the moment, though it could be."""
         self._used = Places()
 
-    # ------------------------------------------------------------------------------------------------------- capture
+    # -------------------------------------------------------------------------------------------------------
+    # capture
 
     def tune(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Eager passes of the first part over every cell: kernels are compiled and tuned. Gives up earlier graphs.
+        """Eager passes of the first part over every cell: kernels are compiled and tuned. Gives up
+        earlier graphs.
 
         Args:
-            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like real ones.
+            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like
+                real ones.
         """
         begun = time.perf_counter()
         self.forget()
@@ -139,7 +153,8 @@ class FullIteration:
         self.counters.capture_seconds += time.perf_counter() - begun
 
     def capture(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Capture everything, the largest cell first; between steps, all ranks together, behind `tune`.
+        """Capture everything, the largest cell first; between steps, all ranks together, behind
+        `tune`.
 
         Reads: [Note: captures of several ranks].
 
@@ -163,7 +178,9 @@ class FullIteration:
         self._used = Places(self._places())
 
     def _warm_up(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Each part once over each cell, and the end: workspaces are made, and communicators connect."""
+        """Each part once over each cell, and the end: workspaces are made, and communicators
+        connect.
+        """
         with self.engine.side_stream():
             for cell in reversed(self.ladder.cells):
                 for part in self.parts.values():
@@ -220,7 +237,9 @@ class FullIteration:
         return None
 
     def _try(self, function: Callable[[], object]) -> tuple[Graph | None, str | None]:
-        """The graph, or why there is none: whatever goes wrong under capture, out of memory included."""
+        """The graph, or why there is none: whatever goes wrong under capture, out of memory
+        included.
+        """
         try:
             return self.engine.capture(lambda: _nothing(function()))[0], None
         except Exception as error:
@@ -228,7 +247,9 @@ class FullIteration:
             return None, f"{type(error).__name__}: {text[0] if text else ''}"
 
     def _run_static(self, part: Callable[[MicroBatch], object], cell: Cell) -> None:
-        """``part`` on what lies in the slot, with what is derived from it; all of it belongs to the capture."""
+        """``part`` on what lies in the slot, with what is derived from it; all of it belongs to the
+        capture.
+        """
         self.slot.set_tables(cell, {})
         try:
             self.slot.set_tables(cell, self._tables(self.slot.static(cell)))
@@ -237,7 +258,10 @@ class FullIteration:
             self.slot.set_tables(cell, {})
 
     def _static(self, cell: Cell) -> MicroBatch:
-        layout, buffer = MicroBatchLayout(self.slot.total_tokens, cell.capacity), self.slot.bytes_of(cell)
+        layout, buffer = (
+            MicroBatchLayout(self.slot.total_tokens, cell.capacity),
+            self.slot.bytes_of(cell),
+        )
         views = layout.buffer.views(buffer)
         return StaticMicroBatch(
             buffer=buffer,
@@ -264,7 +288,8 @@ class FullIteration:
             raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
         self._say(f"{sentence}; it runs eagerly")
 
-    # --------------------------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------------------------------------
+    # steps
 
     def run(self, name: str, micro_batch: MicroBatch) -> None:
         """A part for one micro-batch, in one copy and one replay where that is right.
@@ -330,7 +355,8 @@ class FullIteration:
         """Whether a tensor has left the address that graphs use; then `tune` and `capture` again."""
         return self._used.moved
 
-    # ----------------------------------------------------------------------------------------------------------- end
+    # -----------------------------------------------------------------------------------------------------------
+    # end
 
     def forget(self) -> None:
         """Give up all graphs and their memory; everything runs eagerly until the next capture."""
@@ -347,7 +373,9 @@ class FullIteration:
         self.counters.memory_mib = 0.0
 
     close = forget
-    """Before the process group is destroyed: a graph that holds collectives would keep the process from its exit."""
+    """Before the process group is destroyed: a graph that holds collectives would keep the process
+    from its exit.
+    """
 
 
 def cell_of(micro_batch: MicroBatch) -> Cell:

@@ -1,7 +1,9 @@
-"""What stands where a captured module's forward stood: it replays where that is right, else calls the module's own.
+"""What stands where a captured module's forward stood: it replays where that is right, else calls
+the module's own.
 
-A graph repeats one recording, so what differs from the recording must not reach it. `GraphedModule` looks at one call
-in a warm-up and says what a graph could not repeat of it, and looks at every later call before it replays.
+A graph repeats one recording, so what differs from the recording must not reach it. `GraphedModule`
+looks at one call in a warm-up and says what a graph could not repeat of it, and looks at every
+later call before it replays.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
 UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
-IN_EVALUATION_MODE = "it is in evaluation mode and asked for gradients, and its graphs are those of training"
+IN_EVALUATION_MODE = (
+    "it is in evaluation mode and asked for gradients, and its graphs are those of training"
+)
 WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
 
 
@@ -39,7 +43,8 @@ class GraphedModule:
 
     Args:
         name: for messages.
-        module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or nothing else.
+        module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or
+        nothing else.
         slots: say to which micro-batch a call belongs.
         strict: running eagerly within a replayed micro-batch is an error.
         calls: grows by the module whenever it is observed.
@@ -108,7 +113,9 @@ class GraphedModule:
         if self.mode == "observe":
             return self._observe(args, options)
         current = None if self.mode == "bypass" else self.slots.of_call(args, options)
-        if current is None:  # counted when it was placed, or of a pack that nobody placed, which is no fallback
+        if (
+            current is None
+        ):  # counted when it was placed, or of a pack that nobody placed, which is no fallback
             return self.forward(*args, **options)
         captured = self._captured[current.slot].get(current.cell)
         reason = self._why_eager(captured, current, args, options)
@@ -119,8 +126,16 @@ class GraphedModule:
                 f"a module would run eagerly, which --cuda-graph-strict forbids: {self.name}: {reason}."
             )
         self._counters.module_fallbacks[f"{self.name}: {reason}"] += 1
-        if captured is not None and captured.gives_up_input and args and isinstance(args[0], Tensor):
-            args = (args[0].clone(), *args[1:])  # what it keeps must not be what the next graph writes over
+        if (
+            captured is not None
+            and captured.gives_up_input
+            and args
+            and isinstance(args[0], Tensor)
+        ):
+            args = (
+                args[0].clone(),
+                *args[1:],
+            )  # what it keeps must not be what the next graph writes over
         return self.forward(*args, **options)
 
     def _why_eager(
@@ -133,7 +148,9 @@ class GraphedModule:
         if captured is None:
             return self.refusals.get(current.cell, "the warm-up did not run it")
         hidden, takes_packed = args[0] if args else None, len(args) == 2 and args[1] is current
-        as_before = len(args) == 1 + takes_packed and takes_packed == captured.takes_packed and not options
+        as_before = (
+            len(args) == 1 + takes_packed and takes_packed == captured.takes_packed and not options
+        )
         if not isinstance(hidden, Tensor) or not as_before:
             return "called with other arguments than in the warm-up"
         if hidden.shape != captured.input.shape or hidden.dtype != captured.input.dtype:
@@ -170,8 +187,13 @@ class GraphedModule:
         random_states: Sequence[Tensor],
     ) -> str | None:
         if self.observed is not None or self.problem is not None:
-            return self.problem or "it runs more than once in a micro-batch, and its graphs have room for one"
-        if not all(map(torch.equal, random_states, self._random_states())) and self._differs(args, options, leaves):
+            return (
+                self.problem
+                or "it runs more than once in a micro-batch, and its graphs have room for one"
+            )
+        if not all(map(torch.equal, random_states, self._random_states())) and self._differs(
+            args, options, leaves
+        ):
             return "it draws random numbers (dropout), and a graph would repeat them"
         if len(args) > 1 and isinstance(args[1], PackedSeqParams) and not takes_packed:
             return "it is given metadata made from the slot's (by with_tables?), and its graphs read the slot's alone"
@@ -189,16 +211,28 @@ class GraphedModule:
         if strangers or not leaves:
             return f"it returns {' and '.join(sorted(strangers)) or 'nothing'}, and a graph can refresh tensors only"
         statics = [slot.buffer for slot in self.slots.slots]
-        foreign = {_storage(t) for t in (args[0], *statics, *self.module.parameters(), *self.module.buffers())}
-        if any(isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign for leaf in leaves):
+        foreign = {
+            _storage(t)
+            for t in (args[0], *statics, *self.module.parameters(), *self.module.buffers())
+        }
+        if any(
+            isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign
+            for leaf in leaves
+        ):
             return "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
         return None
 
     @torch.no_grad()
-    def _differs(self, args: tuple[Any, ...], options: Mapping[str, Any], leaves: Sequence[object]) -> bool:
-        """Whether another call gives something else: some kernels move the generator on and use none of its numbers."""
+    def _differs(
+        self, args: tuple[Any, ...], options: Mapping[str, Any], leaves: Sequence[object]
+    ) -> bool:
+        """Whether another call gives something else: some kernels move the generator on and use
+        none of its numbers.
+        """
         pairs = zip(leaves, tree_leaves(self.forward(*args, **options)))
-        return not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+        return not all(
+            torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)
+        )
 
     def _random_states(self) -> list[Tensor]:
         """Of the device's generator and the host's."""

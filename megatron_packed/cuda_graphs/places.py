@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Place = tuple[Mapping[str, Any], str]
-"""A mapping and a name in it. Not the tensor: ``module.to()`` puts another one into a buffer's place."""
+"""A mapping and a name in it. Not the tensor: ``module.to()`` puts another one into a buffer's
+place.
+"""
 MOVED = "weights have moved to other memory"
 
 

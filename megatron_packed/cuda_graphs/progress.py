@@ -22,7 +22,9 @@ def how_far(begun: float, done: int, total: int) -> str:
     return f"{done} of {total}" + (f", about {left:,.0f} s left" if done < total else "")
 
 
-def say_tuned(say: Callable[[str], None], capacity: int, begun: float, done: int, total: int) -> None:
+def say_tuned(
+    say: Callable[[str], None], capacity: int, begun: float, done: int, total: int
+) -> None:
     """Says that kernels are tuned for a capacity, if all that takes so long that one wonders."""
     if time.perf_counter() - begun > _QUIET_SECONDS:
         say(f"tuned kernels for up to {capacity} documents ({how_far(begun, done, total)})")

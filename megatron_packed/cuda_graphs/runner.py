@@ -1,8 +1,8 @@
 """Replay or eager: which modules are captured for which cells, and where each micro-batch runs.
 
-A captured module keeps its place in the model (`graphed_module`). So a model runs as it is written, a micro-batch
-beyond the largest cell runs eagerly with identical results, and a module whose capture fails is eager among captured
-ones.
+A captured module keeps its place in the model (`graphed_module`). So a model runs as it is written,
+a micro-batch beyond the largest cell runs eagerly with identical results, and a module whose
+capture fails is eager among captured ones.
 """
 
 from __future__ import annotations
@@ -50,31 +50,34 @@ class GraphRunner:
     """All graphs of a model.
 
     [Note: captures that ranks agree on]
-    Modules may hold collectives, and a capture may have eager passes of its own (TransformerEngine's has). So ranks
-    capture together: the same cells with the same modules, and behind each step that may fail they tell each other what
-    has. What one rank cannot capture none does. A capture computes nothing and waits for nobody, so a rank that fails
-    in the middle of one leaves nobody waiting. One that fails in an eager pass does; that it finds no memory there ends
+    Modules may hold collectives, and a capture may have eager passes of its own
+    (TransformerEngine's has). So ranks capture together: the same cells with the same modules, and
+    behind each step that may fail they tell each other what has. What one rank cannot capture none
+    does. A capture computes nothing and waits for nobody, so a rank that fails in the middle of one
+    leaves nobody waiting. One that fails in an eager pass does; that it finds no memory there ends
     the run, as it would in a step.
 
     Args:
-        modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing else. Trainable
-            parameters must have ``main_grad``. No module may draw random numbers (dropout): a graph would replay the
-            same ones.
+        modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing
+            else. Trainable parameters must have ``main_grad``. No module may draw random numbers
+            (dropout): a graph would replay the same ones.
         total_tokens: token slots T of every micro-batch.
         ladder: the cells to capture.
         device: of the modules.
-        tables: what all modules share and derive from a pack's metadata once; by name. Captured as a graph of its own.
+        tables: what all modules share and derive from a pack's metadata once; by name. Captured as
+        a graph of its own.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
-        own_rows: of what has one entry for each slot, those of the rows that hidden states have on this rank.
+        own_rows: of what has one entry for each slot, those of the rows that hidden states have on
+        this rank.
         copies: what modules queue on other streams by themselves; for one slot.
         engine: captures; by default torch's CUDA graphs.
         made_by: TransformerEngine's capture, to be used for modules in the place of the engine's.
-        num_slots: micro-batches between whose forward and backward another one's may come. Each slot has graphs and
-            memory of its own.
+        num_slots: micro-batches between whose forward and backward another one's may come. Each
+            slot has graphs and memory of its own.
         warmup_steps: eager passes before each cell's capture.
         strict: any fallback is an error.
-        agree: what some rank that captures together cannot capture, module (or `ALL`) -> why, from what this one
-            cannot; a collective.
+        agree: what some rank that captures together cannot capture, module (or `ALL`) -> why, from
+            what this one cannot; a collective.
         passes_wait: ranks wait for each other in passes of the modules.
         say: takes progress, a sentence at a time.
     Raises:
@@ -107,8 +110,12 @@ class GraphRunner:
         if num_slots < 1:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
         if num_slots > 1 and copies is not None:
-            raise ValueError(f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share it.")
-        self.slots = SlotRing([Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)])
+            raise ValueError(
+                f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share it."
+            )
+        self.slots = SlotRing(
+            [Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)]
+        )
         engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
         self.graphs = {
             slot: SlotGraphs(slot, engine, made_by, passes_wait=passes_wait, copies=copies)
@@ -117,21 +124,36 @@ class GraphRunner:
         self.counters = GraphCounters()
         self._calls: list[GraphedModule] = []
         self.modules = [
-            GraphedModule(name, module, self.slots, self.engine, self.counters, strict=strict, calls=self._calls)
+            GraphedModule(
+                name,
+                module,
+                self.slots,
+                self.engine,
+                self.counters,
+                strict=strict,
+                calls=self._calls,
+            )
             for name, module in modules.items()
         ]
         self.tables, self.own_rows, self._check, self._say = tables, own_rows, check, say
-        self._warmup_steps, self._agree, self._passes_wait = max(warmup_steps, 1), agree, passes_wait
+        self._warmup_steps, self._agree, self._passes_wait = (
+            max(warmup_steps, 1),
+            agree,
+            passes_wait,
+        )
         self._copies = copies
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
         self._used_by_graphs = Places()
 
-    def tune(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Eager passes over every cell: kernels are compiled and tuned. Gives up earlier graphs; arguments and what is
-        left behind are those of `capture`.
+    def tune(
+        self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
+    ) -> None:
+        """Eager passes over every cell: kernels are compiled and tuned. Gives up earlier graphs;
+        arguments and what is left behind are those of `capture`.
 
-        Where ranks need not wait for each other in a pass, one may go first and the others find its kernels.
+        Where ranks need not wait for each other in a pass, one may go first and the others find its
+        kernels.
         """
         started = time.perf_counter()
         self.forget()
@@ -142,15 +164,18 @@ class GraphRunner:
                 say_tuned(self._say, cell.capacity, started, number, len(self.ladder.cells))
         self.counters.capture_seconds += time.perf_counter() - started
 
-    def capture(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Capture every cell, the largest first; all ranks together. Call it between steps: gradients hold garbage
-        afterwards, all else is as before.
+    def capture(
+        self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
+    ) -> None:
+        """Capture every cell, the largest first; all ranks together. Call it between steps:
+        gradients hold garbage afterwards, all else is as before.
 
         Reads: [Note: captures that ranks agree on].
 
         Args:
             driver: forward and backward of one micro-batch, as in training.
-            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like real ones.
+            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like
+            real ones.
         Raises:
             GraphFallbackError: ``strict``, and something could not be captured.
         """
@@ -167,11 +192,17 @@ class GraphRunner:
         captured = [module for module in self.modules if module.captured]
         parts = [part for module in captured for part in module.module.modules()]
         places = [place for part in parts for place in (part._parameters, part._buffers)]
-        gradients = ((vars(weight), "main_grad") for module in captured for weight in module.parameters)
-        self._used_by_graphs = Places([*((place, name) for place in places for name in place), *gradients])
+        gradients = (
+            (vars(weight), "main_grad") for module in captured for weight in module.parameters
+        )
+        self._used_by_graphs = Places(
+            [*((place, name) for place in places for name in place), *gradients]
+        )
         if len(self.graphs) > 1:
             self.slots.returned = {
-                address: slot for slot, graphs in self.graphs.items() for address in graphs.addresses()
+                address: slot
+                for slot, graphs in self.graphs.items()
+                for address in graphs.addresses()
             }
 
     @property
@@ -180,9 +211,11 @@ class GraphRunner:
         return self.slots.slots[0]
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
-        """``micro_batch`` on the device, in one copy: in a slot where graphs can replay it, else beside them.
+        """``micro_batch`` on the device, in one copy: in a slot where graphs can replay it, else
+        beside them.
 
-        It belongs to its slot until the slot is filled again, which comes to slots with a micro-batch in flight last.
+        It belongs to its slot until the slot is filled again, which comes to slots with a
+        micro-batch in flight last.
 
         Raises:
             GraphFallbackError: ``strict``, and it would run eagerly.
@@ -203,7 +236,9 @@ class GraphRunner:
 
     def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
         """``micro_batch`` in a slot, with its tables; it must be one that can be replayed."""
-        return self.fill_slot(self.slots.choose(lambda slot: cell in self.graphs[slot].tables), micro_batch, cell)
+        return self.fill_slot(
+            self.slots.choose(lambda slot: cell in self.graphs[slot].tables), micro_batch, cell
+        )
 
     def fill_slot(self, slot: Slot, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
         """``micro_batch`` in this slot, with its tables."""
@@ -214,12 +249,15 @@ class GraphRunner:
     @property
     def refusals(self) -> list[Refusal]:
         """What could not be captured, and for which cells."""
-        return sorted(Refusal(cell, module.name) for module in self.modules for cell in module.refusals)
+        return sorted(
+            Refusal(cell, module.name) for module in self.modules for cell in module.refusals
+        )
 
     @property
     def moved(self) -> bool:
-        """Whether a captured parameter, its gradient or a buffer has left the address that graphs use; then `capture`
-        again."""
+        """Whether a captured parameter, its gradient or a buffer has left the address that graphs
+        use; then `capture` again.
+        """
         return self._used_by_graphs.moved
 
     def forget(self) -> None:
@@ -234,7 +272,9 @@ class GraphRunner:
         self.counters.memory_mib = 0.0
 
     def close(self) -> None:
-        """Give up the graphs and give the modules back; before the process group is destroyed, or exit hangs."""
+        """Give up the graphs and give the modules back; before the process group is destroyed, or
+        exit hangs.
+        """
         self.forget()
         for module in self.modules:
             module.remove()
@@ -253,7 +293,9 @@ class GraphRunner:
         """Why a micro-batch would not be replayed; None if it would."""
         if self._bypassed is not None:
             return self._bypassed
-        tables = self.graphs[self.slot].tables  # what could not be captured here was not tried in another slot
+        tables = self.graphs[
+            self.slot
+        ].tables  # what could not be captured here was not tried in another slot
         if cell in tables:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
@@ -264,12 +306,18 @@ class GraphRunner:
             return f"more than {self.ladder.largest} documents on another rank, whose graphs share collectives"
         if not tables:
             return "no graphs"
-        return "no graphs for its capacity" if cell in self.ladder.cells else "built in the size of no cell"
+        return (
+            "no graphs for its capacity"
+            if cell in self.ladder.cells
+            else "built in the size of no cell"
+        )
 
     def _keeping_buffers(self) -> AbstractContextManager[None]:
         return kept(buffer for module in self.modules for buffer in module.module.buffers())
 
-    def _capture_all(self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]) -> None:
+    def _capture_all(
+        self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
+    ) -> None:
         # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
         dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
         begun, plans = time.perf_counter(), {}
@@ -285,15 +333,22 @@ class GraphRunner:
             self._say(f"{sentence} ({how_far(begun, number, count)})")
 
     def _capture_cell(self, graphs: SlotGraphs, cell: Cell, observed: _Observed) -> str:
-        """Capture one cell in one slot, without the modules that turn out impossible on any rank; what came of it."""
+        """Capture one cell in one slot, without the modules that turn out impossible on any rank;
+        what came of it.
+        """
         begun = time.perf_counter()
         self._refuse_together(cell, observed.problems)
         while planned := [one for one in observed.planned if cell not in one.module.refusals]:
-            if not any(self._refuse_together(cell, failed) for failed in graphs.steps(cell, planned, self.tables)):
+            if not any(
+                self._refuse_together(cell, failed)
+                for failed in graphs.steps(cell, planned, self.tables)
+            ):
                 self.counters.captures += 1 + 2 * len(planned)
                 break
             graphs.drop_cell(cell)
-        self.counters.memory_mib = sum(graphs.engine.memory_mib() for graphs in self.graphs.values())
+        self.counters.memory_mib = sum(
+            graphs.engine.memory_mib() for graphs in self.graphs.values()
+        )
         where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
         return (
             f"captured {len(planned)} of {len(self.modules)} modules for up to {cell.capacity} documents{where} in "
@@ -310,20 +365,29 @@ class GraphRunner:
         """
         together = self._agree(failed)
         for name, reason in together.items():
-            modules = [one for one in self.modules if name in (ALL, one.name) and cell not in one.refusals]
-            said = name != ALL and any(reason in one.refusals.values() for one in modules)  # of a larger cell
+            modules = [
+                one for one in self.modules if name in (ALL, one.name) and cell not in one.refusals
+            ]
+            said = name != ALL and any(
+                reason in one.refusals.values() for one in modules
+            )  # of a larger cell
             for module in modules:
                 module.refusals[cell] = reason
             what = "no module" if name == ALL else f"{name} not"
             sentence = f"{what} captured for up to {cell.capacity} documents: {reason}"
             if modules and self.strict:
-                raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
+                raise GraphFallbackError(
+                    f"{sentence}; --cuda-graph-strict forbids running it eagerly."
+                )
             if modules and not said:
                 self._say(f"{sentence}; it runs eagerly")
         return bool(together)
 
-    def _warm_up(self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell) -> _Observed:
-        """Eager passes on the stream of the captures: kernels are tuned, workspaces made, and calls are observed.
+    def _warm_up(
+        self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell
+    ) -> _Observed:
+        """Eager passes on the stream of the captures: kernels are tuned, workspaces made, and calls
+        are observed.
 
         Raises:
             torch.OutOfMemoryError: while other ranks wait for this one.
@@ -331,7 +395,9 @@ class GraphRunner:
         try:
             with self.engine.side_stream():
                 for number in range(self._warmup_steps):
-                    self.slot.set_tables(cell, {})  # what is derived must not come from what was derived before
+                    self.slot.set_tables(
+                        cell, {}
+                    )  # what is derived must not come from what was derived before
                     packed = self.slot.fill(dummy, cell).packed
                     self.slot.set_tables(cell, self.tables(packed))
                     for module in self.modules:
@@ -351,18 +417,24 @@ class GraphRunner:
         return _Observed([], {ALL: reason})
 
     def _observed(self) -> _Observed:
-        """What can be captured, in the order of the calls in the last warm-up; keeps none of its tensors."""
+        """What can be captured, in the order of the calls in the last warm-up; keeps none of its
+        tensors.
+        """
         planned: list[Planned] = []
         before: GraphedModule | None = None
         for module in dict.fromkeys(self._calls):
             found = module.observed
             if module.problem is None and found is not None:
                 observed = None if before is None else before.observed
-                source = before if observed is not None and found.hidden is observed.output else None
+                source = (
+                    before if observed is not None and found.hidden is observed.output else None
+                )
                 hidden = torch.empty_like(found.hidden, device="meta", requires_grad=False)
                 planned.append(Planned(module, source, hidden, found.takes_packed))
                 before = module
-        problems = {module.name: module.problem for module in self.modules if module.problem is not None}
+        problems = {
+            module.name: module.problem for module in self.modules if module.problem is not None
+        }
         for module in self.modules:
             module.observed = None  # before the warm-up's memory goes back
         self._calls.clear()

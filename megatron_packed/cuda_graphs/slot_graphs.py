@@ -1,11 +1,12 @@
 """What is captured for one slot: graphs of every cell, in one memory pool of the slot's own.
 
 [Note: order of memory]
-Within a cell graphs are captured in the order in which they are replayed: tables, forward of every module, backward of
-every module in reverse. What was free at a point of the capture is free at that point of every replay. A call that
-would break this order runs eagerly (`CapturedModule.turns`), and a backward that would is an error. Different cells use
-the same memory over again, as one micro-batch replays one of them. Different slots share nothing: the graphs of two
-micro-batches in flight come in any order.
+Within a cell graphs are captured in the order in which they are replayed: tables, forward of every
+module, backward of every module in reverse. What was free at a point of the capture is free at that
+point of every replay. A call that would break this order runs eagerly (`CapturedModule.turns`), and
+a backward that would is an error. Different cells use the same memory over again, as one
+micro-batch replays one of them. Different slots share nothing: the graphs of two micro-batches in
+flight come in any order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.cuda_graphs.transformer_engine import CapturedCallable, Maker, Progress, capture_together
+from megatron_packed.cuda_graphs.transformer_engine import (
+    CapturedCallable,
+    Maker,
+    Progress,
+    capture_together,
+)
 from megatron_packed.packed.capacity import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -77,7 +83,12 @@ class SlotGraphs:
         passes_wait: bool = False,
         copies: Copies | None = None,
     ) -> None:
-        self.slot, self.engine, self._made_by, self._passes_wait = slot, engine, made_by, passes_wait
+        self.slot, self.engine, self._made_by, self._passes_wait = (
+            slot,
+            engine,
+            made_by,
+            passes_wait,
+        )
         self._copies = copies
         self.tables: dict[Cell, Graph] = {}
         """Of every cell that is captured: what all modules share."""
@@ -85,9 +96,11 @@ class SlotGraphs:
         """Static memory outside the pool."""
         self._captured: list[GraphedModule] = []
 
-    def steps(self, cell: Cell, planned: Sequence[Planned], tables: Tables) -> Iterator[dict[str, str]]:
-        """Capture everything for one cell, a step at a time; the caller drops the cell if something failed in a step,
-        here or on another rank.
+    def steps(
+        self, cell: Cell, planned: Sequence[Planned], tables: Tables
+    ) -> Iterator[dict[str, str]]:
+        """Capture everything for one cell, a step at a time; the caller drops the cell if something
+        failed in a step, here or on another rank.
 
         Yields:
             Behind each step what failed, a module or `ALL` -> why; empty if nothing did.
@@ -95,7 +108,10 @@ class SlotGraphs:
             torch.OutOfMemoryError: in a pass in which other ranks wait for this one.
         """
         self._captured += [one.module for one in planned if one.module not in self._captured]
-        for capture in (partial(self._capture_tables, tables, cell), partial(self._capture_modules, planned, cell)):
+        for capture in (
+            partial(self._capture_tables, tables, cell),
+            partial(self._capture_modules, planned, cell),
+        ):
             failed: dict[str, str] = {}
             try:
                 capture()
@@ -205,21 +221,31 @@ class SlotGraphs:
             )
             with _capturing(module):
                 captured.capture_forward(
-                    self._static_outside((module.name, "input"), hidden) if before is None else before.outputs[0]
+                    self._static_outside((module.name, "input"), hidden)
+                    if before is None
+                    else before.outputs[0]
                 )
             together.append(captured)
             before = captured
         return together
 
-    def _capture_backward(self, planned: Sequence[Planned], together: Sequence[CapturedModule]) -> None:
+    def _capture_backward(
+        self, planned: Sequence[Planned], together: Sequence[CapturedModule]
+    ) -> None:
         after: CapturedModule | None = None
         for one, captured in zip(reversed(planned), reversed(together)):
             with _capturing(one.module):
-                wanted = [tensor for tensor, differs in zip(captured.outputs, captured.differentiable) if differs]
+                wanted = [
+                    tensor
+                    for tensor, differs in zip(captured.outputs, captured.differentiable)
+                    if differs
+                ]
                 passed_on = after is not None and after.before is captured
                 grads = [after.grad_input] if after is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
-                    grads.append(self._static_outside((one.module.name, "grad", number), wanted[number]))
+                    grads.append(
+                        self._static_outside((one.module.name, "grad", number), wanted[number])
+                    )
                 captured.capture_backward(grads, passed_on=passed_on, after=after)
             del wanted, grads
             if after is not None:
@@ -227,20 +253,26 @@ class SlotGraphs:
             after = captured
 
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
-        """Memory outside the graphs' pool, the same for all cells: where callers' tensors are brought."""
+        """Memory outside the graphs' pool, the same for all cells: where callers' tensors are
+        brought.
+        """
         key = (*key, like.shape, like.stride(), like.dtype)
         if key not in self.outside:
             self.outside[key] = torch.zeros_like(like, device=self.slot.buffer.device)
         return self.outside[key]
 
 
-def _with_packed(function: Callable[..., object], packed: PackedSeqParams) -> Callable[[Tensor], object]:
+def _with_packed(
+    function: Callable[..., object], packed: PackedSeqParams
+) -> Callable[[Tensor], object]:
     return lambda hidden: function(hidden, packed)
 
 
 @contextmanager
 def _capturing(module: GraphedModule | None) -> Iterator[None]:
-    """Whatever a module does wrong under capture, out of memory included, costs that module its graph."""
+    """Whatever a module does wrong under capture, out of memory included, costs that module its
+    graph.
+    """
     try:
         yield
     except Exception as error:
@@ -248,7 +280,9 @@ def _capturing(module: GraphedModule | None) -> Iterator[None]:
 
 
 def _first_of(error: Exception) -> Exception:
-    """What went wrong first: the end of a capture that an error has invalidated fails, too, and tells of no reason."""
+    """What went wrong first: the end of a capture that an error has invalidated fails, too, and
+    tells of no reason.
+    """
     while isinstance(error.__context__, Exception) and not error.__suppress_context__:
         error = error.__context__
     return error

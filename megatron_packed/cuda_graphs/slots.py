@@ -1,10 +1,12 @@
 """Static metadata: the one place from which captured kernels read a micro-batch.
 
-A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy. ``cu_seqlens`` lies
-last in the buffer, so that every tensor has the same address for every capacity, and all layers read the same memory.
-The next fill overwrites it: a generation stamp makes reading an earlier micro-batch through the slot an error.
+A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy.
+``cu_seqlens`` lies last in the buffer, so that every tensor has the same address for every
+capacity, and all layers read the same memory. The next fill overwrites it: a generation stamp makes
+reading an earlier micro-batch through the slot an error.
 
-There are as many slots as micro-batches between whose forward and backward another one's may come: one in training.
+There are as many slots as micro-batches between whose forward and backward another one's may come:
+one in training.
 """
 
 from __future__ import annotations
@@ -69,9 +71,13 @@ class SlotPackedSeqParams(PackedSeqParams):
     def check_current(self, name: str) -> None:
         """
         Raises:
-            StaleMetadataError: another micro-batch lies in the slot; ``name`` is what was to be read.
+            StaleMetadataError: another micro-batch lies in the slot; ``name`` is what was to be
+                read.
         """
-        slot, generation = object.__getattribute__(self, "slot"), object.__getattribute__(self, "generation")
+        slot, generation = (
+            object.__getattribute__(self, "slot"),
+            object.__getattribute__(self, "generation"),
+        )
         if slot.generation != generation:
             raise StaleMetadataError(
                 f"{name} of micro-batch {generation} was read when the slot already held micro-batch "
@@ -81,7 +87,8 @@ class SlotPackedSeqParams(PackedSeqParams):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StaticPackedSeqParams(PackedSeqParams):
-    """What a module sees while it is captured: the slot's tensors, and no number that only one pack has.
+    """What a module sees while it is captured: the slot's tensors, and no number that only one pack
+    has.
 
     ``max_seqlen``, ``total_tokens`` and ``capacity`` are those of the cell and constant.
 
@@ -111,9 +118,13 @@ class Slot:
         self.generation = 0
         """Counts fills."""
         self.turn = -1
-        """Number of the last graph that was replayed over what lies in the slot, in the order of their capture."""
+        """Number of the last graph that was replayed over what lies in the slot, in the order of
+        their capture.
+        """
         self.last_turn: int | None = None
-        """That of the backward pass which will end the micro-batch; None where no gradients were asked for."""
+        """That of the backward pass which will end the micro-batch; None where no gradients were
+        asked for.
+        """
         self.current: SlotPackedSeqParams | None = None
         """What lies in the slot; None while a micro-batch runs outside it."""
         self._tables: dict[Cell, Mapping[str, object]] = {}
@@ -123,7 +134,9 @@ class Slot:
         return self.buffer[: MicroBatchLayout(self.total_tokens, cell.capacity).buffer.num_bytes]
 
     def static(self, cell: Cell) -> StaticPackedSeqParams:
-        """The metadata at its fixed addresses, for capture; without kernel tables until they are set."""
+        """The metadata at its fixed addresses, for capture; without kernel tables until they are
+        set.
+        """
         views = MicroBatchLayout(self.total_tokens, cell.capacity).buffer.views(self.bytes_of(cell))
         return StaticPackedSeqParams(
             cu_seqlens=views["cu_seqlens"],
@@ -138,7 +151,9 @@ class Slot:
         )
 
     def set_tables(self, cell: Cell, tables: Mapping[str, object]) -> None:
-        """What kernels derive from a micro-batch of ``cell``, at fixed addresses; the caller refreshes it."""
+        """What kernels derive from a micro-batch of ``cell``, at fixed addresses; the caller
+        refreshes it.
+        """
         self._tables[cell] = MappingProxyType(dict(tables))
 
     def forget_tables(self) -> None:
@@ -162,14 +177,21 @@ class Slot:
         self.generation += 1
         self.turn, self.last_turn = -1, None
         placed = micro_batch.with_buffer(target)
-        packed = {field.name: getattr(placed.packed, field.name) for field in dataclasses.fields(PackedSeqParams)}
+        packed = {
+            field.name: getattr(placed.packed, field.name)
+            for field in dataclasses.fields(PackedSeqParams)
+        }
         packed["max_seqlen"] = cell.max_seqlen
         packed["tables"] = self._tables.get(cell, MappingProxyType({}))
-        self.current = SlotPackedSeqParams(**packed, slot=self, cell=cell, generation=self.generation)
+        self.current = SlotPackedSeqParams(
+            **packed, slot=self, cell=cell, generation=self.generation
+        )
         return dataclasses.replace(placed, packed=self.current)
 
     def vacate(self) -> None:
-        """From here on micro-batches run outside the slot, until the next fill; what still refers to it is stale."""
+        """From here on micro-batches run outside the slot, until the next fill; what still refers
+        to it is stale.
+        """
         self.generation += 1
         self.current, self.last_turn = None, None
 
@@ -179,7 +201,9 @@ class Slot:
 
     @property
     def in_flight(self) -> bool:
-        """Whether what lies in the slot has not run yet or awaits its backward pass, as far as replays tell."""
+        """Whether what lies in the slot has not run yet or awaits its backward pass, as far as
+        replays tell.
+        """
         not_begun = self.current is not None and self.turn < 0
         return not_begun or (self.last_turn is not None and self.turn < self.last_turn)
 
@@ -191,12 +215,14 @@ class SlotRing:
     A call of a captured module belongs to the micro-batch
 
     1. whose metadata it is given;
-    2. without metadata: in whose slot the hidden states lie, where a captured module has returned them;
+    2. without metadata: in whose slot the hidden states lie, where a captured module has returned
+      them;
     3. else to the one under way: the one that was placed last, or named last by 1.
 
-    Only 3 can be mistaken: where a second micro-batch is placed before the first has run, and the first module to be
-    captured takes no metadata. What it returns is right even so, as it depends on the hidden states alone, but it lies
-    in the slot of the other micro-batch; the next module that takes metadata finds that out.
+    Only 3 can be mistaken: where a second micro-batch is placed before the first has run, and the
+    first module to be captured takes no metadata. What it returns is right even so, as it depends
+    on the hidden states alone, but it lies in the slot of the other micro-batch; the next module
+    that takes metadata finds that out.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -204,11 +230,15 @@ class SlotRing:
         self.under_way: SlotPackedSeqParams | None = None
         """None while a micro-batch runs outside the slots."""
         self.returned: dict[int, Slot] = {}
-        """Where there are several: address of hidden states that a captured module returns -> in which they lie."""
+        """Where there are several: address of hidden states that a captured module returns -> in
+        which they lie.
+        """
         self._oldest_first = list(slots)
 
     def choose(self, usable: Callable[[Slot], bool]) -> Slot:
-        """Where the next micro-batch goes: in turn, past those with a micro-batch in flight if others are left."""
+        """Where the next micro-batch goes: in turn, past those with a micro-batch in flight if
+        others are left.
+        """
         candidates = [slot for slot in self._oldest_first if usable(slot)]
         return next((slot for slot in candidates if not slot.in_flight), candidates[0])
 
@@ -221,8 +251,9 @@ class SlotRing:
         return placed
 
     def leave(self) -> None:
-        """From here on a micro-batch runs outside the slots, until the next fill; those in flight stay where they
-        are."""
+        """From here on a micro-batch runs outside the slots, until the next fill; those in flight
+        stay where they are.
+        """
         self.under_way = None
 
     def vacate(self) -> None:
@@ -231,14 +262,20 @@ class SlotRing:
         for slot in self.slots:
             slot.vacate()
 
-    def of_call(self, args: Sequence[object], options: Mapping[str, object]) -> SlotPackedSeqParams | None:
-        """What lies in the slot to which a call of a captured module belongs; None if it runs outside.
+    def of_call(
+        self, args: Sequence[object], options: Mapping[str, object]
+    ) -> SlotPackedSeqParams | None:
+        """What lies in the slot to which a call of a captured module belongs; None if it runs
+        outside.
 
         Reads: [Note: whose call it is].
         Raises:
             InFlightError: the hidden states lie in the slot of another micro-batch.
         """
-        named = next((value for value in (*args, *options.values()) if isinstance(value, PackedSeqParams)), None)
+        named = next(
+            (value for value in (*args, *options.values()) if isinstance(value, PackedSeqParams)),
+            None,
+        )
         candidate = self.under_way if named is None else named
         self.under_way = next((slot.current for slot in self.slots if slot.holds(candidate)), None)
         hidden = args[0] if args and self.returned else None

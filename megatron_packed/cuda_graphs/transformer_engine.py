@@ -1,22 +1,26 @@
 """Capture by TransformerEngine's ``make_graphed_callables`` in the place of our own.
 
 [Note: TransformerEngine's capture]
-It takes all modules of a cell at once and captures their forwards in order and their backwards in reverse, into the
-pool that it is given. What differs from `CapturedModule`:
+It takes all modules of a cell at once and captures their forwards in order and their backwards in
+reverse, into the pool that it is given. What differs from `CapturedModule`:
 
 * It knows tensors alone as arguments, so it gets modules that are closed over the static metadata.
-* Every module reads hidden states, and its backward gradients, in a static place of its own, to where each replay
-  copies them: neighbours share no memory.
-* A backward is captured as it runs, hooks of parameters included: what they add to ``main_grad`` is added by every
-  replay. A parameter whose ``grad`` such a hook has taken away is no input of what it returns, so autograd gives it
-  nothing more. See [Note: main_grad protocol]. What would be given to a parameter beside that is refused here.
-* What no graph needs any more it gives back to the pool, outputs too, and remembers it by address and shape alone. So
-  outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it does there, it is laid out like the leaf.
-* Gradients of parameters come by nodes that run on the stream on which they were made. So none may be alive from
-  before: a loss that was kept without ``detach()`` fails the capture. See [Note: nodes of parameters].
-* Before it captures, it runs an eager pass of its own, here on the stream of the captures. Ranks whose modules hold
-  collectives begin it together. See [Note: captures that ranks agree on].
-* It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of its own.
+* Every module reads hidden states, and its backward gradients, in a static place of its own, to
+  where each replay copies them: neighbours share no memory.
+* A backward is captured as it runs, hooks of parameters included: what they add to ``main_grad`` is
+  added by every replay. A parameter whose ``grad`` such a hook has taken away is no input of what
+  it returns, so autograd gives it nothing more. See [Note: main_grad protocol]. What would be given
+  to a parameter beside that is refused here.
+* What no graph needs any more it gives back to the pool, outputs too, and remembers it by address
+  and shape alone. So outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it
+  does there, it is laid out like the leaf.
+* Gradients of parameters come by nodes that run on the stream on which they were made. So none may
+  be alive from before: a loss that was kept without ``detach()`` fails the capture. See [Note:
+  nodes of parameters].
+* Before it captures, it runs an eager pass of its own, here on the stream of the captures. Ranks
+  whose modules hold collectives begin it together. See [Note: captures that ranks agree on].
+* It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of
+  its own.
 """
 
 from __future__ import annotations
@@ -40,8 +44,9 @@ OPTIONS: dict[str, object] = {
     "_order": [1, -1],  # one chunk, forward and backward: given, modules keep their own forward
     "_reuse_graph_input_output_buffers": True,  # give back what no later graph reads
 }
-"""How ``make_graphed_callables`` is called, beside ``pool`` and hooks. Products stay in the precision of their weights
-(``enabled`` is left at False)."""
+"""How ``make_graphed_callables`` is called, beside ``pool`` and hooks. Products stay in the
+precision of their weights (``enabled`` is left at False).
+"""
 
 
 class Graphed(Protocol):
@@ -77,7 +82,14 @@ def maker() -> Maker:
             "'megatron-packed[gpu]', or give local."
         ) from error
     known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
-    asked = (*OPTIONS, "pool", "pre_warmup_hook", "post_warmup_hook", "capture_time_hooks", "set_capture_end")
+    asked = (
+        *OPTIONS,
+        "pool",
+        "pre_warmup_hook",
+        "post_warmup_hook",
+        "capture_time_hooks",
+        "set_capture_end",
+    )
     lacking = [name for name in asked if name not in known]
     if lacking:
         raise ValueError(
@@ -94,8 +106,8 @@ class CapturedCallable(Captured):
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
         module: whose function it is.
         static: ``(T, D)``, where the graphs read hidden states; kept by the caller.
-        passed_on: another captured module takes the hidden states. What nobody takes is copied for the caller, since
-            backward graphs of modules in front may write over it.
+        passed_on: another captured module takes the hidden states. What nobody takes is copied for
+            the caller, since backward graphs of modules in front may write over it.
         slot, before, turns, takes_packed: as for `Captured`.
     """
 
@@ -117,7 +129,9 @@ class CapturedCallable(Captured):
         self.graphed: Graphed | None = None
 
     def adopt_forward(self) -> None:
-        """Replay forward once, which tells where the tensors are, and whether parameters would get gradients."""
+        """Replay forward once, which tells where the tensors are, and whether parameters would get
+        gradients.
+        """
         assert self.callable.spec is not None
         self.spec, self.differentiable = self.callable.spec, self.callable.differentiable
         self.replay_forward(self.input)
@@ -176,11 +190,16 @@ class _Closed(nn.Module):
             TypeError: TransformerEngine could not replay what the module returns.
         """
         found = Outputs.of(self._function(hidden))
-        self.spec, self.differentiable = found.spec, [tensor.requires_grad for tensor in found.tensors]
+        self.spec, self.differentiable = (
+            found.spec,
+            [tensor.requires_grad for tensor in found.tensors],
+        )
         if not self.differentiable[0]:
             raise TypeError(INDEPENDENT)
         if not all(tensor.is_contiguous() for tensor in found.tensors):
-            raise TypeError("it returns a tensor that is not contiguous, and TransformerEngine forgets strides")
+            raise TypeError(
+                "it returns a tensor that is not contiguous, and TransformerEngine forgets strides"
+            )
         return tuple(found.tensors)
 
 
@@ -191,7 +210,9 @@ class Progress:
         self.number: int | None = None
         """Of the module that was begun last."""
         self.in_pass = True
-        """Whether its own eager pass, which comes before all captures, is still to come or under way."""
+        """Whether its own eager pass, which comes before all captures, is still to come or under
+        way.
+        """
 
     def hooks(self, number: int) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
         """What ``make_graphed_callables`` shall call before it does something with a module."""
@@ -202,7 +223,9 @@ class Progress:
         return {"forward_pre_hooks": {0: begin}, "backward_pre_hooks": {0: begin}}
 
     def end_pass(self) -> None:
-        """Called behind its pass. Lets go of parameters' nodes that only a cycle of references keeps."""
+        """Called behind its pass. Lets go of parameters' nodes that only a cycle of references
+        keeps.
+        """
         gc.collect()
         self.in_pass = False
 
@@ -233,6 +256,8 @@ def capture_together(
         if collecting:
             gc.enable()
         with suppress(AttributeError):
-            del _Closed.__call__  # it wraps the class's, and puts back what it found there, if at all
+            del (
+                _Closed.__call__
+            )  # it wraps the class's, and puts back what it found there, if at all
     for one, graphed in zip(captured, made, strict=True):
         one.graphed = graphed

@@ -41,7 +41,8 @@ def _account(
 ) -> TargetCounts:
     """Count targets by document: before it was shortened, as it was tokenised, and in its pieces.
 
-    ``policy`` is the one reason for what the pieces of a document lack, and truncation for what it lost before.
+    ``policy`` is the one reason for what the pieces of a document lack, and truncation for what it
+    lost before.
     """
     cut = int((whole - kept).sum())
     split, dropped = (cut if policy == name else 0 for name in ("split", "drop"))
@@ -54,6 +55,11 @@ def _account(
         targets_dropped=dropped,
         documents_without_targets=int(np.count_nonzero(kept == 0)),
     )
-    accounted = counts.targets_kept + counts.targets_truncated + counts.targets_split + counts.targets_dropped
+    accounted = (
+        counts.targets_kept
+        + counts.targets_truncated
+        + counts.targets_split
+        + counts.targets_dropped
+    )
     assert counts.targets_in == accounted, counts
     return counts

@@ -1,6 +1,8 @@
-"""Large arrays on disk, memory-mapped, with a checksum per block that is checked when the block is first read.
+"""Large arrays on disk, memory-mapped, with a checksum per block that is checked when the block is
+first read.
 
-A flipped bit is found before the number it changed is used, and nothing has to be read ahead of time.
+A flipped bit is found before the number it changed is used, and nothing has to be read ahead of
+time.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ class ArrayWriter:
         self._file.close()
         checksums = np.frombuffer(self._checksums, np.uint32).astype(_CHECKSUMS).tobytes()
         self._checksums_file.write_bytes(checksums)
-        return {"dtype": self._dtype.str, "count": self._count, "checksums_crc32c": checksum(checksums)}
+        return {
+            "dtype": self._dtype.str,
+            "count": self._count,
+            "checksums_crc32c": checksum(checksums),
+        }
 
 
 class CheckedArray:
@@ -81,7 +87,9 @@ class CheckedArray:
         self.path = directory / f"{name}.bin"
         item = np.dtype(dtype)
         if entry["dtype"] != item.str:
-            raise DataError(f"{self.path} holds {entry['dtype']}, expected {item.str}; remove the cache.")
+            raise DataError(
+                f"{self.path} holds {entry['dtype']}, expected {item.str}; remove the cache."
+            )
         self.count = int(entry["count"])
         num_bytes = self.count * item.itemsize
         self._check_size(self.path, num_bytes)
@@ -89,12 +97,16 @@ class CheckedArray:
         self._check_size(checksums_path, -(-num_bytes // BLOCK_BYTES) * _CHECKSUMS.itemsize)
         raw = checksums_path.read_bytes()
         if checksum(raw) != entry["checksums_crc32c"]:
-            raise DataError(f"{checksums_path} is damaged; remove {directory} and it will be built again.")
+            raise DataError(
+                f"{checksums_path} is damaged; remove {directory} and it will be built again."
+            )
         self._checksums = np.frombuffer(raw, _CHECKSUMS)
         self._checked = np.zeros(len(self._checksums), np.bool_)
         self._items_per_block = BLOCK_BYTES // item.itemsize
         empty = np.zeros(0, item)
-        self._values: NDArray[Any] = np.asarray(np.memmap(self.path, item, "r")) if self.count else empty
+        self._values: NDArray[Any] = (
+            np.asarray(np.memmap(self.path, item, "r")) if self.count else empty
+        )
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """A read-only view of items ``start`` to ``stop``.
@@ -116,7 +128,10 @@ class CheckedArray:
             if self._checked[block]:
                 continue
             at = block * self._items_per_block
-            if checksum(self._values[at : at + self._items_per_block].tobytes()) != self._checksums[block]:
+            if (
+                checksum(self._values[at : at + self._items_per_block].tobytes())
+                != self._checksums[block]
+            ):
                 raise DataError(
                     f"{self.path}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} are not what was "
                     f"written (CRC32C differs); test the disk, remove {self.path.parent} and it will be built again."
@@ -128,7 +143,9 @@ class CheckedArray:
         try:
             found = path.stat().st_size
         except OSError:
-            raise DataError(f"{path} is missing; remove {path.parent} and it will be built again.") from None
+            raise DataError(
+                f"{path} is missing; remove {path.parent} and it will be built again."
+            ) from None
         if found != expected:
             raise DataError(
                 f"{path} has {found} bytes, expected {expected}; remove {path.parent} and it will be built again."

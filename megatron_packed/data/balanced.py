@@ -1,12 +1,15 @@
 """The balanced packer's work on one window: few documents per pack, at full packs.
 
-1. *Longest first*: every document, longest first, goes into the emptiest bin. The bins end up with nearly equal
-   tokens, and the short documents, which make large counts where they meet, are spread over all of them.
-2. *Exchange*: nearly equal is not yet "at most T". Bins above T swap documents with bins below it until all fit. Swaps
-   keep the number of documents of every bin, so full packs cost no larger counts.
+1. *Longest first*: every document, longest first, goes into the emptiest bin. The bins end up with
+   nearly equal tokens, and the short documents, which make large counts where they meet, are spread
+   over all of them.
+2. *Exchange*: nearly equal is not yet "at most T". Bins above T swap documents with bins below it
+   until all fit. Swaps keep the number of documents of every bin, so full packs cost no larger
+   counts.
 3. *Leave over*: a bin that nothing helps gives up a document, which is packed in the next window.
 
-Notation: B bins of T token slots, n documents, W documents looked at per bin in one round of exchange.
+Notation: B bins of T token slots, n documents, W documents looked at per bin in one round of
+exchange.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ LEFT_OVER = -1
 """The bin of a document that is not packed in this window."""
 
 JITTER = 0.5
-"""Documents are ordered by length times a random factor within +- this / 2, so that documents of unlike ranks meet and
-companions change from epoch to epoch even where one window holds the whole data set. Exchange repairs what it costs."""
+"""Documents are ordered by length times a random factor within +- this / 2, so that documents of
+unlike ranks meet and companions change from epoch to epoch even where one window holds the whole
+data set. Exchange repairs what it costs.
+"""
 
 ROUNDS = 30
 """Rounds of exchange at most."""
@@ -34,7 +39,9 @@ PATIENCE = 8
 """Rounds without any swap after which the rest is given up."""
 
 SLOTS = 64
-"""Documents per bin that exchange knows of; the rest of a fuller bin (a random choice) stays where it is."""
+"""Documents per bin that exchange knows of; the rest of a fuller bin (a random choice) stays where
+it is.
+"""
 
 EXTRA = 2
 """Documents that exchange may add to the largest count, below the cap."""
@@ -55,8 +62,11 @@ def long_first_order(lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]
     return np.argsort(-lengths * factors, kind="stable")
 
 
-def longest_first(lengths: Lengths, num_bins: int, max_documents: int, random: KeyedRandom) -> BinOf:
-    """Every document, longest first up to `JITTER`, into the emptiest bin that has fewer than ``max_documents``.
+def longest_first(
+    lengths: Lengths, num_bins: int, max_documents: int, random: KeyedRandom
+) -> BinOf:
+    """Every document, longest first up to `JITTER`, into the emptiest bin that has fewer than
+    ``max_documents``.
 
     The sizes of the bins are not limited: `exchange` sees to that.
 
@@ -90,7 +100,9 @@ def longest_first(lengths: Lengths, num_bins: int, max_documents: int, random: K
 
 
 class _Bins(NamedTuple):
-    """Documents of each bin side by side, at most `SLOTS` of them; free slots have length 0 and document -1."""
+    """Documents of each bin side by side, at most `SLOTS` of them; free slots have length 0 and
+    document -1.
+    """
 
     length: NDArray[np.int64]
     """``(B, K)``."""
@@ -117,8 +129,9 @@ class _Bins(NamedTuple):
         return cls(length, document, np.minimum(count, num_slots), tokens)
 
     def choose(self, bins: NDArray[np.int64], random: KeyedRandom) -> NDArray[np.int64]:
-        """``bins.shape + (W,)`` slots to look at, of the filled ones and the first free one: all, or a random
-        choice."""
+        """``bins.shape + (W,)`` slots to look at, of the filled ones and the first free one: all,
+        or a random choice.
+        """
         num_slots = self.length.shape[1]
         filled = self.filled[bins][..., None]
         if num_slots <= WIDTH:
@@ -132,8 +145,9 @@ class _Bins(NamedTuple):
         bin_b: NDArray[np.int64],
         slot_b: NDArray[np.int64],
     ) -> None:
-        """Swap documents pairwise; no bin occurs twice. ``slot_b`` may be a bin's first free slot: then a document
-        moves, and the last document of the bin it leaves closes the gap."""
+        """Swap documents pairwise; no bin occurs twice. ``slot_b`` may be a bin's first free slot:
+        then a document moves, and the last document of the bin it leaves closes the gap.
+        """
         a, b = (bin_a, slot_a), (bin_b, slot_b)
         moved = self.length[a] - self.length[b]
         self.tokens[bin_a] -= moved
@@ -144,19 +158,28 @@ class _Bins(NamedTuple):
         self.filled[bin_b[one_way]] += 1
         left, gap = bin_a[one_way], slot_a[one_way]
         last = self.filled[left] - 1
-        self.length[left, gap], self.document[left, gap] = self.length[left, last], self.document[left, last]
+        self.length[left, gap], self.document[left, gap] = (
+            self.length[left, last],
+            self.document[left, last],
+        )
         self.length[left, last], self.document[left, last] = 0, -1
         self.filled[left] = last
 
 
 def exchange(
-    lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int, max_documents: int, random: KeyedRandom
+    lengths: Lengths,
+    bin_of: BinOf,
+    num_bins: int,
+    slots: int,
+    max_documents: int,
+    random: KeyedRandom,
 ) -> BinOf:
-    """Swap documents between bins until no bin holds more than ``slots`` tokens, or as few too many as can be reached.
+    """Swap documents between bins until no bin holds more than ``slots`` tokens, or as few too many
+    as can be reached.
 
-    In each round every overfull bin looks at several bins with room (nobody shares one) and makes the swap that
-    leaves the fewest tokens too many, evening the two bins out among equals. No bin gets more documents than the
-    fullest had.
+    In each round every overfull bin looks at several bins with room (nobody shares one) and makes
+    the swap that leaves the fewest tokens too many, evening the two bins out among equals. No bin
+    gets more documents than the fullest had.
 
     Returns:
         ``(n,)`` the new bin of each document.
@@ -182,31 +205,48 @@ def exchange(
 
 
 def _exchange_round(
-    bins: _Bins, overfull: NDArray[np.int64], partners: NDArray[np.int64], slots: int, random: KeyedRandom
+    bins: _Bins,
+    overfull: NDArray[np.int64],
+    partners: NDArray[np.int64],
+    slots: int,
+    random: KeyedRandom,
 ) -> bool:
-    """The best swap of each overfull bin (h of them) with one of its P partners; whether any was made."""
+    """The best swap of each overfull bin (h of them) with one of its P partners; whether any was
+    made.
+    """
     slots_a = bins.choose(overfull, random)  # (h, W)
     slots_b = bins.choose(partners, random)  # (h, P, W)
     length_a = bins.length[overfull[:, None], slots_a]
     length_b = bins.length[partners[:, :, None], slots_b]
-    moved = length_a[:, None, :, None] - length_b[:, :, None, :]  # (h, P, W, W) tokens that leave the overfull bin
+    moved = (
+        length_a[:, None, :, None] - length_b[:, :, None, :]
+    )  # (h, P, W, W) tokens that leave the overfull bin
     excess = (bins.tokens[overfull] - slots)[:, None, None, None]
     room = (slots - bins.tokens[partners])[:, :, None, None]
     left = np.maximum(excess - moved, 0) + np.maximum(moved - room, 0)
     unevenness = np.abs(2 * moved - excess - room)  # twice the distance from equal bins
-    score = np.where(moved > 0, left * (4 * slots) + np.minimum(unevenness, 4 * slots - 1), np.iinfo(np.int64).max)
+    score = np.where(
+        moved > 0,
+        left * (4 * slots) + np.minimum(unevenness, 4 * slots - 1),
+        np.iinfo(np.int64).max,
+    )
     best = score.reshape(overfull.size, -1).argmin(axis=1)
     row = np.arange(overfull.size)
     partner, at_a, at_b = np.unravel_index(best, score.shape[1:])
-    helps = (left[row, partner, at_a, at_b] < excess[:, 0, 0, 0]) & (moved[row, partner, at_a, at_b] > 0)
+    helps = (left[row, partner, at_a, at_b] < excess[:, 0, 0, 0]) & (
+        moved[row, partner, at_a, at_b] > 0
+    )
     row, partner, at_a, at_b = row[helps], partner[helps], at_a[helps], at_b[helps]
-    bins.swap(overfull[row], slots_a[row, at_a], partners[row, partner], slots_b[row, partner, at_b])
+    bins.swap(
+        overfull[row], slots_a[row, at_a], partners[row, partner], slots_b[row, partner, at_b]
+    )
     return bool(helps.any())
 
 
 def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> BinOf:
-    """Take documents out of bins that are still overfull: the shortest one that is enough, or else the longest
-    first."""
+    """Take documents out of bins that are still overfull: the shortest one that is enough, or else
+    the longest first.
+    """
     result: BinOf = bin_of.copy()
     tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
     for number in np.flatnonzero(tokens > slots).tolist():
@@ -221,8 +261,12 @@ def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> Bi
     return result
 
 
-def balance(lengths: Lengths, num_bins: int, slots: int, max_documents: int, random: KeyedRandom) -> BinOf:
-    """Pack documents into ``num_bins`` bins by the three steps above; `LEFT_OVER` marks those that found no place."""
+def balance(
+    lengths: Lengths, num_bins: int, slots: int, max_documents: int, random: KeyedRandom
+) -> BinOf:
+    """Pack documents into ``num_bins`` bins by the three steps above; `LEFT_OVER` marks those that
+    found no place.
+    """
     bin_of = longest_first(lengths, num_bins, max_documents, random)
     bin_of = exchange(lengths, bin_of, num_bins, slots, max_documents, random)
     return leave_over(lengths, bin_of, num_bins, slots)

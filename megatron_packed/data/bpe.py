@@ -25,7 +25,12 @@ from megatron_packed.data.report import place_and_reason
 from megatron_packed.data.rows import reader_of
 from megatron_packed.data.schema import FIELDS, Conversation, PromptCompletion, parse_line
 from megatron_packed.data.sources import MAX_LINE_BYTES, expand_paths, file_identity
-from megatron_packed.data.tokenizer import END_OF_DOCUMENT, OWN_SPECIAL_TOKENS, PADDING, ByteTokenizer
+from megatron_packed.data.tokenizer import (
+    END_OF_DOCUMENT,
+    OWN_SPECIAL_TOKENS,
+    PADDING,
+    ByteTokenizer,
+)
 
 MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
 TRAINING_BYTES = 64 * 2**20
@@ -35,14 +40,17 @@ _NAMED = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
 
 
 class Untrained(ByteTokenizer):
-    """What a trained tokenizer is before it has learned anything. It makes the same documents of the same lines: a
-    template sees the same special tokens, and no text has no tokens."""
+    """What a trained tokenizer is before it has learned anything. It makes the same documents of
+    the same lines: a template sees the same special tokens, and no text has no tokens.
+    """
 
     template_variables: Mapping[str, str] = _NAMED
 
 
 class TrainingShare(NamedTuple):
-    """The documents that a vocabulary is learned from, where the others of the same files validate and test."""
+    """The documents that a vocabulary is learned from, where the others of the same files validate
+    and test.
+    """
 
     of_documents: Fraction
     """Share of each path, from its first document on or, ``shuffled``, in `drawing_order`."""
@@ -62,16 +70,20 @@ def train_bpe(
     log: Callable[[str], None] = lambda line: None,
     build_missing: bool = True,
 ) -> HuggingFaceTokenizer:
-    """A byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash of data and options.
+    """A byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash of
+    data and options.
 
-    The same data gives the same tokenizer: lines are chosen by their place in the files, each file has an equal share
-    of ``training_bytes``, and ties are broken by the trainer's own order. Every special token of
-    `tokenizer.OWN_SPECIAL_TOKENS` has a number. Any number of processes may call this at once.
+    The same data gives the same tokenizer: lines are chosen by their place in the files, each file
+    has an equal share of ``training_bytes``, and ties are broken by the trainer's own order. Every
+    special token of `tokenizer.OWN_SPECIAL_TOKENS` has a number. Any number of processes may call
+    this at once.
 
     Args:
-        paths: see `sources.expand_paths`; any schema. Unusable lines are passed over (the data set counts them).
+        paths: see `sources.expand_paths`; any schema. Unusable lines are passed over (the data set
+        counts them).
         vocab_size: numbers to use, at most; fewer if the data has fewer pairs.
-        share: None learns from everything. Else all is read once more, to find where the share ends.
+        share: None learns from everything. Else all is read once more, to find where the share
+        ends.
         build_missing: False: a tokenizer that is not trained yet is an error.
     Raises:
         DataError: no usable text, or ``vocab_size`` leaves no room for the bytes.
@@ -82,7 +94,12 @@ def train_bpe(
             "special tokens); choose a larger one."
         )
     files = expand_paths(paths)
-    identity: list[object] = [_FORMAT, [file_identity(file) for file in files], vocab_size, training_bytes]
+    identity: list[object] = [
+        _FORMAT,
+        [file_identity(file) for file in files],
+        vocab_size,
+        training_bytes,
+    ]
     if share is not None:
         each = [len(expand_paths([path])) for path in paths]
         identity += [each, str(share.of_documents), share.sft, share.chat.fingerprint]
@@ -91,7 +108,9 @@ def train_bpe(
     directory = Path(cache_root) / f"tokenizer-{key}"
 
     if not build_missing and not _is_valid(directory):
-        raise DataError(f"the tokenizer of {', '.join(map(str, files))} is not trained yet, in {cache_root}.")
+        raise DataError(
+            f"the tokenizer of {', '.join(map(str, files))} is not trained yet, in {cache_root}."
+        )
 
     def build(temporary: Path) -> None:
         unusable: list[str] = []
@@ -120,7 +139,9 @@ def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, N
         before, trained_before = 0, np.concatenate([[0], np.cumsum(trained)])
         for file, count in counts.items():
             ends = before + np.cumsum(count)
-            chosen[file] = (count > 0) & (trained_before[ends] - trained_before[ends - count] == count)
+            chosen[file] = (count > 0) & (
+                trained_before[ends] - trained_before[ends - count] == count
+            )
             before += int(count.sum())
     return chosen
 
@@ -128,7 +149,11 @@ def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, N
 def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokenizers.Tokenizer:
     first = next(texts, None)
     if first is None:
-        why = f"the first line cannot be used: {unusable[0]}." if unusable else "check the data paths and --split."
+        why = (
+            f"the first line cannot be used: {unusable[0]}."
+            if unusable
+            else "check the data paths and --split."
+        )
         raise DataError(f"the training data holds no text to learn a vocabulary from; {why}")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,9 +175,13 @@ def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokeni
 
 
 def _texts(
-    files: Sequence[Path], training_bytes: int, unusable: list[str], chosen: Mapping[Path, NDArray[np.bool_]] | None
+    files: Sequence[Path],
+    training_bytes: int,
+    unusable: list[str],
+    chosen: Mapping[Path, NDArray[np.bool_]] | None,
 ) -> Iterator[str]:
-    """Texts to learn from: all of them, or evenly spread lines of files that are larger than their share.
+    """Texts to learn from: all of them, or evenly spread lines of files that are larger than their
+    share.
 
     Before the first text, ``unusable`` gets where the first line lies that cannot be used, and why.
 

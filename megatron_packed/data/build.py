@@ -1,7 +1,8 @@
 """Tokenise source files once into the arrays of a `dataset.TokenizedDataset`.
 
-Lines go through in chunks: read, parse, render, encode. Chunks are independent, so several threads work on them
-(parsing holds the interpreter lock, encoding does not) while this one writes the results in the order of the lines.
+Lines go through in chunks: read, parse, render, encode. Chunks are independent, so several threads
+work on them (parsing holds the interpreter lock, encoding does not) while this one writes the
+results in the order of the lines.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class BuildOptions:
     """How sources are read."""
 
     sft: bool
-    """Conversations and prompts are expected; else plain text. The other kind is an error, not a bad line."""
+    """Conversations and prompts are expected; else plain text. The other kind is an error, not a
+    bad line.
+    """
     max_bad_fraction: float
     max_line_bytes: int
     num_threads: int | None = None
@@ -62,7 +65,11 @@ class _Outcome(NamedTuple):
 
 
 def build_arrays(
-    files: Sequence[Path], encoder: SampleEncoder, directory: Path, quarantine_path: Path, options: BuildOptions
+    files: Sequence[Path],
+    encoder: SampleEncoder,
+    directory: Path,
+    quarantine_path: Path,
+    options: BuildOptions,
 ) -> tuple[DataReport, dict[str, Any]]:
     """Write the arrays of ``files`` into ``directory``.
 
@@ -78,13 +85,17 @@ def build_arrays(
     total = sum(file.stat().st_size for file in files)
     try:
         with Progress("tokenising", total, options.show_progress) as progress:
-            for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
+            for chunk, outcomes in _in_order(
+                chunks_of(files, options.max_line_bytes), encoder, options
+            ):
                 for outcome in outcomes:
                     _account(chunk.file, outcome, report, schemas, writer, quarantine)
                 report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
                 report.schemas = dict(schemas)
                 report.check_early(options.max_bad_fraction, quarantine_path)
-                progress.update(chunk.position, f"{report.documents} documents, {report.num_bad} bad lines")
+                progress.update(
+                    chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
+                )
     finally:
         quarantine.close()
         entries = writer.close()
@@ -96,7 +107,8 @@ def build_arrays(
 def documents_of_lines(
     files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
 ) -> dict[Path, NDArray[np.int64]]:
-    """How many documents of a data set each line of its files makes, ``(lines,)``: 0 for blank and bad ones.
+    """How many documents of a data set each line of its files makes, ``(lines,)``: 0 for blank and
+    bad ones.
 
     Raises:
         DataError: data of the wrong kind, or an unusable template.
@@ -109,7 +121,8 @@ def documents_of_lines(
 
 
 def check_kind(schema: str, sft: bool) -> None:
-    """Conversations without --sft, or plain text with it, are a misunderstanding that no count would show.
+    """Conversations without --sft, or plain text with it, are a misunderstanding that no count
+    would show.
 
     Raises:
         DataError: with the cure.
@@ -121,7 +134,9 @@ def check_kind(schema: str, sft: bool) -> None:
             'out, or write them as {"prompt": "", "completion": ...}.'
         )
     if not sft and not is_text:
-        raise DataError(f"the data holds `{schema}` lines; add --sft to train on the answers in them.")
+        raise DataError(
+            f"the data holds `{schema}` lines; add --sft to train on the answers in them."
+        )
 
 
 def _account(
@@ -151,7 +166,9 @@ def _account(
             report.add_cut(document.cut, num_tokens, num_targets)
 
 
-def chunks_of(files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS) -> Iterator[Chunk]:
+def chunks_of(
+    files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS
+) -> Iterator[Chunk]:
     """The lines of all files, and the rows of tables with these of their columns, in their order."""
     behind = 0
     for file in files:

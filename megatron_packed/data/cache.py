@@ -1,14 +1,15 @@
 """A directory that is built once and then only read, by any number of processes and nodes.
 
 [Note: how a cache directory comes into being]
-1. Whoever holds the lock (``flock`` on ``<name>.lock``, which the kernel drops when its owner dies) builds into a
-   temporary directory beside the final one; the others wait.
-2. Files and directories are flushed to the disk, then the temporary directory is renamed. A directory with the final
-   name is therefore whole, whenever the writer was killed.
-3. Where locks do not reach (another node on a file system without them), two builders work for nothing, but the rename
-   of the second fails and it takes what the first made. Correctness never rests on the lock.
-4. A build that fails because of the data says so in ``<name>.failed``, so that those who waited fail with the same
-   sentence instead of trying one after the other. A later run tries again.
+1. Whoever holds the lock (``flock`` on ``<name>.lock``, which the kernel drops when its owner dies)
+   builds into a temporary directory beside the final one; the others wait.
+2. Files and directories are flushed to the disk, then the temporary directory is renamed. A
+   directory with the final name is therefore whole, whenever the writer was killed.
+3. Where locks do not reach (another node on a file system without them), two builders work for
+   nothing, but the rename of the second fails and it takes what the first made. Correctness never
+   rests on the lock.
+4. A build that fails because of the data says so in ``<name>.failed``, so that those who waited
+   fail with the same sentence instead of trying one after the other. A later run tries again.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ def get_or_build(
         build: fills an empty directory. A `DataError` from it is passed on to all who wait.
         log: told of waiting and of rebuilding.
     Raises:
-        DataError: from ``build``, here or in the process that was waited for; or the cache cannot be written.
+        DataError: from ``build``, here or in the process that was waited for; or the cache cannot
+            be written.
     """
     if is_valid(final):
         return
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{final.parent} cannot be made: {error.strerror}; set --data-cache-path elsewhere.") from None
+        raise DataError(
+            f"{final.parent} cannot be made: {error.strerror}; set --data-cache-path elsewhere."
+        ) from None
     failure_before = _failure(final)
     wait, said = _FIRST_WAIT, time.monotonic()
     while True:
@@ -75,12 +79,17 @@ def get_or_build(
 
 
 def _build_and_publish(
-    final: Path, is_valid: Callable[[Path], bool], build: Callable[[Path], None], log: Callable[[str], None]
+    final: Path,
+    is_valid: Callable[[Path], bool],
+    build: Callable[[Path], None],
+    log: Callable[[str], None],
 ) -> None:
     _remove_stale(final)
     if final.exists():
         log(f"{final} is damaged or from another version; building it again")
-    temporary = final.with_name(f".{final.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    temporary = final.with_name(
+        f".{final.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    )
     try:
         temporary.mkdir()
         build(temporary)
@@ -89,7 +98,9 @@ def _build_and_publish(
         _flush(temporary)
         _publish(temporary, final, is_valid)
     except DataError as error:
-        write_atomically(final.with_name(f"{final.name}.failed"), f"{uuid.uuid4().hex}\n{error}".encode())
+        write_atomically(
+            final.with_name(f"{final.name}.failed"), f"{uuid.uuid4().hex}\n{error}".encode()
+        )
         raise
     except OSError as error:
         raise DataError(
@@ -114,11 +125,15 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
         aside = final.with_name(f".{final.name}.bad-{uuid.uuid4().hex[:8]}")
         os.rename(final, aside)
         shutil.rmtree(aside, ignore_errors=True)
-    raise DataError(f"{final} keeps changing while it is being replaced; give each run its own --data-cache-path.")
+    raise DataError(
+        f"{final} keeps changing while it is being replaced; give each run its own --data-cache-path."
+    )
 
 
 def _remove_stale(final: Path) -> None:
-    """Remove what killed writers left. We hold the lock, so a live writer can only be on another node."""
+    """Remove what killed writers left. We hold the lock, so a live writer can only be on another
+    node.
+    """
     for left in final.parent.glob(f".{final.name}.tmp-*"):
         host, pid, _ = ["", "", *left.name.split(".tmp-", 1)[1].rsplit("-", 2)][-3:]
         try:
@@ -146,7 +161,9 @@ def _try_lock(final: Path) -> Iterator[bool]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}; set --data-cache-path elsewhere.") from None
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}; set --data-cache-path elsewhere."
+        ) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +191,9 @@ def _owner(final: Path) -> str:
 def _failure(final: Path) -> tuple[str, str] | None:
     """(token, sentence) of the last failed build; the token tells one failure from the next."""
     try:
-        token, _, sentence = final.with_name(f"{final.name}.failed").read_text(encoding="utf-8").partition("\n")
+        token, _, sentence = (
+            final.with_name(f"{final.name}.failed").read_text(encoding="utf-8").partition("\n")
+        )
     except (OSError, UnicodeDecodeError):
         return None
     return token, sentence

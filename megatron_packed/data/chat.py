@@ -13,13 +13,21 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.limited_process import CPU_SECONDS
 from megatron_packed.data.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.schema import Conversation
-from megatron_packed.data.template import DEFAULT_TEMPLATE, Rendered, TemplateError, TemplateRenderer
+from megatron_packed.data.template import (
+    DEFAULT_TEMPLATE,
+    Rendered,
+    TemplateError,
+    TemplateRenderer,
+)
 from megatron_packed.data.template_process import TemplateProcess, template_budget
 from megatron_packed.data.tokenizer import Tokenizer
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that are names and not files."""
-_OWN_TEMPLATES = {*BUILT_IN_TEMPLATES.values(), *(form.template for form in PROMPT_FORMATS.values() if form.template)}
+_OWN_TEMPLATES = {
+    *BUILT_IN_TEMPLATES.values(),
+    *(form.template for form in PROMPT_FORMATS.values() if form.template),
+}
 
 
 class Piece(NamedTuple):
@@ -58,15 +66,22 @@ class ChatFormat(Protocol):
 
 
 class IdentityFormat:
-    """The contents of the messages one after the other, all trained, as a template printed them before: special tokens
-    in them count. Assistant messages with ``train: false`` are left out of the targets."""
+    """The contents of the messages one after the other, all trained, as a template printed them
+    before: special tokens in them count. Assistant messages with ``train: false`` are left out of
+    the targets.
+    """
 
     fingerprint = "identity-2"
     ends_documents = True
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
-        parts = groupby(conversation.messages, key=lambda m: m["role"] != "assistant" or m.get("train", True))
-        pieces = [Piece("".join(message["content"] for message in part), train, True) for train, part in parts]
+        parts = groupby(
+            conversation.messages, key=lambda m: m["role"] != "assistant" or m.get("train", True)
+        )
+        pieces = [
+            Piece("".join(message["content"] for message in part), train, True)
+            for train, part in parts
+        ]
         return [piece for piece in pieces if piece.text]
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
@@ -77,13 +92,15 @@ class IdentityFormat:
 
 
 class TemplateFormat:
-    """A jinja2 chat template. Ours are rendered here; any other in a process of its own (one per thread that asks).
+    """A jinja2 chat template. Ours are rendered here; any other in a process of its own (one per
+    thread that asks).
 
     Args:
         source: the template; None for the built-in one.
         tokenizer: its special tokens and the variables that templates expect.
         cpu_seconds: limit for one conversation.
-        trains_all: every token is a target, but for the assistant's with ``train: false``; else the assistant's.
+        trains_all: every token is a target, but for the assistant's with ``train: false``; else the
+        assistant's.
         ends_documents: see `ChatFormat`.
     Raises:
         DataError: the template does not compile.
@@ -102,8 +119,13 @@ class TemplateFormat:
         self._method = "everything" if trains_all else "conversation"
         self.ends_documents = ends_documents
         arguments = (self._source, tokenizer.template_variables, list(tokenizer.special_tokens))
-        self._start = partial(TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget())
-        self.fingerprint = "template-1:" + hashlib.sha256(self._source.encode("utf-8", "surrogatepass")).hexdigest()
+        self._start = partial(
+            TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
+        )
+        self.fingerprint = (
+            "template-1:"
+            + hashlib.sha256(self._source.encode("utf-8", "surrogatepass")).hexdigest()
+        )
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         self._own = TemplateRenderer(*arguments) if self._source in _OWN_TEMPLATES else None
         self._idle: list[TemplateProcess] = []
@@ -156,11 +178,13 @@ def chat_format(
     """The format that the options ask for.
 
     Args:
-        chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the tokenizer's own, or
-            ``chatml`` if it has none.
-        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`, of which ``default`` uses the template.
+        chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the
+            tokenizer's own, or ``chatml`` if it has none.
+        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`, of which ``default`` uses the
+        template.
     Raises:
-        DataError: unreadable file, a template that does not compile, or a tokenizer without the format's tokens.
+        DataError: unreadable file, a template that does not compile, or a tokenizer without the
+            format's tokens.
     """
     if prompt_format is None:
         return TemplateFormat(_template_source(tokenizer, chat_template), tokenizer)
@@ -188,4 +212,6 @@ def _template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> 
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         names = ", ".join(BUILT_IN_TEMPLATES)
-        raise DataError(f"--chat-template {file} cannot be read: {reason}; name a jinja2 file or {names}.") from None
+        raise DataError(
+            f"--chat-template {file} cannot be read: {reason}; name a jinja2 file or {names}."
+        ) from None

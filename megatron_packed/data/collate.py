@@ -1,7 +1,8 @@
 """Pieces of documents -> `MicroBatch`.
 
-The label at t is token t + 1 where that token is marked as a target and lies in the same piece; else there is none. So
-the last token of a piece predicts nothing, and the first token of a piece is predicted by nothing.
+The label at t is token t + 1 where that token is marked as a target and lies in the same piece;
+else there is none. So the last token of a piece predicts nothing, and the first token of a piece is
+predicted by nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def collate(
         DataError: the data on disk is not what was written.
         ValueError: the pieces do not fit.
     Example:
-        Pieces of 3 and 2 tokens, ``a b c`` with targets ``0 1 1`` and ``d e`` with ``0 0``, in 6 slots: labels
-        ``b c - - - -``, loss mask ``1 1 0 0 0 0``.
+        Pieces of 3 and 2 tokens, ``a b c`` with targets ``0 1 1`` and ``d e`` with ``0 0``, in 6
+        slots: labels ``b c - - - -``, loss mask ``1 1 0 0 0 0``.
     """
     documents = []
     for piece in pieces:
@@ -47,5 +48,10 @@ def collate(
         )
         documents.append(Document(tokens, targets))
     return MicroBatch.build(
-        documents, total_tokens, capacity=capacity, scales=scales, max_seqlen=max_seqlen, alignment=alignment
+        documents,
+        total_tokens,
+        capacity=capacity,
+        scales=scales,
+        max_seqlen=max_seqlen,
+        alignment=alignment,
     )

@@ -18,8 +18,10 @@ class Companions(NamedTuple):
     again: int
     """Of those, pairs that share one in the second epoch too."""
     by_chance: float
-    """Pairs that would meet again if the second epoch's packs were filled at random with the documents that have
-    company in either epoch. Documents that fill a pack alone, in both, cannot meet anybody and are left out."""
+    """Pairs that would meet again if the second epoch's packs were filled at random with the
+    documents that have company in either epoch. Documents that fill a pack alone, in both, cannot
+    meet anybody and are left out.
+    """
 
     @property
     def share(self) -> float:

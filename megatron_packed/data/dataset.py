@@ -1,9 +1,11 @@
-"""The tokenised cache: built once from source files, memory-mapped by every process, checked as it is read.
+"""The tokenised cache: built once from source files, memory-mapped by every process, checked as it
+is read.
 
-A cache directory holds raw little-endian arrays (``tokens`` int32, ``targets`` uint8, ``offsets`` and
-``target_counts`` int64; with `shorten` also ``source_lengths`` and ``source_targets``), CRC32C checksums of their
-64 KiB blocks, and ``manifest.json``, which carries a checksum of itself. Its name is a hash of everything that decides
-the content: the sources, the tokenizer, the chat format, the limits.
+A cache directory holds raw little-endian arrays (``tokens`` int32, ``targets`` uint8, ``offsets``
+and ``target_counts`` int64; with `shorten` also ``source_lengths`` and ``source_targets``), CRC32C
+checksums of their 64 KiB blocks, and ``manifest.json``, which carries a checksum of itself. Its
+name is a hash of everything that decides the content: the sources, the tokenizer, the chat format,
+the limits.
 """
 
 from __future__ import annotations
@@ -26,13 +28,20 @@ from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.report import DataReport
 from megatron_packed.data.shorten import ShorteningEncoder
-from megatron_packed.data.sources import MAX_LINE_BYTES, QUARANTINE_SUFFIX, expand_paths, file_identity
+from megatron_packed.data.sources import (
+    MAX_LINE_BYTES,
+    QUARANTINE_SUFFIX,
+    expand_paths,
+    file_identity,
+)
 from megatron_packed.data.tokenizer import Tokenizer
 
 FORMAT = 2
 """Of the cache: goes up whenever the same sources would be stored differently."""
 _SHORTENING = 1
-"""Version of shortened documents: goes up whenever the same documents would be shortened differently."""
+"""Version of shortened documents: goes up whenever the same documents would be shortened
+differently.
+"""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _MANIFEST = "manifest.json"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")
@@ -45,7 +54,8 @@ class TokenizedDataset:
     Args:
         directory: a cache directory made by `open_dataset`.
     Raises:
-        DataError: a file is missing, has another size than written, or the manifest or an index array is damaged.
+        DataError: a file is missing, has another size than written, or the manifest or an index
+            array is damaged.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -54,7 +64,9 @@ class TokenizedDataset:
         entries = self.manifest["arrays"]
         self._tokens = CheckedArray(self.directory, "tokens", "<i4", entries["tokens"])
         self._targets = CheckedArray(self.directory, "targets", "u1", entries["targets"])
-        self._offsets = CheckedArray(self.directory, "offsets", "<i8", entries["offsets"]).read_all()
+        self._offsets = CheckedArray(
+            self.directory, "offsets", "<i8", entries["offsets"]
+        ).read_all()
         self.target_counts: NDArray[np.int64] = CheckedArray(
             self.directory, "target_counts", "<i8", entries["target_counts"]
         ).read_all()
@@ -83,17 +95,21 @@ class TokenizedDataset:
 
     @property
     def content_hash(self) -> str:
-        """Hash of the tokens and target marks themselves, wherever the files lie and whenever they were written."""
+        """Hash of the tokens and target marks themselves, wherever the files lie and whenever they
+        were written.
+        """
         arrays = self.manifest["arrays"]
         return hashlib.sha256(_canonical({name: arrays[name] for name in _CONTENT})).hexdigest()
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Tokens and target marks of a document or of ``length`` of its tokens from ``start``, as read-only views.
+        """Tokens and target marks of a document or of ``length`` of its tokens from ``start``, as
+        read-only views.
 
-        ``targets[t]`` is 1 where token t is to be predicted from those before it. A piece that starts inside a document
-        may have a 1 at 0; nothing in the piece predicts it, so it does not count.
+        ``targets[t]`` is 1 where token t is to be predicted from those before it. A piece that
+        starts inside a document may have a 1 at 0; nothing in the piece predicts it, so it does not
+        count.
 
         Raises:
             IndexError: there is no such document or piece.
@@ -107,17 +123,26 @@ class TokenizedDataset:
         return self._targets.read(*self._place(index, 0, None))
 
     def count_targets(
-        self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
+        self,
+        documents: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
-        """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of the piece."""
+        """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of
+        the piece.
+        """
         counts: NDArray[np.int64] = self.target_counts[documents]
         for piece in np.flatnonzero(np.asarray(lengths) != self.lengths[documents]):
-            first, stop = self._place(int(documents[piece]), int(starts[piece]), int(lengths[piece]))
+            first, stop = self._place(
+                int(documents[piece]), int(starts[piece]), int(lengths[piece])
+            )
             counts[piece] = np.count_nonzero(self._targets.read(first, stop)[1:])
         return counts
 
     def target_entropy(self) -> float:
-        """Entropy of the distribution of target tokens, in nats: the loss of the best model that knows no context."""
+        """Entropy of the distribution of target tokens, in nats: the loss of the best model that
+        knows no context.
+        """
         counts = np.zeros(self.vocab_size, np.int64)
         step = 2**22
         for start in range(0, self._tokens.count, step):
@@ -142,7 +167,9 @@ class TokenizedDataset:
 
     def _place(self, index: int, start: int, length: int | None) -> tuple[int, int]:
         if not 0 <= index < len(self):
-            raise IndexError(f"document {index} does not exist; the data set has {len(self)}, from 0.")
+            raise IndexError(
+                f"document {index} does not exist; the data set has {len(self)}, from 0."
+            )
         begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
         stop = end if length is None else begin + start + length
         if start < 0 or not begin + start < stop <= end:
@@ -154,12 +181,22 @@ class TokenizedDataset:
     def _check_index(self) -> None:
         count = self.report.documents
         of_documents = (self.target_counts, self.source_lengths, self.source_targets)
-        if len(self._offsets) != count + 1 or {*map(len, of_documents)} != {count} or self._offsets[0] != 0:
-            raise DataError(f"{self.directory}: its index does not fit its manifest; remove it to build it again.")
+        if (
+            len(self._offsets) != count + 1
+            or {*map(len, of_documents)} != {count}
+            or self._offsets[0] != 0
+        ):
+            raise DataError(
+                f"{self.directory}: its index does not fit its manifest; remove it to build it again."
+            )
         if self._offsets[-1] != self._tokens.count or self._tokens.count != self._targets.count:
-            raise DataError(f"{self.directory}: its arrays do not fit its index; remove it to build it again.")
+            raise DataError(
+                f"{self.directory}: its arrays do not fit its index; remove it to build it again."
+            )
         if count and self.lengths.min() < 2:
-            raise DataError(f"{self.directory}: its index is not in order; remove it to build it again.")
+            raise DataError(
+                f"{self.directory}: its index is not in order; remove it to build it again."
+            )
 
 
 def open_dataset(
@@ -184,8 +221,8 @@ def open_dataset(
         paths: see `sources.expand_paths`.
         chat: how conversations become text; see `chat.chat_format`.
         sft: whether conversations and prompts are expected, or plain text.
-        shorten_to: conversations and prompts of more tokens are shortened and keep their last answer; see `shorten`.
-            None keeps them whole.
+        shorten_to: conversations and prompts of more tokens are shortened and keep their last
+            answer; see `shorten`. None keeps them whole.
         cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` beside the first file.
         max_bad_fraction: more bad lines than this share are an error. Bad lines are listed in
             ``<cache_root>/<key>.quarantine.jsonl``.
@@ -219,7 +256,9 @@ def open_dataset(
 
     def build(directory: Path) -> None:
         report, entries = build_arrays(files, encoder, directory, quarantine, options)
-        sources = [{"file": str(file), "identity": identity} for file, identity in zip(files, identities)]
+        sources = [
+            {"file": str(file), "identity": identity} for file, identity in zip(files, identities)
+        ]
         _write_manifest(
             directory,
             {
@@ -266,11 +305,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
         stored = value.pop("crc32c")
     except FileNotFoundError:
-        raise DataError(f"{path} is missing; {directory} is not a cache of tokenised data.") from None
+        raise DataError(
+            f"{path} is missing; {directory} is not a cache of tokenised data."
+        ) from None
     except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({printable(str(error), 80)}); remove {directory}.") from None
+        raise DataError(
+            f"{path} is damaged ({printable(str(error), 80)}); remove {directory}."
+        ) from None
     if checksum(_canonical(value)) != stored:
-        raise DataError(f"{path} is damaged (CRC32C differs); remove {directory} and it will be built again.")
+        raise DataError(
+            f"{path} is damaged (CRC32C differs); remove {directory} and it will be built again."
+        )
     if value["format"] != FORMAT:
         raise DataError(f"{directory} has format {value['format']}, expected {FORMAT}; remove it.")
     return dict(value)

@@ -1,4 +1,6 @@
-"""Documents of several sources as one: what a pack plan and a loader need of them, wherever the tokens lie."""
+"""Documents of several sources as one: what a pack plan and a loader need of them, wherever the
+tokens lie.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Documents(Protocol):
 
     @property
     def source_lengths(self) -> NDArray[np.int64]:
-        """``(D,)`` tokens of each document before it was shortened; `lengths` where nothing shortens documents."""
+        """``(D,)`` tokens of each document before it was shortened; `lengths` where nothing
+        shortens documents.
+        """
         ...
 
     @property
@@ -44,9 +48,14 @@ class Documents(Protocol):
         ...
 
     def count_targets(
-        self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
+        self,
+        documents: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
-        """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of the piece."""
+        """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of
+        the piece.
+        """
         ...
 
     def sentences(self) -> list[str]:
@@ -63,13 +72,16 @@ class Range(NamedTuple):
 
 
 def border_of(share: Fraction, count: int) -> int:
-    """Where a share of ``count`` documents ends, if it begins with the first: at the nearest one, half to even, as
-    Megatron rounds."""
+    """Where a share of ``count`` documents ends, if it begins with the first: at the nearest one,
+    half to even, as Megatron rounds.
+    """
     return round(share * count)
 
 
 def drawing_order(count: int) -> NDArray[np.int64]:
-    """Return the order in which ``count`` documents are drawn into parts: always the same of as many."""
+    """Return the order in which ``count`` documents are drawn into parts: always the same of as
+    many.
+    """
     return KeyedRandom(0, "split", count).permutation(count)
 
 
@@ -101,7 +113,10 @@ class ShuffledDocuments:
         return self._source.document(int(self._order[index]), start, length)
 
     def count_targets(
-        self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
+        self,
+        documents: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
         return self._source.count_targets(self._order[documents], starts, lengths)
 
@@ -114,7 +129,8 @@ class JoinedDocuments:
 
     Args:
         ranges: not empty; none of them is.
-        weights: share of the tokens of an epoch that each range contributes; None reads everything once.
+        weights: share of the tokens of an epoch that each range contributes; None reads everything
+            once.
     """
 
     def __init__(self, ranges: Sequence[Range], weights: Sequence[Fraction] | None = None) -> None:
@@ -123,7 +139,9 @@ class JoinedDocuments:
         sizes = [piece.stop - piece.first for piece in ranges]
         self.firsts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         """Number of the first document of each range, and of all documents."""
-        self.lengths: NDArray[np.int64] = np.concatenate([p.documents.lengths[p.first : p.stop] for p in ranges])
+        self.lengths: NDArray[np.int64] = np.concatenate(
+            [p.documents.lengths[p.first : p.stop] for p in ranges]
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -148,10 +166,15 @@ class JoinedDocuments:
             raise IndexError(f"document {index} does not exist; there are {len(self)}, from 0.")
         number = int(np.searchsorted(self.firsts, index, side="right")) - 1
         piece = self._ranges[number]
-        return piece.documents.document(piece.first + index - int(self.firsts[number]), start, length)
+        return piece.documents.document(
+            piece.first + index - int(self.firsts[number]), start, length
+        )
 
     def count_targets(
-        self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
+        self,
+        documents: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
         counts = np.zeros(len(documents), np.int64)
         of_range = self.range_of(documents)

@@ -1,9 +1,10 @@
 """From samples to token numbers and target masks.
 
-Pieces of a document that are trained and pieces that are not are encoded separately, so that no token ever covers both
-and the tokens before an answer are those that a prompt has when the model is used. For tokenizers that do not split
-cleanly (`tokenizer.Tokenizer.splits_cleanly`) the document is encoded as a whole, character offsets tell which tokens
-are targets, and a token that covers a boundary makes the line unusable: nothing is guessed.
+Pieces of a document that are trained and pieces that are not are encoded separately, so that no
+token ever covers both and the tokens before an answer are those that a prompt has when the model is
+used. For tokenizers that do not split cleanly (`tokenizer.Tokenizer.splits_cleanly`) the document
+is encoded as a whole, character offsets tell which tokens are targets, and a token that covers a
+boundary makes the line unusable: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class SampleEncoder:
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
         """Encode the documents of each line, or return why the line is unusable.
 
-        The end-of-document token ends each, but for conversations of a chat format that ends them itself.
+        The end-of-document token ends each, but for conversations of a chat format that ends them
+        itself.
 
         Raises:
-            DataError: the tokenizer makes a token outside of its vocabulary, or the template is unusable altogether.
+            DataError: the tokenizer makes a token outside of its vocabulary, or the template is
+                unusable altogether.
         """
         return self._encode(lines)
 
@@ -76,7 +79,9 @@ class SampleEncoder:
         pending: list[tuple[int, list[Piece], bool]] = []
         for number, samples in enumerate(lines):
             try:
-                documents = [(number, self._pieces(sample), self._has_end(sample)) for sample in samples]
+                documents = [
+                    (number, self._pieces(sample), self._has_end(sample)) for sample in samples
+                ]
             except BadLine as bad:
                 outcomes.append(bad)
                 continue
@@ -87,7 +92,9 @@ class SampleEncoder:
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
                 continue
-            finished = document if isinstance(document, BadLine) else self._finish(document, has_end)
+            finished = (
+                document if isinstance(document, BadLine) else self._finish(document, has_end)
+            )
             if isinstance(finished, BadLine):
                 outcomes[number] = finished
             else:
@@ -125,12 +132,12 @@ class SampleEncoder:
 def encode_pieces(
     tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None = None
 ) -> list[EncodedDocument | BadLine]:
-    """Encode documents given as pieces, without an end-of-document token. Documents without markup begin with the
-    tokenizer's prefix.
+    """Encode documents given as pieces, without an end-of-document token. Documents without markup
+    begin with the tokenizer's prefix.
 
     Args:
-        known: tokens of texts that need not be encoded again; those of new texts are added. For tokenizers that split
-            cleanly; others do not use it.
+        known: tokens of texts that need not be encoded again; those of new texts are added. For
+            tokenizers that split cleanly; others do not use it.
     """
     if not tokenizer.splits_cleanly:
         return _encode_whole(tokenizer, documents)
@@ -139,16 +146,24 @@ def encode_pieces(
     except BadLine as bad:  # one by one, so that it is the outcome of its document alone
         if len(documents) == 1:
             return [bad]
-        return [outcome for document in documents for outcome in encode_pieces(tokenizer, [document], known)]
+        return [
+            outcome
+            for document in documents
+            for outcome in encode_pieces(tokenizer, [document], known)
+        ]
 
 
 def encode_with_borders(
-    tokenizer: Tokenizer, pieces: Sequence[Piece], borders: Sequence[int], known: KnownTokens | None = None
+    tokenizer: Tokenizer,
+    pieces: Sequence[Piece],
+    borders: Sequence[int],
+    known: KnownTokens | None = None,
 ) -> tuple[EncodedDocument, list[int]]:
     """Encode one document with markup, and find the tokens at character borders of its text.
 
     Args:
-        borders: character numbers, ascending. A tokenizer that splits cleanly makes no token across them.
+        borders: character numbers, ascending. A tokenizer that splits cleanly makes no token across
+        them.
     Returns:
         The document, and for each border the number of tokens that end there or before.
     Raises:
@@ -170,7 +185,10 @@ def encode_with_borders(
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer, chat: ChatFormat, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
 ) -> list[int]:
     """Tokens after which a model is to answer ``messages``, encoded as the training data was.
 
@@ -183,14 +201,17 @@ def prompt_tokens(
     return [int(token) for token in document.ids]
 
 
-# ------------------------------------------------------------------------------------------------------ piece by piece
+# ------------------------------------------------------------------------------------------------------
+# piece by piece
 
 
 def _encode_split(
     tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None
 ) -> list[EncodedDocument | BadLine]:
     plain, special = _Batch(tokenizer, False, known), _Batch(tokenizer, True, known)
-    breaks: re.Pattern[str] | None = None  # made when it is needed: of thousands of special tokens it takes a while
+    breaks: re.Pattern[str] | None = (
+        None  # made when it is needed: of thousands of special tokens it takes a while
+    )
     for pieces in documents:
         for piece in pieces:
             if not piece.markup:
@@ -219,7 +240,9 @@ def _encode_split(
             ids.extend(parts)
             sizes.append(sum(map(len, parts)))
             train.append(piece.train)
-        encoded.append(EncodedDocument(np.concatenate(ids), np.repeat(np.array(train, np.uint8), sizes)))
+        encoded.append(
+            EncodedDocument(np.concatenate(ids), np.repeat(np.array(train, np.uint8), sizes))
+        )
     return encoded
 
 
@@ -238,7 +261,11 @@ class _Batch:
 
     def encode(self) -> None:
         known = self._known
-        new = self._texts if known is None else [text for text in dict.fromkeys(self._texts) if text not in known]
+        new = (
+            self._texts
+            if known is None
+            else [text for text in dict.fromkeys(self._texts) if text not in known]
+        )
         encoded = self._tokenizer.encode_batch(new, special=self._special) if new else []
         if known is not None:
             known.update(zip(new, encoded))
@@ -251,7 +278,9 @@ class _Batch:
 
 
 def _split_at(pieces: Sequence[Piece], borders: Sequence[int]) -> list[list[Piece]]:
-    """Divide pieces with markup at character numbers of their joined text; every part has a piece, perhaps empty."""
+    """Divide pieces with markup at character numbers of their joined text; every part has a piece,
+    perhaps empty.
+    """
     parts: list[list[Piece]] = []
     rest = list(pieces)
     for length in np.diff([0, *borders]).tolist():
@@ -270,10 +299,13 @@ def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:
     return np.array(() if any(piece.markup for piece in pieces) else tokenizer.prefix_ids, np.int32)
 
 
-# --------------------------------------------------------------------------------------------------------- as a whole
+# ---------------------------------------------------------------------------------------------------------
+# as a whole
 
 
-def _encode_whole(tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]) -> list[EncodedDocument | BadLine]:
+def _encode_whole(
+    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]
+) -> list[EncodedDocument | BadLine]:
     encoded: list[EncodedDocument | BadLine] = []
     for pieces in documents:
         try:
@@ -287,14 +319,19 @@ def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[Piece]) -> EncodedD
     text = "".join(piece.text for piece in pieces)
     if BROKEN in text:
         raise BadLine("special_token_in_content")
-    ids, offsets = tokenizer.encode_with_offsets(text, special=any(piece.markup for piece in pieces))
+    ids, offsets = tokenizer.encode_with_offsets(
+        text, special=any(piece.markup for piece in pieces)
+    )
     # 1 for each character that is trained; a token is a target if all of its characters are
     trained = np.repeat(
-        np.array([piece.train for piece in pieces], np.int64), np.array([len(piece.text) for piece in pieces], np.int64)
+        np.array([piece.train for piece in pieces], np.int64),
+        np.array([len(piece.text) for piece in pieces], np.int64),
     )
     before = np.concatenate([[0], np.cumsum(trained)])
     starts, ends = offsets[:, 0], offsets[:, 1]
-    ends = np.where(ends > starts, ends, np.minimum(starts + 1, len(text)))  # a token of no characters: the next one's
+    ends = np.where(
+        ends > starts, ends, np.minimum(starts + 1, len(text))
+    )  # a token of no characters: the next one's
     inside = before[ends] - before[starts]
     if np.any((inside != 0) & (inside != ends - starts)):
         at = int(np.flatnonzero((inside != 0) & (inside != ends - starts))[0])

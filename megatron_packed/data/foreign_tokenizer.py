@@ -1,7 +1,8 @@
 """Tokenizers whose files came from elsewhere, in processes of their own; see `limited_process`.
 
-A ``tokenizer.json``, a ``.model`` or a pattern can make its library panic, abort, or run without end on some text.
-Here that is a bad line, or a sentence about the file, and never the end of the run.
+A ``tokenizer.json``, a ``.model`` or a pattern can make its library panic, abort, or run without
+end on some text. Here that is a bad line, or a sentence about the file, and never the end of the
+run.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _ATTRIBUTES = (
 
 
 class ForeignTokenizer:
-    """A `Tokenizer` (see there for the attributes and errors) within limits; one process per thread that encodes.
+    """A `Tokenizer` (see there for the attributes and errors) within limits; one process per thread
+    that encodes.
 
     Args:
         kind: a key of `_KINDS`.
@@ -76,7 +78,10 @@ class ForeignTokenizer:
     def __init__(self, kind: str, *arguments: Any, limits: Limits = LIMITS) -> None:
         name = printable(str(arguments[0]))
         budget = Budget(
-            f"the tokenizer {name}", "texts", "give another --tokenizer-model", max_in_a_row=_MAX_IN_A_ROW
+            f"the tokenizer {name}",
+            "texts",
+            "give another --tokenizer-model",
+            max_in_a_row=_MAX_IN_A_ROW,
         )
         setup = {"kind": kind, "arguments": arguments}
         self._start = partial(LimitedProcess, __name__, setup, limits, budget, quiet=True)
@@ -87,7 +92,9 @@ class ForeignTokenizer:
         except Refused as error:
             raise DataError(str(error)) from None
         except LimitReached as limit:
-            raise DataError(f"{name} could not be loaded: {limit}; give another --tokenizer-model.") from None
+            raise DataError(
+                f"{name} could not be loaded: {limit}; give another --tokenizer-model."
+            ) from None
         self._idle.append(process)
         for attribute, value in zip(_ATTRIBUTES, json.loads(process.greeting)):
             setattr(self, attribute, tuple(value) if attribute == "prefix_ids" else value)
@@ -102,9 +109,13 @@ class ForeignTokenizer:
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
         head, data = self._ask("encode_with_offsets", texts=[text], special=special)
         (count,) = head["lengths"]
-        return np.frombuffer(data, np.int32, count), np.frombuffer(data[4 * count :], np.int64).reshape(-1, 2)
+        return np.frombuffer(data, np.int32, count), np.frombuffer(
+            data[4 * count :], np.int64
+        ).reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
         head, _ = self._ask("decode", ids=[int(token) for token in ids], special=skip_special)
         return str(head["text"])
 
@@ -137,7 +148,8 @@ class ForeignTokenizer:
         return found, data
 
 
-# ------------------------------------------------------------------------------------------------------- in the child
+# -------------------------------------------------------------------------------------------------------
+# in the child
 
 
 def serve() -> None:
@@ -171,7 +183,9 @@ def _answer(tokenizer: OffsetTokenizer, request: bytes) -> bytes:
             arrays = list(tokenizer.encode_batch(asked["texts"], special=asked["special"]))
             head = {"lengths": [len(ids) for ids in arrays]}
         else:
-            arrays = list(tokenizer.encode_with_offsets(asked["texts"][0], special=asked["special"]))
+            arrays = list(
+                tokenizer.encode_with_offsets(asked["texts"][0], special=asked["special"])
+            )
             head = {"lengths": [len(arrays[0])]}
     except MemoryError:
         raise LimitReached("out of memory") from None

@@ -1,4 +1,6 @@
-"""Hugging Face ``tokenizer.json`` through the `tokenizers` library, without transformers and without remote code."""
+"""Hugging Face ``tokenizer.json`` through the `tokenizers` library, without transformers and
+without remote code.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,34 @@ from megatron_packed.data.tokenizer import (
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
 _UNMADE = 100
-"""Entries of a vocabulary beside bytes and merges that are special tokens, and no sign of missing merges; or 1 %."""
+"""Entries of a vocabulary beside bytes and merges that are special tokens, and no sign of missing
+merges; or 1 %.
+"""
 
 
 class HuggingFaceTokenizer(InProcess):
     """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes) read from files.
 
     Args:
-        path: ``tokenizer.json``, or a directory with it; ``tokenizer_config.json``, ``special_tokens_map.json`` and
-            ``chat_template.jinja`` beside it are read when they are there.
+        path: ``tokenizer.json``, or a directory with it; ``tokenizer_config.json``,
+            ``special_tokens_map.json`` and ``chat_template.jinja`` beside it are read when they are
+            there.
     Raises:
         DataError: a file is missing or damaged, or nothing says which token ends a document.
     """
 
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
-        config = {**_read_json(file.with_name("special_tokens_map.json")),
-                  **_read_json(file.with_name("tokenizer_config.json"))}  # fmt: skip
+        config = {
+            **_read_json(file.with_name("special_tokens_map.json")),
+            **_read_json(file.with_name("tokenizer_config.json")),
+        }
         self._set_up(file, read_text(file), config, _chat_template(file, config))
 
     @classmethod
     def gpt2(cls, vocab_file: str | Path, merge_file: str | Path) -> HuggingFaceTokenizer:
-        """GPT-2's tokenizer from its two files (``vocab.json`` or ``encoder.json``, ``merges.txt`` or ``vocab.bpe``).
+        """GPT-2's tokenizer from its two files (``vocab.json`` or ``encoder.json``, ``merges.txt``
+        or ``vocab.bpe``).
 
         Raises:
             DataError: a file is missing, damaged or cut off, or has no ``<|endoftext|>``.
@@ -56,7 +64,9 @@ class HuggingFaceTokenizer(InProcess):
             model = tokenizers.models.BPE(vocabulary, merges)
         except Exception as error:  # the library raises bare Exception
             reason = printable(str(error))
-            raise DataError(f"{vocab_file} and {merge_file} are no vocabulary and merges of GPT-2: {reason}.") from None
+            raise DataError(
+                f"{vocab_file} and {merge_file} are no vocabulary and merges of GPT-2: {reason}."
+            ) from None
         made = {left + right for left, right in merges}
         unmade = sum(len(entry) > 1 and entry not in made for entry in vocabulary)
         if unmade > max(_UNMADE, len(vocabulary) // 100):  # text would become other, shorter tokens
@@ -73,7 +83,9 @@ class HuggingFaceTokenizer(InProcess):
         made._set_up(Path(vocab_file), engine.to_str(), {"eos_token": END_OF_DOCUMENT}, None)
         return made
 
-    def _set_up(self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None) -> None:
+    def _set_up(
+        self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None
+    ) -> None:
         """Args: ``text`` of a tokenizer.json, and what is said beside it."""
         self.path = file
         text = _without_dropout(text)
@@ -83,13 +95,19 @@ class HuggingFaceTokenizer(InProcess):
         self.template_variables: Mapping[str, str] = _named_tokens(config)
         self.chat_template = chat_template
         added = self._with_specials.get_added_tokens_decoder()
-        self.special_tokens: Mapping[str, int] = {t.content: n for n, t in sorted(added.items()) if t.special}
-        self.vocab_size = 1 + max(self._with_specials.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.special_tokens: Mapping[str, int] = {
+            t.content: n for n, t in sorted(added.items()) if t.special
+        }
+        self.vocab_size = 1 + max(
+            self._with_specials.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         self.eod_id = self._end_token(file)
         self.pad_id = self._token_id("pad_token", default=self.eod_id)
         self.prefix_ids = self._prefix()
         self.splits_cleanly = probe_splits(self)
-        self.fingerprint = fingerprint_of("hf-1", text, self.template_variables, self.eod_id, self.prefix_ids)
+        self.fingerprint = fingerprint_of(
+            "hf-1", text, self.template_variables, self.eod_id, self.prefix_ids
+        )
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         return np.array(self._engine(special).encode(text, add_special_tokens=False).ids, np.int32)
@@ -102,8 +120,12 @@ class HuggingFaceTokenizer(InProcess):
         encoded = self._engine(special).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
-        return str(self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special))
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
+        return str(
+            self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
+        )
 
     def _engine(self, special: bool) -> tokenizers.Tokenizer:
         return self._with_specials if special else self._plain
@@ -119,7 +141,9 @@ class HuggingFaceTokenizer(InProcess):
             return number
         if "eos_token" in self.template_variables:
             name = printable(self.template_variables["eos_token"], 40)
-            raise DataError(f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct it.")
+            raise DataError(
+                f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct it."
+            )
         known = [name for name in _KNOWN_END_TOKENS if name in self.special_tokens]
         if len(known) != 1:
             found = "none" if not known else " and ".join(known)
@@ -130,7 +154,9 @@ class HuggingFaceTokenizer(InProcess):
         return self.special_tokens[known[0]]
 
     def _prefix(self) -> tuple[int, ...]:
-        """What the tokenizer's own post-processing puts first, such as a beginning-of-sequence token."""
+        """What the tokenizer's own post-processing puts first, such as a beginning-of-sequence
+        token.
+        """
         bare = self._with_specials.encode("a", add_special_tokens=False).ids
         full = self._with_specials.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
@@ -142,12 +168,15 @@ class HuggingFaceTokenizer(InProcess):
 def _tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"{file} does not exist; give --tokenizer-model a tokenizer.json or the directory it is in.")
+        raise DataError(
+            f"{file} does not exist; give --tokenizer-model a tokenizer.json or the directory it is in."
+        )
     return file
 
 
 def _without_dropout(text: str) -> str:
-    """Return a tokenizer.json whose merges are always applied: the same text must give the same tokens.
+    """Return a tokenizer.json whose merges are always applied: the same text must give the same
+    tokens.
 
     Text without dropout comes back as it is, so that its fingerprint stays.
     """
@@ -166,7 +195,9 @@ def _load(file: Path, text: str) -> tokenizers.Tokenizer:
         engine = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         reason = printable(str(error))
-        raise DataError(f"{file} is not a tokenizer.json of the tokenizers library: {reason}.") from None
+        raise DataError(
+            f"{file} is not a tokenizer.json of the tokenizers library: {reason}."
+        ) from None
     engine.no_truncation()
     engine.no_padding()
     return engine
@@ -176,7 +207,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     if file.stat().st_size > _MAX_CONFIG_BYTES:
-        raise DataError(f"{file} has {file.stat().st_size} bytes; a tokenizer configuration is small, check the file.")
+        raise DataError(
+            f"{file} has {file.stat().st_size} bytes; a tokenizer configuration is small, check the file."
+        )
     try:
         value = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
@@ -202,11 +235,15 @@ def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
         return read_text(separate)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        named = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
+        }
         template = named.get("default")
         if template is None:
             names = printable(", ".join(map(str, named)))
-            raise DataError(f"{file}: none of its chat templates ({names}) is called default; give --chat-template.")
+            raise DataError(
+                f"{file}: none of its chat templates ({names}) is called default; give --chat-template."
+            )
     if template is not None and not isinstance(template, str):
         raise DataError(f"{file}: chat_template must be text or a list of named templates.")
     return template

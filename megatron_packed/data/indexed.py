@@ -1,14 +1,17 @@
-"""Megatron's indexed data sets: ``<prefix>.bin`` holds tokens, ``<prefix>.idx`` where sequences and documents begin.
+"""Megatron's indexed data sets: ``<prefix>.bin`` holds tokens, ``<prefix>.idx`` where sequences and
+documents begin.
 
-[Note: the layout of an index] All little-endian: the magic ``MMIDIDX\\0\\0``, u64 version 1, u8 code of the tokens'
-type, u64 S sequences, u64 D = documents + 1, then i32 ``(S,)`` lengths in tokens, i64 ``(S,)`` starts in bytes of
-``.bin``, i64 ``(D,)`` numbers of the sequence that each document begins with, the last being S, and for multimodal data
-i8 ``(S,)`` modes. ``.bin`` has no header. Megatron's writer puts sequences one behind the other without gaps.
+[Note: the layout of an index] All little-endian: the magic ``MMIDIDX\\0\\0``, u64 version 1, u8
+code of the tokens' type, u64 S sequences, u64 D = documents + 1, then i32 ``(S,)`` lengths in
+tokens, i64 ``(S,)`` starts in bytes of ``.bin``, i64 ``(D,)`` numbers of the sequence that each
+document begins with, the last being S, and for multimodal data i8 ``(S,)`` modes. ``.bin`` has no
+header. Megatron's writer puts sequences one behind the other without gaps.
 
-Neither file carries a checksum. What they say twice is compared: lengths and starts, counts and sizes. That finds every
-change of an index whose documents are one sequence each, as usual (so an index that has as many documents as sequences
-is taken for one of those). `indexed_writer.IndexedWriter` puts checksums of
-both files beside them, ``<prefix>.crc32c``; where that file is, every change is found.
+Neither file carries a checksum. What they say twice is compared: lengths and starts, counts and
+sizes. That finds every change of an index whose documents are one sequence each, as usual (so an
+index that has as many documents as sequences is taken for one of those).
+`indexed_writer.IndexedWriter` puts checksums of both files beside them, ``<prefix>.crc32c``; where
+that file is, every change is found.
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
-    for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (6, "<f8"), (7, "<f4"), (8, "<u2"))
+    for code, name in (
+        (1, "u1"),
+        (2, "i1"),
+        (3, "<i2"),
+        (4, "<i4"),
+        (5, "<i8"),
+        (6, "<f8"),
+        (7, "<f4"),
+        (8, "<u2"),
+    )
 }
 """Type of the tokens by its code in the header."""
 CHECKSUMS = np.dtype("<u4")
@@ -61,9 +73,11 @@ def token_type(vocab_size: int | None) -> np.dtype[Any]:
 
 
 class TokensInFile:
-    """The tokens of ``.bin`` as an array that cannot but be sliced: each slice is read from the file.
+    """The tokens of ``.bin`` as an array that cannot but be sliced: each slice is read from the
+    file.
 
-    Usable from several threads, as a read says where. The file is closed when nobody has this any more.
+    Usable from several threads, as a read says where. The file is closed when nobody has this any
+    more.
 
     Raises:
         OSError: it cannot be opened.
@@ -88,27 +102,36 @@ class TokensInFile:
         pieces = []
         while at < end:
             try:
-                piece = os.pread(self._file, end - at, at)  # a system may give less than it is asked for
+                piece = os.pread(
+                    self._file, end - at, at
+                )  # a system may give less than it is asked for
             except OSError as error:
-                raise DataError(f"{self._path} cannot be read: {error.strerror}; test the disk.") from None
+                raise DataError(
+                    f"{self._path} cannot be read: {error.strerror}; test the disk."
+                ) from None
             if not piece:
-                raise DataError(f"{self._path} ends at byte {at}, and did not when it was opened; do not change it.")
+                raise DataError(
+                    f"{self._path} ends at byte {at}, and did not when it was opened; do not change it."
+                )
             pieces.append(piece)
             at += len(piece)
         return np.frombuffer(b"".join(pieces), self._dtype)
 
 
 class IndexedFile:
-    """Reads an indexed data set through memory maps: nothing is held in memory but what is asked for.
+    """Reads an indexed data set through memory maps: nothing is held in memory but what is asked
+    for.
 
-    The index is checked as a whole when it is opened, and tokens as they are read where there are checksums. Usable
-    from several threads.
+    The index is checked as a whole when it is opened, and tokens as they are read where there are
+    checksums. Usable from several threads.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
-        map_tokens: False: tokens are read from ``.bin`` when they are asked for; the index is mapped still.
+        map_tokens: False: tokens are read from ``.bin`` when they are asked for; the index is
+        mapped still.
     Raises:
-        DataError: a file is missing, or they are not what the format says; one sentence, with the first thing wrong.
+        DataError: a file is missing, or they are not what the format says; one sentence, with the
+            first thing wrong.
     """
 
     def __init__(self, prefix: str | Path, *, map_tokens: bool = True) -> None:
@@ -126,11 +149,15 @@ class IndexedFile:
         """``(S,)`` tokens of each sequence."""
         self.document_index: NDArray[np.int64] = documents
         """``(D,)`` first sequence of each document, and S."""
-        self.modes: NDArray[np.int8] | None = None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
+        self.modes: NDArray[np.int8] | None = (
+            None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
+        )
         """``(S,)`` modes of multimodal data; None for text."""
         self._starts = starts
         mapped = self._map_tokens()
-        self._values: NDArray[Any] | TokensInFile = mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
+        self._values: NDArray[Any] | TokensInFile = (
+            mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
+        )
         self._checksums = self._read_checksums(raw)
         self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), np.bool_)
         self._check_sequences()
@@ -144,18 +171,23 @@ class IndexedFile:
         return len(self._values)
 
     def sequence(self, number: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens of a sequence, or ``length`` of them from ``start``, read-only, in the file's own type.
+        """Tokens of a sequence, or ``length`` of them from ``start``, read-only, in the file's own
+        type.
 
         Raises:
             IndexError: there is no such sequence or piece.
             DataError: the tokens are not what was written.
         """
         if not 0 <= number < self.num_sequences:
-            raise IndexError(f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, not {number}.")
+            raise IndexError(
+                f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, not {number}."
+            )
         whole = int(self.lengths[number])
         stop = whole if length is None else start + length
         if not 0 <= start <= stop <= whole:
-            raise IndexError(f"sequence {number} of {self.prefix} has {whole} tokens, not {start} to {stop}.")
+            raise IndexError(
+                f"sequence {number} of {self.prefix} has {whole} tokens, not {start} to {stop}."
+            )
         first = int(self._starts[number]) // self.dtype.itemsize
         return self.tokens(first + start, first + stop)
 
@@ -181,7 +213,8 @@ class IndexedFile:
     def fingerprint(self) -> bytes:
         """Changes when the data does, wherever the files lie and whenever they were written.
 
-        Of the checksums of all bytes where they are; else of the whole index and of sixteen blocks of the tokens.
+        Of the checksums of all bytes where they are; else of the whole index and of sixteen blocks
+        of the tokens.
         """
         if self._checksums is not None:
             return b"all" + self._checksums.tobytes()
@@ -192,24 +225,34 @@ class IndexedFile:
         step = max(BLOCK_BYTES // self.dtype.itemsize, 1)
         for sample in range(16):
             start = max(self.num_tokens - step, 0) * sample // 15
-            parts.append(checksum(self._values[start : start + step].tobytes()).to_bytes(4, "little"))
+            parts.append(
+                checksum(self._values[start : start + step].tobytes()).to_bytes(4, "little")
+            )
         return b"".join(parts)
 
-    # ------------------------------------------------------------------------------------------------------ validation
+    # ------------------------------------------------------------------------------------------------------
+    # validation
 
     def _header(self, raw: NDArray[np.uint8]) -> tuple[int, int, int]:
         """(code, S, D), which fit the size of the index."""
         if len(raw) < HEADER.size:
-            raise self._bad(f"has {len(raw)} bytes, fewer than the {HEADER.size} of its header", "it is cut off")
+            raise self._bad(
+                f"has {len(raw)} bytes, fewer than the {HEADER.size} of its header", "it is cut off"
+            )
         magic, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC:
             raise self._bad(f"begins with {magic!r}", "it is no index, or damaged")
         if version != VERSION:
-            raise self._bad(f"has version {version}, and only version {VERSION} is known", "it may be damaged")
+            raise self._bad(
+                f"has version {version}, and only version {VERSION} is known", "it may be damaged"
+            )
         if code not in CODES:
             raise self._bad(f"has the type code {code}, and codes are 1 to 8", "it is damaged")
         if CODES[code].kind == "f":
-            raise self._bad(f"says that tokens are {CODES[code].name}", "numbers of tokens are whole; it is damaged")
+            raise self._bad(
+                f"says that tokens are {CODES[code].name}",
+                "numbers of tokens are whole; it is damaged",
+            )
         size = HEADER.size + 12 * sequences + 8 * entries
         if len(raw) not in (size, size + sequences):
             raise self._bad(
@@ -230,13 +273,17 @@ class IndexedFile:
         return raw.view(self.dtype)
 
     def _check_sequences(self) -> None:
-        """Starts are the running sum of lengths, which ends with the file: nothing overlaps and nothing is left out."""
+        """Starts are the running sum of lengths, which ends with the file: nothing overlaps and
+        nothing is left out.
+        """
         item, place = self.dtype.itemsize, 0
         for at in range(0, self.num_sequences, _AT_ONCE):
             lengths = self.lengths[at : at + _AT_ONCE].astype(np.int64)
             if lengths.min() < 0:
                 wrong = at + int(lengths.argmin())
-                raise self._bad(f"says that sequence {wrong} has {self.lengths[wrong]} tokens", "it is damaged")
+                raise self._bad(
+                    f"says that sequence {wrong} has {self.lengths[wrong]} tokens", "it is damaged"
+                )
             ends = place + np.cumsum(lengths * item)
             expected = np.concatenate([[place], ends[:-1]])
             different = np.flatnonzero(self._starts[at : at + _AT_ONCE] != expected)
@@ -259,21 +306,28 @@ class IndexedFile:
         if entries[0] != 0 or entries[-1] != self.num_sequences:
             raise self._bad(
                 f"says that documents go from sequence {entries[0]} to {entries[-1]}, not from 0 to "
-                f"{self.num_sequences}", "it is damaged"
-            )  # fmt: skip
+                f"{self.num_sequences}",
+                "it is damaged",
+            )
         single = len(entries) == self.num_sequences + 1 and self._checksums is None
         for at in range(0, len(entries) - 1, _AT_ONCE):
             steps = np.diff(entries[at : at + _AT_ONCE + 1])
             if steps.min() < 0:
-                raise self._bad(f"says that document {at + int(steps.argmin())} ends before it begins", "it is damaged")
+                raise self._bad(
+                    f"says that document {at + int(steps.argmin())} ends before it begins",
+                    "it is damaged",
+                )
             if single and (steps != 1).any():
                 raise self._bad(
                     f"has as many documents as sequences, but says that document {at + int((steps != 1).argmax())} is "
-                    "not one sequence", "it is damaged"
-                )  # fmt: skip
+                    "not one sequence",
+                    "it is damaged",
+                )
 
     def _read_checksums(self, raw: NDArray[np.uint8]) -> NDArray[np.uint32] | None:
-        """Of the blocks of ``.bin``; None where no file has them. See `indexed_writer` for the layout."""
+        """Of the blocks of ``.bin``; None where no file has them. See `indexed_writer` for the
+        layout.
+        """
         path = checksums_path(self.prefix)
         if not path.exists():
             return None
@@ -287,8 +341,13 @@ class IndexedFile:
         if len(stored) != of_index + of_tokens + 1 or checksum(stored[:-1].tobytes()) != stored[-1]:
             raise DataError(f"{path} is damaged, or holds the checksums of other files; {cure}.")
         for block in range(of_index):
-            if checksum(raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tobytes()) != stored[block]:
-                raise DataError(f"{self._index} is not what was written (CRC32C differs from {path.name}); {cure}.")
+            if (
+                checksum(raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tobytes())
+                != stored[block]
+            ):
+                raise DataError(
+                    f"{self._index} is not what was written (CRC32C differs from {path.name}); {cure}."
+                )
         return stored[of_index:-1]
 
     def _check_blocks(self, first: int, last: int) -> None:
@@ -297,7 +356,10 @@ class IndexedFile:
         for block in range(first, last + 1):
             if self._checked[block]:
                 continue
-            if checksum(self._values[block * step : (block + 1) * step].tobytes()) != self._checksums[block]:
+            if (
+                checksum(self._values[block * step : (block + 1) * step].tobytes())
+                != self._checksums[block]
+            ):
                 raise DataError(
                     f"{self._tokens}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} are not what was "
                     f"written (CRC32C differs from {checksums_path(self.prefix).name}); test the disk, and make or "
@@ -315,13 +377,21 @@ def _map(path: Path) -> NDArray[np.uint8]:
             return np.zeros(0, np.uint8)
         return np.asarray(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist; an indexed data set is a .bin and an .idx file.") from None
+        raise DataError(
+            f"{path} does not exist; an indexed data set is a .bin and an .idx file."
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"{path} cannot be read: {reason}; check the file and its permissions.") from None
+        raise DataError(
+            f"{path} cannot be read: {reason}; check the file and its permissions."
+        ) from None
 
 
-def _view(raw: NDArray[np.uint8], dtype: DTypeLike, count: int, at: int) -> tuple[NDArray[Any], int]:
-    """``count`` items from byte ``at``, and the byte behind them. Unaligned, as the format is: numpy reads that."""
+def _view(
+    raw: NDArray[np.uint8], dtype: DTypeLike, count: int, at: int
+) -> tuple[NDArray[Any], int]:
+    """``count`` items from byte ``at``, and the byte behind them. Unaligned, as the format is:
+    numpy reads that.
+    """
     end = at + count * np.dtype(dtype).itemsize
     return raw[at:end].view(dtype), end

@@ -1,4 +1,6 @@
-"""The documents of an indexed data set: text that is trained on as a whole, tokenised by somebody else."""
+"""The documents of an indexed data set: text that is trained on as a whole, tokenised by somebody
+else.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,29 @@ _SAMPLE_TOKENS = 2**14
 class IndexedDocuments:
     """A `documents.Documents` over ``<prefix>.bin`` and ``<prefix>.idx``.
 
-    Every token but a document's first is a target. The sequences of a document are read as one; documents of fewer than
-    two tokens, in which nothing is predicted, are left out.
+    Every token but a document's first is a target. The sequences of a document are read as one;
+    documents of fewer than two tokens, in which nothing is predicted, are left out.
 
     Args:
         prefix: of the files.
-        vocab_size: of the tokenizer; every token must be below it. Some documents are looked at now, the others as they
-            are read.
+        vocab_size: of the tokenizer; every token must be below it. Some documents are looked at
+            now, the others as they are read.
         eod_id: the tokenizer's end of document.
         map_tokens: as of `IndexedFile`.
     Raises:
-        DataError: the files are damaged, hold images or no document, or their tokens belong to another tokenizer.
+        DataError: the files are damaged, hold images or no document, or their tokens belong to
+            another tokenizer.
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int, map_tokens: bool = True) -> None:
+    def __init__(
+        self, prefix: str | Path, *, vocab_size: int, eod_id: int, map_tokens: bool = True
+    ) -> None:
         self._file = IndexedFile(prefix, map_tokens=map_tokens)
         self.prefix, self._vocab_size, self._eod_id = self._file.prefix, vocab_size, eod_id
         if self._file.modes is not None:
-            raise DataError(f"{self.prefix} holds multimodal data, and models read text only; give text.")
+            raise DataError(
+                f"{self.prefix} holds multimodal data, and models read text only; give text."
+            )
         places = self._file.document_starts()
         lengths = np.diff(places)
         used = lengths >= 2
@@ -44,7 +51,9 @@ class IndexedDocuments:
         self.lengths: NDArray[np.int64] = lengths[used]
         self._left_out = int(lengths.size - self.lengths.size)
         if not self.lengths.size:
-            raise DataError(f"{self.prefix} holds no document of at least two tokens; check the data paths.")
+            raise DataError(
+                f"{self.prefix} holds no document of at least two tokens; check the data paths."
+            )
         self._ended = self._look()
 
     def __len__(self) -> int:
@@ -72,11 +81,15 @@ class IndexedDocuments:
             DataError: a token is none of the tokenizer's, or not what was written.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"document {index} does not exist; {self.prefix} has {len(self)}, from 0.")
+            raise IndexError(
+                f"document {index} does not exist; {self.prefix} has {len(self)}, from 0."
+            )
         whole = int(self.lengths[index])
         stop = whole if length is None else start + length
         if not 0 <= start < stop <= whole:
-            raise IndexError(f"document {index} of {self.prefix} has {whole} tokens, not {start} to {stop}.")
+            raise IndexError(
+                f"document {index} of {self.prefix} has {whole} tokens, not {start} to {stop}."
+            )
         first = int(self._starts[index])
         tokens = self._file.tokens(first + start, first + stop)
         if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
@@ -89,7 +102,10 @@ class IndexedDocuments:
         return tokens.astype(np.int32), targets
 
     def count_targets(
-        self, documents: NDArray[np.integer], starts: NDArray[np.integer], lengths: NDArray[np.integer]
+        self,
+        documents: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
         return np.asarray(lengths, np.int64) - 1
 

@@ -1,12 +1,14 @@
-"""Writes Megatron's indexed data sets (the layout: `indexed`), all of one or nothing, with checksums beside it.
+"""Writes Megatron's indexed data sets (the layout: `indexed`), all of one or nothing, with
+checksums beside it.
 
-``<prefix>.crc32c`` holds u32 CRC32C checksums: of every 64 KiB of ``.idx``, of every 64 KiB of ``.bin``, and at last of
-all of these.
+``<prefix>.crc32c`` holds u32 CRC32C checksums: of every 64 KiB of ``.idx``, of every 64 KiB of
+``.bin``, and at last of all of these.
 
-[Note: how an indexed data set comes into being] Files are written under temporary names, flushed to the disk and
-renamed, the index last. An older index is removed before that, so that no index ever stands beside tokens that it does
-not describe: whenever the writer is killed, the data set is whole, the previous one, or without an index. The temporary
-file of the tokens is locked; the kernel drops the lock of a writer that died, and the next one begins anew.
+[Note: how an indexed data set comes into being] Files are written under temporary names, flushed to
+the disk and renamed, the index last. An older index is removed before that, so that no index ever
+stands beside tokens that it does not describe: whenever the writer is killed, the data set is
+whole, the previous one, or without an index. The temporary file of the tokens is locked; the kernel
+drops the lock of a writer that died, and the next one begins anew.
 """
 
 from __future__ import annotations
@@ -40,20 +42,24 @@ _SUFFIX = ".part"
 
 
 class IndexedWriter:
-    """Appends documents; `close` makes them a data set, and leaving the context by an error leaves nothing.
+    """Appends documents; `close` makes them a data set, and leaving the context by an error leaves
+    nothing.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``; its directory is made.
         dtype: of the tokens as they are stored (`indexed.token_type`).
     Raises:
-        DataError: the type is none of the format, the place cannot be written, or another process writes there.
+        DataError: the type is none of the format, the place cannot be written, or another process
+            writes there.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODE_OF:
-            raise DataError(f"{self.dtype} is no type of tokens in an indexed data set; choose uint16 or int32.")
+            raise DataError(
+                f"{self.dtype} is no type of tokens in an indexed data set; choose uint16 or int32."
+            )
         self._limits = np.iinfo(self.dtype)
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -63,12 +69,15 @@ class IndexedWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_document(self, tokens: NDArray[np.integer], lengths: Sequence[int] | None = None) -> None:
+    def add_document(
+        self, tokens: NDArray[np.integer], lengths: Sequence[int] | None = None
+    ) -> None:
         """Append a document.
 
         Args:
             tokens: ``(L,)``.
-            lengths: tokens of each of its sequences, which sum up to L; by default the document is one sequence.
+            lengths: tokens of each of its sequences, which sum up to L; by default the document is
+            one sequence.
         Raises:
             DataError: a token does not fit the type.
             ValueError: the lengths do not sum up to L.
@@ -79,9 +88,13 @@ class IndexedWriter:
     def _append(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
         tokens = np.asarray(tokens)
         if int(lengths.sum()) != tokens.size or lengths.min(initial=0) < 0:
-            raise ValueError(f"sequences of {lengths.tolist()} tokens are no parts of {tokens.size} tokens.")
+            raise ValueError(
+                f"sequences of {lengths.tolist()} tokens are no parts of {tokens.size} tokens."
+            )
         if lengths.max(initial=0) > np.iinfo(np.int32).max:
-            raise DataError(f"a sequence of {lengths.max()} tokens is longer than an index can say; divide it.")
+            raise DataError(
+                f"a sequence of {lengths.max()} tokens is longer than an index can say; divide it."
+            )
         if tokens.size and not self._limits.min <= tokens.min() <= tokens.max() <= self._limits.max:
             raise DataError(
                 f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; write {self.prefix} with "
@@ -105,11 +118,15 @@ class IndexedWriter:
         self._documents.frombytes(np.arange(first, first + len(lengths), dtype=np.int64).tobytes())
 
     def close(self) -> None:
-        """Make what was appended the data set at ``prefix``. See [Note: how an indexed data set comes into being]."""
+        """Make what was appended the data set at ``prefix``. See [Note: how an indexed data set
+        comes into being].
+        """
         index = _open(index_path(self.prefix))
         try:
             self._write_index(index)
-            sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(CHECKSUMS)
+            sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(
+                CHECKSUMS
+            )
             closing = np.array([checksum(sums.tobytes())], CHECKSUMS)
             beside = _open(checksums_path(self.prefix))
             beside.write(sums.tobytes() + closing.tobytes())
@@ -119,7 +136,9 @@ class IndexedWriter:
             beside.publish()
             index.publish()
         except OSError as error:
-            raise DataError(f"{self.prefix} cannot be written: {error.strerror}; make room, and try again.") from error
+            raise DataError(
+                f"{self.prefix} cannot be written: {error.strerror}; make room, and try again."
+            ) from error
         finally:
             self.abandon()
             index.abandon()
@@ -130,17 +149,26 @@ class IndexedWriter:
 
     def _write_index(self, index: _Summed) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
-        index.write(HEADER.pack(MAGIC, VERSION, _CODE_OF[self.dtype], len(lengths), len(self._documents)))
+        index.write(
+            HEADER.pack(MAGIC, VERSION, _CODE_OF[self.dtype], len(lengths), len(self._documents))
+        )
         index.write(lengths.astype("<i4", copy=False).tobytes())
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        index.write(np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)].astype("<i8", copy=False).tobytes())
+        index.write(
+            np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
+            .astype("<i8", copy=False)
+            .tobytes()
+        )
         index.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).tobytes())
 
     def __enter__(self) -> IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
@@ -153,9 +181,13 @@ def _open(path: Path) -> _Summed:
         path.parent.mkdir(parents=True, exist_ok=True)
         return _Summed(path)
     except BlockingIOError:
-        raise DataError(f"another process is writing {path}; wait for it, or choose another place.") from None
+        raise DataError(
+            f"another process is writing {path}; wait for it, or choose another place."
+        ) from None
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}; choose another place.") from None
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}; choose another place."
+        ) from None
 
 
 class _Summed:
@@ -172,7 +204,10 @@ class _Summed:
             raise
         except OSError:
             pass  # a file system without locks
-        if not self._path.exists() or os.fstat(self._file.fileno()).st_ino != self._path.stat().st_ino:
+        if (
+            not self._path.exists()
+            or os.fstat(self._file.fileno()).st_ino != self._path.stat().st_ino
+        ):
             self._file.close()  # its writer published or removed it after we had opened it
             raise BlockingIOError
         self._file.truncate(0)
@@ -205,5 +240,7 @@ class _Summed:
             self._file.close()
 
     def _write(self, data: bytes) -> None:
-        self._sums.extend(checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
+        self._sums.extend(
+            checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)
+        )
         self._file.write(data)

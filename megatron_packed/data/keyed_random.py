@@ -1,8 +1,8 @@
 """Random numbers that are a function of a key, and nothing else.
 
 numpy promises that the raw stream of a bit generator never changes; it does not promise that for
-``Generator.permutation`` or ``shuffle``. Data order has to survive an upgrade of numpy in the middle of a training
-run, so everything here is made from raw 64-bit words.
+``Generator.permutation`` or ``shuffle``. Data order has to survive an upgrade of numpy in the
+middle of a training run, so everything here is made from raw 64-bit words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 
 class KeyedRandom:
-    """A stream of random words that depends on ``seed`` and ``key`` alone; other keys give independent streams.
+    """A stream of random words that depends on ``seed`` and ``key`` alone; other keys give
+    independent streams.
 
     Example:
         ``KeyedRandom(1234, "shuffle", epoch).permutation(num_documents)``
@@ -34,7 +35,8 @@ class KeyedRandom:
         return np.argsort(self.words(size), kind="stable")
 
     def below(self, bound: NDArray[np.integer] | int, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        """Integers in ``[0, bound)``, of ``shape``; ``bound`` broadcasts against it and is below 2**31.
+        """Integers in ``[0, bound)``, of ``shape``; ``bound`` broadcasts against it and is below
+        2**31.
 
         The high 32 bits of a word are scaled, so the bias is below 2**-32 * bound.
         """

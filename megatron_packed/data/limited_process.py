@@ -1,13 +1,14 @@
 """A child process with limits of CPU time and memory, for code and files that came with a download.
 
-No sandbox inside Python bounds time and memory: ``{{ 10 ** (10 ** 10) }}`` in a chat template or a regular expression
-in a tokenizer runs inside one C function, where no signal handler, thread or trace hook runs. So a child does the work.
-It has no environment variables to steal, cannot write files, has an address-space limit, and starts a CPU timer
-before each request. The kernel kills the child when the timer expires, also after the parent has died. The timer counts
-CPU time and not wall time, so that a busy machine does not change which lines are accepted.
+No sandbox inside Python bounds time and memory: ``{{ 10 ** (10 ** 10) }}`` in a chat template or a
+regular expression in a tokenizer runs inside one C function, where no signal handler, thread or
+trace hook runs. So a child does the work. It has no environment variables to steal, cannot write
+files, has an address-space limit, and starts a CPU timer before each request. The kernel kills the
+child when the timer expires, also after the parent has died. The timer counts CPU time and not wall
+time, so that a busy machine does not change which lines are accepted.
 
-Messages in both directions are bytes after a header: their kind, their length, and the CPU seconds that an answer
-took.
+Messages in both directions are bytes after a header: their kind, their length, and the CPU seconds
+that an answer took.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ MEMORY_BYTES = 4 * 2**30
 CPU_SECONDS = 10.0
 """CPU time for one request, before what its length adds."""
 SLOW_SECONDS, SLOW_SECONDS_PER_MIB = 1.0, 10.0
-"""A request that takes longer than this is slow. Templates and tokenizers take milliseconds and about a second."""
+"""A request that takes longer than this is slow. Templates and tokenizers take milliseconds and
+about a second.
+"""
 BUDGET_SECONDS = 300.0
 """CPU time that the slow requests of a whole data set may take together."""
 _HEADER = struct.Struct("<cId")
@@ -43,7 +46,9 @@ _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 class LimitReached(Exception):
-    """A request or a setup that needed more than the limits; the message says which. A child may raise it, too."""
+    """A request or a setup that needed more than the limits; the message says which. A child may
+    raise it, too.
+    """
 
 
 class Refused(Exception):
@@ -61,7 +66,13 @@ class Budget:
     """
 
     def __init__(
-        self, subject: str, unit: str, cure: str, *, max_in_a_row: int, seconds: float = BUDGET_SECONDS
+        self,
+        subject: str,
+        unit: str,
+        cure: str,
+        *,
+        max_in_a_row: int,
+        seconds: float = BUDGET_SECONDS,
     ) -> None:
         self._subject, self._unit, self._cure = subject, unit, cure
         self._max_in_a_row, self._seconds = max_in_a_row, seconds
@@ -119,7 +130,8 @@ class Limits(NamedTuple):
 
 
 class LimitedProcess:
-    """A child that answers requests, started again after a limit has killed it; not for several threads at once.
+    """A child that answers requests, started again after a limit has killed it; not for several
+    threads at once.
 
     Args:
         module: its function ``serve`` is the child's main function and calls `serve_requests`.
@@ -133,7 +145,13 @@ class LimitedProcess:
     """
 
     def __init__(
-        self, module: str, setup: Mapping[str, Any], limits: Limits, budget: Budget, *, quiet: bool = False
+        self,
+        module: str,
+        setup: Mapping[str, Any],
+        limits: Limits,
+        budget: Budget,
+        *,
+        quiet: bool = False,
     ) -> None:
         self._program = f"from {module} import serve; serve()"
         self._setup = json.dumps({"setup": setup, "limits": limits}).encode()
@@ -185,10 +203,15 @@ class LimitedProcess:
         environment = {
             "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
             "PYTHONUTF8": "1",
-            # A pool of threads for every processor would take the address space before any work is done.
+            # A pool of threads for every processor would take the address space before any work is
+            # done.
             **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
             "TOKENIZERS_PARALLELISM": "false",
-            **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ},
+            **{
+                name: os.environ[name]
+                for name in ("LD_LIBRARY_PATH", "PYTHONHOME")
+                if name in os.environ
+            },
         }
         self._child = subprocess.Popen(
             [sys.executable, "-c", self._program],
@@ -206,8 +229,14 @@ class LimitedProcess:
             raise Refused(self.greeting.decode())
 
     def _exchange(self, request: bytes) -> tuple[bytes, bytes, float] | None:
-        """Return the kind of the child's answer, the answer and its CPU seconds, or None when the child died."""
-        assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None
+        """Return the kind of the child's answer, the answer and its CPU seconds, or None when the
+        child died.
+        """
+        assert (
+            self._child is not None
+            and self._child.stdin is not None
+            and self._child.stdout is not None
+        )
         try:
             _send(self._child.stdin, _REQUEST, request)
             return _receive(self._child.stdout)
@@ -222,7 +251,10 @@ class LimitedProcess:
         if child.returncode == -signal.SIGPROF:
             return True, f"not done after {allowed:g} s of CPU time"
         if child.returncode == -signal.SIGABRT:
-            return False, f"its process aborted, as it does without memory ({self._limits.memory_bytes >> 20} MiB)"
+            return (
+                False,
+                f"its process aborted, as it does without memory ({self._limits.memory_bytes >> 20} MiB)",
+            )
         return False, f"its process ended with status {child.returncode}"
 
 
@@ -241,7 +273,8 @@ def _receive(stream: IO[bytes]) -> tuple[bytes, bytes, float] | None:
     return (kind, body, seconds) if len(body) == size else None
 
 
-# ------------------------------------------------------------------------------------------------------- in the child
+# -------------------------------------------------------------------------------------------------------
+# in the child
 
 Answer = Callable[[bytes], bytes]
 
@@ -250,13 +283,15 @@ def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) ->
     """Answer requests until standard input ends; the main function of a child.
 
     Args:
-        prepare: makes the greeting and the function that answers from the setup. Any exception of it refuses the
-            setup. The function may raise `LimitReached`.
+        prepare: makes the greeting and the function that answers from the setup. Any exception of
+            it refuses the setup. The function may raise `LimitReached`.
     """
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing else may write to the pipe
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole group; the parent decides
     received = _receive(source)
     if received is None:
         return

@@ -1,6 +1,7 @@
 """Micro-batches as a pure function of (plan, step), prepared ahead by a background thread.
 
-There is no state to save: asking for step s gives the micro-batches of step s, in any order of asking, in any run.
+There is no state to save: asking for step s gives the micro-batches of step s, in any order of
+asking, in any run.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ class Loader:
 
     Args:
         dataset: the documents.
-        plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`. Its alignment is that of
-            documents in the micro-batches.
+        plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`. Its
+            alignment is that of documents in the micro-batches.
         dp_rank: rank within the plan's data-parallel ranks.
         total_tokens: slots of every pack.
-        ladder: each micro-batch gets exactly the capacity and the bound of the longest row of the smallest cell that
-            holds it. One that no cell holds, and all without a ladder, have room for their own documents and no more.
-        alike: the same cell for micro-batch i of all data-parallel ranks, read off the plan: the smallest that holds
-            each of them. Where none does, all have room for the most documents that one of them has, beyond the ladder.
-        prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are asked for.
+        ladder: each micro-batch gets exactly the capacity and the bound of the longest row of the
+            smallest cell that holds it. One that no cell holds, and all without a ladder, have room
+            for their own documents and no more.
+        alike: the same cell for micro-batch i of all data-parallel ranks, read off the plan: the
+            smallest that holds each of them. Where none does, all have room for the most documents
+            that one of them has, beyond the ladder.
+        prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are
+        asked for.
         device: micro-batches are pinned for it if it is a CUDA device.
     Raises:
         ValueError: the rank is not one of the plan's, or the plan was made of other documents.
@@ -52,10 +56,17 @@ class Loader:
         device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= dp_rank < plan.dp_size:
-            raise ValueError(f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks.")
+            raise ValueError(
+                f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks."
+            )
         _check_segments(plan.segments, dataset)
         self.dataset, self.plan = dataset, plan
-        self.dp_rank, self.total_tokens, self.ladder, self._alike = dp_rank, total_tokens, ladder, alike
+        self.dp_rank, self.total_tokens, self.ladder, self._alike = (
+            dp_rank,
+            total_tokens,
+            ladder,
+            alike,
+        )
         self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
@@ -95,7 +106,9 @@ class Loader:
         self.close()
 
     def _following(self, step: int, count: int) -> list[tuple[int, int]]:
-        """Places of the micro-batches from ``step`` on, as many as are prepared ahead, up to the end of the plan."""
+        """Places of the micro-batches from ``step`` on, as many as are prepared ahead, up to the
+        end of the plan.
+        """
         places = [(step + ahead // count, ahead % count) for ahead in range(self._prefetch)]
         return [place for place in places if self._num_steps is None or place[0] < self._num_steps]
 
@@ -116,10 +129,16 @@ class Loader:
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
 
     def _room(self, plan: StepPlan, number: int) -> tuple[int | None, int | None]:
-        """Documents and longest row that micro-batch ``number`` has room for; None for exactly its own."""
+        """Documents and longest row that micro-batch ``number`` has room for; None for exactly its
+        own.
+        """
         if self.ladder is None:
             return None, None
-        packs = [of_rank[number] for of_rank in plan.packs] if self._alike else [plan.packs[self.dp_rank][number]]
+        packs = (
+            [of_rank[number] for of_rank in plan.packs]
+            if self._alike
+            else [plan.packs[self.dp_rank][number]]
+        )
         documents = max(pieces.size for pieces in packs)
         cell = self.ladder.cell_for(documents, max(map(self._longest_row, packs)))
         if cell is not None:
@@ -134,14 +153,17 @@ class Loader:
     def _step_plan(self, step: int) -> StepPlan:
         plan = self._plans.get(step)
         if plan is None:
-            # All micro-batches of a step need it, one after the other in one thread: one step is worth remembering.
+            # All micro-batches of a step need it, one after the other in one thread: one step is
+            # worth remembering.
             plan = self.plan.step(step)
             self._plans = {step: plan}
         return plan
 
     def _thread(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=self._enter_thread)
+            self._pool = ThreadPoolExecutor(
+                1, thread_name_prefix="loader", initializer=self._enter_thread
+            )
         return self._pool
 
     def _enter_thread(self) -> None:
@@ -153,6 +175,10 @@ class Loader:
 def _check_segments(segments: Segments, dataset: Documents) -> None:
     last = int(segments.document.max(initial=-1))
     if last >= len(dataset):
-        raise ValueError(f"the plan names document {last}, but the data set has {len(dataset)} documents.")
+        raise ValueError(
+            f"the plan names document {last}, but the data set has {len(dataset)} documents."
+        )
     if (segments.start + segments.length > dataset.lengths[segments.document]).any():
-        raise ValueError("the plan names pieces longer than their documents; it was made of another data set.")
+        raise ValueError(
+            "the plan names pieces longer than their documents; it was made of another data set."
+        )

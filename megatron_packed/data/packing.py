@@ -1,20 +1,23 @@
 """Which documents share a pack: a pure function of (document lengths, packing rules, seed, epoch).
 
-Every epoch shuffles the documents, cuts the stream into windows of equal size (at least `Packer.window` documents),
-and packs one window after the other. Each document is in exactly one pack of each epoch.
+Every epoch shuffles the documents, cuts the stream into windows of equal size (at least
+`Packer.window` documents), and packs one window after the other. Each document is in exactly one
+pack of each epoch.
 
 Methods:
-    balanced: few documents per pack at full packs (see `balanced`). What a window leaves over, and the end of the
-        window that would have opened a nearly empty pack, goes first in the next window, so that only the last
-        window of an epoch pays for the remainder of a division. Where this plan leaves more than
-        `GOOD_WASTE` of the slots empty, best fit with a cap on documents is tried too (in shuffled order, and with the
-        long documents first), and the plan of lowest expected cost is taken.
-    best_fit_decreasing: per window, longest first into the fullest pack where it fits: the fullest packs, and by far
-        the largest counts, since the short documents meet in the last packs.
+    balanced: few documents per pack at full packs (see `balanced`). What a window leaves over, and
+        the end of the window that would have opened a nearly empty pack, goes first in the next
+        window, so that only the last window of an epoch pays for the remainder of a division. Where
+        this plan leaves more than `GOOD_WASTE` of the slots empty, best fit with a cap on documents
+        is tried too (in shuffled order, and with the long documents first), and the plan of lowest
+        expected cost is taken.
+    best_fit_decreasing: per window, longest first into the fullest pack where it fits: the fullest
+        packs, and by far the largest counts, since the short documents meet in the last packs.
     sequential: the shuffled stream as it comes; a document that does not fit opens a new pack.
 
-Expected cost of a plan, per token packed: ``packs * (1 + DOCUMENT_COST * most documents in a pack) / tokens``. A
-pack costs the same however full it is, and kernels pay for the capacity in documents that the fullest pack sets.
+Expected cost of a plan, per token packed: ``packs * (1 + DOCUMENT_COST * most documents in a pack)
+/ tokens``. A pack costs the same however full it is, and kernels pay for the capacity in documents
+that the fullest pack sets.
 
 With an alignment all of this speaks of lengths rounded up to it: padding fills slots as tokens do.
 """
@@ -60,7 +63,9 @@ class Packs:
         return np.diff(self.offsets)
 
     def sums(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Sum over each pack of a value per piece (lengths, targets, squared lengths), ``(packs,)``."""
+        """Sum over each pack of a value per piece (lengths, targets, squared lengths),
+        ``(packs,)``.
+        """
         running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
         sums: NDArray[np.int64] = running[self.offsets[1:]] - running[self.offsets[:-1]]
         return sums
@@ -79,14 +84,18 @@ class Packer:
     max_documents: int | None = None
     """The most documents a pack may hold; None for no limit."""
     room: int | None = None
-    """Documents that there is room for, in a CUDA graph: an epoch with a fuller pack is packed once more with this as
-    `max_documents`. Other than under `max_documents`, an epoch that keeps to it anyway is packed as without it."""
+    """Documents that there is room for, in a CUDA graph: an epoch with a fuller pack is packed once
+    more with this as `max_documents`. Other than under `max_documents`, an epoch that keeps to it
+    anyway is packed as without it.
+    """
     alignment: int = 1
     """Pieces take slots up to the next multiple of it, which divides `slots`."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"unknown packing method {self.method!r}; choose one of {', '.join(METHODS)}.")
+            raise ValueError(
+                f"unknown packing method {self.method!r}; choose one of {', '.join(METHODS)}."
+            )
         for name in ("slots", "window", "max_documents", "room", "alignment"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -109,13 +118,19 @@ class Packer:
         )
 
     def keeping_to(self, room: int) -> Packer:
-        """The same rules with `room`; where `max_documents` sees to that, they are the same altogether."""
+        """The same rules with `room`; where `max_documents` sees to that, they are the same
+        altogether.
+        """
         if self.max_documents is not None and self.max_documents <= room:
             return self
         return replace(self, room=room)
 
     def pack(
-        self, lengths: NDArray[np.integer], seed: int, epoch: int = 0, told: Callable[[int], None] = lambda done: None
+        self,
+        lengths: NDArray[np.integer],
+        seed: int,
+        epoch: int = 0,
+        told: Callable[[int], None] = lambda done: None,
     ) -> Packs:
         """The packs of one epoch, in training order.
 
@@ -151,7 +166,9 @@ class Packer:
                 f"{self.slots}; apply an over-long policy first (Segments.cut)."
             )
 
-    def _pack_stream(self, lengths: Lengths, random: KeyedRandom, told: Callable[[int], None]) -> NDArray[np.int64]:
+    def _pack_stream(
+        self, lengths: Lengths, random: KeyedRandom, told: Callable[[int], None]
+    ) -> NDArray[np.int64]:
         """``(S,)`` the pack of each document of a stream, numbered from 0 without gaps."""
         if self.method == "sequential":
             return _sequential(lengths, self.slots, self.max_documents or lengths.size)
@@ -166,7 +183,9 @@ class Packer:
             if self.method == "balanced":
                 bin_of = balancer.pack(lengths[candidates], last=number == num_windows - 1)
             else:
-                bin_of = _best_fit_decreasing(lengths[candidates], self.slots, self.max_documents or lengths.size)
+                bin_of = _best_fit_decreasing(
+                    lengths[candidates], self.slots, self.max_documents or lengths.size
+                )
             packed = bin_of != LEFT_OVER
             pack_of[candidates[packed]] = num_packs + bin_of[packed]
             num_packs += int(bin_of.max(initial=LEFT_OVER)) + 1
@@ -180,7 +199,9 @@ def _sequential(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.
     starts = [0]
     while (start := starts[-1]) < lengths.size:
         filled = int(ends[start - 1]) if start else 0
-        starts.append(min(int(np.searchsorted(ends, filled + slots, side="right")), start + max_documents))
+        starts.append(
+            min(int(np.searchsorted(ends, filled + slots, side="right")), start + max_documents)
+        )
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
@@ -224,10 +245,14 @@ class _Balancer:
         self._by_fit = False
         """Whether best fit won the first window, and so packs the others."""
         self._waste = 0.0
-        """The smallest share of its slots that a window left empty: what the lengths do not let one fill."""
+        """The smallest share of its slots that a window left empty: what the lengths do not let one
+        fill.
+        """
 
     def pack(self, lengths: Lengths, last: bool) -> NDArray[np.int64]:
-        """``(n,)`` bin of each document; `LEFT_OVER` for those that wait, of which the last window has none."""
+        """``(n,)`` bin of each document; `LEFT_OVER` for those that wait, of which the last window
+        has none.
+        """
         taken = lengths.size if last else self._prefix(lengths)
         bin_of = np.full(lengths.size, LEFT_OVER, dtype=np.int64)
         if taken == 0:
@@ -242,20 +267,32 @@ class _Balancer:
         return bin_of
 
     def _cost(self, plan: _Plan) -> float:
-        """Expected cost per token of the epoch so far, packed like this: one window's count is paid by all packs."""
+        """Expected cost per token of the epoch so far, packed like this: one window's count is paid
+        by all packs.
+        """
         packs = self._packs + plan.num_bins
-        return packs * (1 + DOCUMENT_COST * max(self._most, plan.most)) / max(self._tokens + plan.tokens, 1)
+        return (
+            packs
+            * (1 + DOCUMENT_COST * max(self._most, plan.most))
+            / max(self._tokens + plan.tokens, 1)
+        )
 
     def _prefix(self, lengths: Lengths) -> int:
-        """Documents from the front that fill whole packs; the others would open a nearly empty one, and wait."""
+        """Documents from the front that fill whole packs; the others would open a nearly empty one,
+        and wait.
+        """
         ends = np.cumsum(self._occupied(lengths))
         whole = int(ends[-1]) // self._slots
-        if max(self._large(lengths), lengths.size // self._limit) > whole:  # it is not tokens that decide
+        if (
+            max(self._large(lengths), lengths.size // self._limit) > whole
+        ):  # it is not tokens that decide
             return lengths.size
         return int(np.searchsorted(ends, whole * self._slots, side="right"))
 
     def _occupied(self, lengths: Lengths) -> Lengths:
-        """Slots that a document takes: all of them where not even the shortest document fits beside it."""
+        """Slots that a document takes: all of them where not even the shortest document fits beside
+        it.
+        """
         return np.where(lengths + lengths.min() > self._slots, self._slots, lengths)
 
     def _large(self, lengths: Lengths) -> int:
@@ -284,10 +321,16 @@ class _Balancer:
         return plan
 
     def _next(self, lengths: Lengths, last: bool) -> _Plan:
-        """The plan of a later window: with the cap of those before it, or with a higher one where that costs less."""
+        """The plan of a later window: with the cap of those before it, or with a higher one where
+        that costs less.
+        """
         cap, step, start = self._most, max(1, self._most // 50), self._start(lengths)
         plan = higher = self._fewest_bins(lengths, last, cap)
-        while higher.num_bins > start and cap < self._limit and (higher.most == cap or cap * start < lengths.size):
+        while (
+            higher.num_bins > start
+            and cap < self._limit
+            and (higher.most == cap or cap * start < lengths.size)
+        ):
             cap, step = min(cap + step, self._limit), 2 * step
             higher = self._fewest_bins(lengths, last, cap)
             plan = min(plan, higher, key=self._cost)
@@ -310,9 +353,11 @@ class _Balancer:
         return max(by_tokens, by_waste, self._large(lengths), -(-lengths.size // self._limit))
 
     def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
-        """The balanced plan with the fewest bins that leaves nothing over, or hardly anything if more windows follow.
+        """The balanced plan with the fewest bins that leaves nothing over, or hardly anything if
+        more windows follow.
 
-        A bin too few and the leftovers pile up from window to window, so what may be left over is bounded.
+        A bin too few and the leftovers pile up from window to window, so what may be left over is
+        bounded.
         """
         num_bins = max(self._start(lengths), -(-lengths.size // cap))
         while True:

@@ -1,4 +1,6 @@
-"""What a packing achieves: fill, documents per pack, what a capacity covers, and where every token went."""
+"""What a packing achieves: fill, documents per pack, what a capacity covers, and where every token
+went.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from megatron_packed.packed.capacity import Ladder, coverage, percentile
 from megatron_packed.packed.metadata import aligned
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
-"""Capacities in documents that a report covers; 64 and 106 are those of the published example (P90 43, P99 106)."""
+"""Capacities in documents that a report covers; 64 and 106 are those of the published example (P90
+43, P99 106).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +44,17 @@ class PackingReport:
     alignment: int = 1
     """Documents begin and end at multiples of it."""
     alignment_padding: int = 0
-    """Those of the padded slots that follow a document up to such a multiple; the others are tails of packs."""
+    """Those of the padded slots that follow a document up to such a multiple; the others are tails
+    of packs.
+    """
     graph_capacities: tuple[int, ...] = ()
     """Capacities that CUDA graphs are captured for; none without graphs."""
     packs_beyond: int = 0
     """Packs with more documents than the largest of those: they run eagerly."""
     held_empty: bool = False
-    """Packs keep to the largest of those, and one more document of mean length would have fitted into the mean pack."""
+    """Packs keep to the largest of those, and one more document of mean length would have fitted
+    into the mean pack.
+    """
 
     @classmethod
     def of(
@@ -66,7 +74,8 @@ class PackingReport:
             blended: the packs hold what a blend drew of the pieces, and not each of them once.
 
         Raises:
-            ValueError: the packs do not hold every token exactly once; the numbers would be of something else.
+            ValueError: the packs do not hold every token exactly once; the numbers would be of
+                something else.
         """
         tokens = packs.sums(segments.length)
         if not blended and int(tokens.sum()) != segments.counts.tokens_kept:
@@ -105,7 +114,10 @@ class PackingReport:
 
     def sentences(self) -> list[str]:
         """The report for a console, a few lines."""
-        full = min((capacity for capacity, share in self.coverage.items() if share == 1), default=max(self.coverage))
+        full = min(
+            (capacity for capacity, share in self.coverage.items() if share == 1),
+            default=max(self.coverage),
+        )
         shown = {capacity: share for capacity, share in self.coverage.items() if capacity <= full}
         covered = ", ".join(f"{capacity}: {share:.1%}" for capacity, share in shown.items())
         return [
@@ -131,8 +143,14 @@ class PackingReport:
     def _graph_sentences(self) -> list[str]:
         if not self.graph_capacities:
             return []
-        noun, verb = ("capacities", "cover") if len(self.graph_capacities) > 1 else ("capacity", "covers")
-        covered = "every pack" if not self.packs_beyond else f"all but {self.packs_beyond} of {self.packs} packs"
+        noun, verb = (
+            ("capacities", "cover") if len(self.graph_capacities) > 1 else ("capacity", "covers")
+        )
+        covered = (
+            "every pack"
+            if not self.packs_beyond
+            else f"all but {self.packs_beyond} of {self.packs} packs"
+        )
         eager = ", which run eagerly" if self.packs_beyond else ""
         sizes = ", ".join(str(capacity) for capacity in self.graph_capacities)
         sentences = [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]

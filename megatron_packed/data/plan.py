@@ -1,10 +1,11 @@
-"""The pack plan: which pieces of documents share a pack, in which step, on which data-parallel rank, in which
-micro-batch.
+"""The pack plan: which pieces of documents share a pack, in which step, on which data-parallel
+rank, in which micro-batch.
 
-A pure function of (document lengths, packing rules, seed, epoch) that every rank computes for itself. Packs form one
-endless stream, epoch after epoch; step s takes packs ``s * P`` to ``(s + 1) * P`` of it (P packs per step, over all
-ranks), so a step's packs, targets and loss do not depend on the number of data-parallel ranks. P decides nothing else:
-a run that goes on with another P takes the stream up where it was (`PackPlan.resume`).
+A pure function of (document lengths, packing rules, seed, epoch) that every rank computes for
+itself. Packs form one endless stream, epoch after epoch; step s takes packs ``s * P`` to ``(s + 1)
+* P`` of it (P packs per step, over all ranks), so a step's packs, targets and loss do not depend on
+the number of data-parallel ranks. P decides nothing else: a run that goes on with another P takes
+the stream up where it was (`PackPlan.resume`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from megatron_packed.data.segments import Segments
 from megatron_packed.data.spread import BY_TOKENS, PackCost, spread
 
 Pieces = NDArray[np.int64]
-"""Numbers of the pieces (`Segments`) of one pack, in their order in the pack; empty for a pack that is all tail."""
+"""Numbers of the pieces (`Segments`) of one pack, in their order in the pack; empty for a pack that
+is all tail.
+"""
 
 _FORMAT = "pack plan 1"
-"""Changed whenever the same inputs would give other packs, so that a resumed run notices by its plan hash."""
+"""Changed whenever the same inputs would give other packs, so that a resumed run notices by its
+plan hash.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +54,17 @@ class StepPlan:
     global_tokens: int
     """Tokens of documents, over all ranks; the rest of the slots is tail or padding of documents."""
     max_documents: int
-    """Most documents in one of the step's packs, over all ranks: what decides the capacity of a replay."""
+    """Most documents in one of the step's packs, over all ranks: what decides the capacity of a
+    replay.
+    """
     dp_imbalance: float = 1.0
     """Estimated work of the busiest data-parallel rank over the mean of all ranks."""
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What a micro-batch multiplies its loss sum and its auxiliary loss by; 0 where the step has nothing to
-        divide by."""
+        """What a micro-batch multiplies its loss sum and its auxiliary loss by; 0 where the step
+        has nothing to divide by.
+        """
         return (
             1.0 / self.global_targets if self.global_targets else 0.0,
             1.0 / self.global_packs if self.global_packs else 0.0,
@@ -81,7 +89,9 @@ class _Table:
                 f"{len(segments)} pieces come with {len(targets)} target counts; count them with Segments.targets."
             )
         if len(segments) == 0:
-            raise ValueError("there is no document to pack; check the data paths and the over-long policy.")
+            raise ValueError(
+                "there is no document to pack; check the data paths and the over-long policy."
+            )
         self.segments = segments
         self.targets = np.asarray(targets, dtype=np.int64)
         self.squares = segments.length**2
@@ -95,14 +105,17 @@ class _Table:
         """The packs of an epoch, of all pieces or of those that a blend draws."""
         drawn = None if self.blend is None else self.blend.epoch(epoch)
         lengths = self.segments.length if drawn is None else self.segments.length[drawn]
-        # The thread that packs ahead is not waited for, and would write into the lines of the steps.
+        # The thread that packs ahead is not waited for, and would write into the lines of the
+        # steps.
         show = self.show_progress and threading.current_thread() is threading.main_thread()
         with Progress(f"packing epoch {epoch}", lengths.size, show) as progress:
             packs = self.packer.pack(lengths, self.seed, epoch, progress.update)
         return packs if drawn is None else Packs(drawn[packs.order], packs.offsets)
 
     def hash(self, packs_per_step: int) -> str:
-        """64 hexadecimal digits of lengths, targets, rules and seed; the number of ranks is no part of it."""
+        """64 hexadecimal digits of lengths, targets, rules and seed; the number of ranks is no part
+        of it.
+        """
         rules = {
             "format": _FORMAT,
             "slots": self.packer.slots,
@@ -119,12 +132,19 @@ class _Table:
         if self.blend is not None:
             rules["blend"] = [self.blend.quotas, self.blend.sizes]
         digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode())
-        for array in (self.segments.document, self.segments.start, self.segments.length, self.targets):
+        for array in (
+            self.segments.document,
+            self.segments.start,
+            self.segments.length,
+            self.targets,
+        ):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
         return digest.hexdigest()
 
     def step(self, step: int, epoch: int, packs: Sequence[Pieces], dp_size: int) -> StepPlan:
-        """Deal the packs of a step out to the ranks, even by estimated work, empty packs last. See `spread`."""
+        """Deal the packs of a step out to the ranks, even by estimated work, empty packs last. See
+        `spread`.
+        """
         tokens = np.array([self.segments.length[pieces].sum() for pieces in packs])
         squares = np.array([self.squares[pieces].sum() for pieces in packs])
         packs_SRB, imbalance_S = spread(self.cost.of(tokens, squares)[None], dp_size)
@@ -150,14 +170,15 @@ class PackPlan:
         packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
         dp_size: data-parallel ranks; divides P.
         seed: of the data order.
-        cost: estimated work on a pack, by which a step's packs are dealt out to the ranks. No part of ``hash``: it
-            decides who computes, not what.
+        cost: estimated work on a pack, by which a step's packs are dealt out to the ranks. No part
+            of ``hash``: it decides who computes, not what.
         blend: which pieces each epoch holds; None for every piece once.
-        epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run that resumes in a
-            late epoch from packing the earlier ones again. Changes no result.
+        epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run
+            that resumes in a late epoch from packing the earlier ones again. Changes no result.
         show_progress: shows how far packing is, where the main thread waits for it.
     Raises:
-        ValueError: no pieces, as many target counts as pieces are not given, or P is not divisible by dp_size.
+        ValueError: no pieces, as many target counts as pieces are not given, or P is not divisible
+            by dp_size.
     """
 
     def __init__(
@@ -179,7 +200,9 @@ class PackPlan:
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
-        """First pack of each epoch that is known, in the stream; the last entry starts an epoch not yet packed."""
+        """First pack of each epoch that is known, in the stream; the last entry starts an epoch not
+        yet packed.
+        """
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
         self._lock = threading.Lock()
         self._origin = 0
@@ -191,12 +214,15 @@ class PackPlan:
 
     @property
     def origin(self) -> int:
-        """Place in the stream where step 0 would begin: not 0 in a run whose earlier steps had another number of packs,
-        and negative where they had fewer."""
+        """Place in the stream where step 0 would begin: not 0 in a run whose earlier steps had
+        another number of packs, and negative where they had fewer.
+        """
         return self._origin
 
     def resume(self, step: int, pack: int) -> None:
-        """From now on ``step`` begins with the given pack of the stream (0 the first), and later steps follow it."""
+        """From now on ``step`` begins with the given pack of the stream (0 the first), and later
+        steps follow it.
+        """
         with self._lock:
             self._origin = pack - step * self.packs_per_step
 
@@ -220,17 +246,23 @@ class PackPlan:
 
     @property
     def epoch_starts(self) -> tuple[int, ...]:
-        """Place in the stream of the first pack of each epoch known so far; see the argument of the same name."""
+        """Place in the stream of the first pack of each epoch known so far; see the argument of the
+        same name.
+        """
         with self._lock:
             return tuple(self._starts)
 
     def epoch(self, epoch: int) -> Packs:
-        """All packs of one epoch, in training order. Two epochs are kept, since a step may reach into the next."""
+        """All packs of one epoch, in training order. Two epochs are kept, since a step may reach
+        into the next.
+        """
         with self._lock:
             return self._epoch(epoch)
 
     def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
-        """The epochs that hold packs ``first`` to ``stop - 1`` of the stream, and at least the first of them."""
+        """The epochs that hold packs ``first`` to ``stop - 1`` of the stream, and at least the
+        first of them.
+        """
         with self._lock:
             number = self._epoch_of(first)
         while True:
@@ -257,15 +289,20 @@ class PackPlan:
         return self._table.step(step, epoch, packs, self.dp_size)
 
     def dp_imbalance(self, epoch: int = 0) -> NDArray[np.float64]:
-        """`StepPlan.dp_imbalance` of every step that could be made of one epoch's packs; of all of them if too few."""
+        """`StepPlan.dp_imbalance` of every step that could be made of one epoch's packs; of all of
+        them if too few.
+        """
         packs, table = self.epoch(epoch), self._table
         costs = table.cost.of(packs.sums(table.segments.length), packs.sums(table.squares))
         steps = max(len(costs) // self.packs_per_step, 1)
-        costs.resize(steps * self.packs_per_step, refcheck=False)  # cuts off the rest, or fills up with empty packs
+        costs.resize(
+            steps * self.packs_per_step, refcheck=False
+        )  # cuts off the rest, or fills up with empty packs
         return spread(costs.reshape(steps, -1), self.dp_size).imbalance_S
 
     def keeping_to(self, room: int) -> PackPlan:
-        """The same plan, except that epochs with a pack of more than ``room`` documents are packed with that limit.
+        """The same plan, except that epochs with a pack of more than ``room`` documents are packed
+        with that limit.
 
         See `Packer.room`. A first epoch that was packed here and keeps to it is not packed again.
         """
@@ -304,7 +341,9 @@ class PackPlan:
         )
 
     def _epoch_of(self, pack: int) -> int:
-        """The epoch that holds a pack of the stream; earlier epochs are packed if their sizes are not known."""
+        """The epoch that holds a pack of the stream; earlier epochs are packed if their sizes are
+        not known.
+        """
         while pack >= self._starts[-1]:
             self._epoch(len(self._starts) - 1)
         return bisect_right(self._starts, pack) - 1
@@ -328,11 +367,11 @@ class PackPlan:
 
 
 class EvaluationPlan:
-    """A finite plan: every document once (of a blend: its first epoch), or the first ``max_steps`` steps of that; the
-    same packs at every evaluation.
+    """A finite plan: every document once (of a blend: its first epoch), or the first ``max_steps``
+    steps of that; the same packs at every evaluation.
 
-    The last step is filled up with empty packs, so that every rank runs equally many. Arguments and errors as
-    `PackPlan`.
+    The last step is filled up with empty packs, so that every rank runs equally many. Arguments and
+    errors as `PackPlan`.
     """
 
     def __init__(
@@ -374,7 +413,9 @@ class EvaluationPlan:
     @property
     def num_targets(self) -> int:
         """Targets of all steps: what the mean loss is taken over."""
-        return int(self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum())
+        return int(
+            self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum()
+        )
 
     def __len__(self) -> int:
         return self.num_steps
@@ -382,7 +423,9 @@ class EvaluationPlan:
     def step(self, step: int) -> StepPlan:
         """The plan of one step, 0 to ``num_steps - 1``."""
         if not 0 <= step < self.num_steps:
-            raise ValueError(f"step is {step}; this evaluation has steps 0 to {self.num_steps - 1}.")
+            raise ValueError(
+                f"step is {step}; this evaluation has steps 0 to {self.num_steps - 1}."
+            )
         first = step * self.packs_per_step
         end = min(first + self.packs_per_step, len(self._packs))
         packs = [self._packs[pack] for pack in range(first, end)]

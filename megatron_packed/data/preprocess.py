@@ -1,10 +1,11 @@
 """JSONL files and tables -> indexed data sets, by several processes, in the order of the lines.
 
-[Note: a bad line neither stops nor hangs the work] What a line does to JSON or the tokenizer is an outcome of that
-line: it is set aside and counted. A worker that is killed (out of memory, a crash inside a library) or that takes
-longer than `LINE_SECONDS` for one chunk ends alone; the chunks in flight are then given to fresh workers one at a time,
-and those that fail again line by line, so that the line itself is found, set aside and counted. The files do not depend
-on the number of workers.
+[Note: a bad line neither stops nor hangs the work] What a line does to JSON or the tokenizer is an
+outcome of that line: it is set aside and counted. A worker that is killed (out of memory, a crash
+inside a library) or that takes longer than `LINE_SECONDS` for one chunk ends alone; the chunks in
+flight are then given to fresh workers one at a time, and those that fail again line by line, so
+that the line itself is found, set aside and counted. The files do not depend on the number of
+workers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from megatron_packed.data.sources import MAX_LINE_BYTES, QUARANTINE_SUFFIX, RawL
 from megatron_packed.data.tokenizer import Tokenizer
 
 LINE_SECONDS = 120.0
-"""A chunk of lines, and later a line, that takes a worker longer is given up. The slowest tokenizers take a second."""
+"""A chunk of lines, and later a line, that takes a worker longer is given up. The slowest
+tokenizers take a second.
+"""
 _AHEAD = 3
 """Chunks in flight for each worker."""
 _DEATHS = 16
@@ -74,7 +77,10 @@ class Encoded(NamedTuple):
 
 
 def preprocess(
-    files: Sequence[Path], prefix: Path, make_tokenizer: Callable[[], Tokenizer], options: PreprocessOptions
+    files: Sequence[Path],
+    prefix: Path,
+    make_tokenizer: Callable[[], Tokenizer],
+    options: PreprocessOptions,
 ) -> tuple[DataReport, list[str]]:
     """Write ``<prefix>_<key>_document.bin`` and ``.idx`` for each key, or nothing at all.
 
@@ -84,8 +90,8 @@ def preprocess(
     Returns:
         what became of the lines, and the prefixes of the data sets.
     Raises:
-        DataError: too many bad lines (listed in ``<prefix>.quarantine.jsonl``), no good one, or a place that cannot be
-            written.
+        DataError: too many bad lines (listed in ``<prefix>.quarantine.jsonl``), no good one, or a
+            place that cannot be written.
     """
     tokenizer = make_tokenizer()
     dtype = token_type(tokenizer.vocab_size)
@@ -97,7 +103,9 @@ def preprocess(
         quarantine = Quarantine(quarantine_path)
         stack.callback(quarantine.close)
         progress = stack.enter_context(
-            Progress("tokenising", sum(file.stat().st_size for file in files), options.show_progress)
+            Progress(
+                "tokenising", sum(file.stat().st_size for file in files), options.show_progress
+            )
         )
         chunks = chunks_of(files, options.max_line_bytes, options.keys)
         for chunk, encoded in _in_order(chunks, tokenizer, make_tokenizer, options):
@@ -107,7 +115,9 @@ def preprocess(
                 writer.add_documents(tokens, lengths)
             _account(report, chunk, encoded, quarantine)
             report.check_early(options.max_bad_fraction, quarantine_path)
-            progress.update(chunk.position, f"{report.documents} documents, {report.num_bad} bad lines")
+            progress.update(
+                chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
+            )
         assert report.lines == report.blank + report.good + report.num_bad, report
         report.check(options.max_bad_fraction, quarantine_path)
     return report, names
@@ -132,10 +142,13 @@ def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Qua
         report.longest_document = max(report.longest_document, int(lengths.max(initial=0)))
 
 
-# ---------------------------------------------------------------------------------------------------- in one process
+# ----------------------------------------------------------------------------------------------------
+# in one process
 
 
-def encode_chunk(lines: Sequence[RawLine], tokenizer: Tokenizer, options: PreprocessOptions) -> Encoded:
+def encode_chunk(
+    lines: Sequence[RawLine], tokenizer: Tokenizer, options: PreprocessOptions
+) -> Encoded:
     """The documents of the lines, and which of them are unusable.
 
     Raises:
@@ -189,10 +202,16 @@ def _texts(line: RawLine, keys: Sequence[str]) -> list[str]:
     return [value[key] for key in keys]
 
 
-def _encoded(texts: list[list[str]], tokenizer: Tokenizer) -> list[list[NDArray[np.int32]] | BadLine]:
-    """The tokens of every key of every line; all at once, and line by line where the tokenizer does not take them."""
+def _encoded(
+    texts: list[list[str]], tokenizer: Tokenizer
+) -> list[list[NDArray[np.int32]] | BadLine]:
+    """The tokens of every key of every line; all at once, and line by line where the tokenizer does
+    not take them.
+    """
     try:
-        whole = encode_pieces(tokenizer, [[Piece(text, True, False)] for of_line in texts for text in of_line])
+        whole = encode_pieces(
+            tokenizer, [[Piece(text, True, False)] for of_line in texts for text in of_line]
+        )
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
@@ -219,11 +238,15 @@ def _check_tokens(ids: NDArray[np.int32], tokenizer: Tokenizer) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------- in several processes
+# -------------------------------------------------------------------------------------------------
+# in several processes
 
 
 def _in_order(
-    chunks: Iterator[Chunk], tokenizer: Tokenizer, make_tokenizer: Callable[[], Tokenizer], options: PreprocessOptions
+    chunks: Iterator[Chunk],
+    tokenizer: Tokenizer,
+    make_tokenizer: Callable[[], Tokenizer],
+    options: PreprocessOptions,
 ) -> Iterator[tuple[Chunk, Encoded]]:
     if options.workers == 1:
         for chunk in chunks:
@@ -246,7 +269,10 @@ class _Workers:
     """Processes that encode chunks, replaced when one of them dies. See the note at the top."""
 
     def __init__(
-        self, tokenizer: Tokenizer, make_tokenizer: Callable[[], Tokenizer], options: PreprocessOptions
+        self,
+        tokenizer: Tokenizer,
+        make_tokenizer: Callable[[], Tokenizer],
+        options: PreprocessOptions,
     ) -> None:
         self._start = (make_tokenizer, options)
         self._options = options
@@ -279,8 +305,12 @@ class _Workers:
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(workers, context, initializer=_initialise, initargs=self._start)
 
-    def _again(self, waiting: list[tuple[Chunk, Future[Encoded]]]) -> list[tuple[Chunk, Future[Encoded]]]:
-        """The chunks that were in flight, one at a time, so that the one that kills a worker is known."""
+    def _again(
+        self, waiting: list[tuple[Chunk, Future[Encoded]]]
+    ) -> list[tuple[Chunk, Future[Encoded]]]:
+        """The chunks that were in flight, one at a time, so that the one that kills a worker is
+        known.
+        """
         self.close()
         self._pool = self._make(1)
         outcomes = []
@@ -345,7 +375,9 @@ def _initialise(make_tokenizer: Callable[[], Tokenizer], options: PreprocessOpti
 
 
 def _watch(seconds: float) -> None:
-    """Ends the process when a chunk takes too long: a library that computes cannot be interrupted otherwise."""
+    """Ends the process when a chunk takes too long: a library that computes cannot be interrupted
+    otherwise.
+    """
     parent = os.getppid()
     while time.monotonic() < _Worker.deadline and os.getppid() == parent:
         time.sleep(min(seconds / 4, 1.0))

@@ -31,7 +31,9 @@ class Progress:
         return self
 
     def update(self, done: int, note: str = "", total: int | None = None) -> None:
-        """``done`` units of the total are behind us; ``note`` says what came of it; ``total``: known only now."""
+        """``done`` units of the total are behind us; ``note`` says what came of it; ``total``:
+        known only now.
+        """
         self._total = max(total or self._total, 1)
         now = time.monotonic()
         if not self._show or now - self._start < _QUIET_SECONDS:
@@ -43,7 +45,9 @@ class Progress:
         elif now - self._last >= _LINE_EVERY:
             self._last = now
             left = (now - self._start) * max(self._total - done, 0) / max(done, 1)
-            words = ", ".join(filter(None, [f"{done / self._total:.0%}", note, f"{left:.0f} s left"]))
+            words = ", ".join(
+                filter(None, [f"{done / self._total:.0%}", note, f"{left:.0f} s left"])
+            )
             print(f"{self._title}: {words}", file=sys.stderr, flush=True)
 
     def _draw(self, done: int, note: str) -> None:
@@ -65,7 +69,10 @@ class Progress:
         self._bar.update(self._task, completed=done, total=self._total, note=note)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()

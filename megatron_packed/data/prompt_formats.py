@@ -1,7 +1,9 @@
-"""The formats of Megatron's ``--sft-tokenizer-prompt-format``: chat templates, and which of their text is trained.
+"""The formats of Megatron's ``--sft-tokenizer-prompt-format``: chat templates, and which of their
+text is trained.
 
-With one of them a conversation has the tokens and the targets that it has in Megatron, and no end of document besides.
-What Megatron's templates pass over without a word (tools and their calls) makes a line unusable here.
+With one of them a conversation has the tokens and the targets that it has in Megatron, and no end
+of document besides. What Megatron's templates pass over without a word (tools and their calls)
+makes a line unusable here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _NO_TOOLS = """\
 {%- endfor -%}
 """
 
-_NEMOTRON_H_ALIGNED = _NO_TOOLS + """\
+_NEMOTRON_H_ALIGNED = (
+    _NO_TOOLS
+    + """\
 {%- for message in messages -%}
   {%- set content = (message.content | trim) + '\\n' -%}
   {%- if message.role == 'system' -%}
@@ -43,8 +47,11 @@ _NEMOTRON_H_ALIGNED = _NO_TOOLS + """\
   {%- endif -%}
 {%- endfor -%}
 """
+)
 
-_NEMOTRON_NANO_V2 = _NO_TOOLS + """\
+_NEMOTRON_NANO_V2 = (
+    _NO_TOOLS
+    + """\
 {%- for message in messages -%}
   {%- if message.role == 'assistant' -%}
     {{- '<SPECIAL_11>Assistant\\n' -}}
@@ -58,13 +65,18 @@ _NEMOTRON_NANO_V2 = _NO_TOOLS + """\
   {{- '<SPECIAL_11>Assistant\\n' -}}
 {%- endif -%}
 """
+)
 
 PROMPT_FORMATS = {
-    "nemotron-h-aligned": PromptFormat(_NEMOTRON_H_ALIGNED, False, ("<SPECIAL_10>", "<SPECIAL_11>")),
-    "nemotron-nano-v2": PromptFormat(_NEMOTRON_NANO_V2, False, ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
-                                     "<SPECIAL_12>"),
+    "nemotron-h-aligned": PromptFormat(
+        _NEMOTRON_H_ALIGNED, False, ("<SPECIAL_10>", "<SPECIAL_11>")
+    ),
+    "nemotron-nano-v2": PromptFormat(
+        _NEMOTRON_NANO_V2, False, ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"), "<SPECIAL_12>"
+    ),
     "identity": PromptFormat(None, True),
     "default": PromptFormat(None, True),
-}  # fmt: skip
-"""``identity``: the messages' contents one after the other, as a template printed them before: special tokens in them
-count. ``default``: a template's text, all of it trained."""
+}
+"""``identity``: the messages' contents one after the other, as a template printed them before:
+special tokens in them count. ``default``: a template's text, all of it trained.
+"""

@@ -67,7 +67,8 @@ class DataReport:
         return asdict(self)
 
     def lines_of_text(self, quarantine: Path) -> list[str]:
-        """For people: two lines, and where lines are bad one per reason, the first of them, and where all are listed.
+        """For people: two lines, and where lines are bad one per reason, the first of them, and
+        where all are listed.
 
         Args:
             quarantine: the file with the bad lines.
@@ -86,14 +87,19 @@ class DataReport:
                 f"{self.cut_inside} documents lost tokens of a prompt or of their last turn, {self.cut_answers} the "
                 "end of an answer"
             )
-        text += [f"  {count} x {reason}: {REASONS.get(reason, '')}" for reason, count in sorted(self.bad.items())]
+        text += [
+            f"  {count} x {reason}: {REASONS.get(reason, '')}"
+            for reason, count in sorted(self.bad.items())
+        ]
         if self.first_bad:
             text.append(f"  the first is {self.first_bad}; all: {quarantine}")
         return text
 
     def check_early(self, max_bad_fraction: float, quarantine: Path) -> None:
         """`check` before the end, where more than half of many lines are bad."""
-        if self.lines - self.blank >= _EARLY_LINES and self.bad_fraction > max(max_bad_fraction, 0.5):
+        if self.lines - self.blank >= _EARLY_LINES and self.bad_fraction > max(
+            max_bad_fraction, 0.5
+        ):
             self.check(max_bad_fraction, quarantine)
 
     def check(self, max_bad_fraction: float, quarantine: Path) -> None:
@@ -122,9 +128,11 @@ def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
 
 
 class Quarantine:
-    """Writes one JSON object per bad line: file, line (or row, from 1), reason, detail, and how the line starts.
+    """Writes one JSON object per bad line: file, line (or row, from 1), reason, detail, and how the
+    line starts.
 
-    The file appears when the first line comes and takes its final name when closed; bytes of the data are escaped.
+    The file appears when the first line comes and takes its final name when closed; bytes of the
+    data are escaped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,7 +149,13 @@ class Quarantine:
             self.first = place_and_reason(file, line, bad)
             self._file = self._temporary.open("w", encoding="ascii")
         start = printable(line.data[:200].decode("utf-8", errors="backslashreplace"))
-        entry = {"file": str(file), line.kind: line.number, "reason": bad.reason, "detail": bad.detail, "start": start}
+        entry = {
+            "file": str(file),
+            line.kind: line.number,
+            "reason": bad.reason,
+            "detail": bad.detail,
+            "start": start,
+        }
         self._file.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
-"""From Parquet and Arrow files to rows, each as the line of JSON that it would be, in bounded memory.
+"""From Parquet and Arrow files to rows, each as the line of JSON that it would be, in bounded
+memory.
 
-So what is said of a line is said of a row: the schemas, the quarantine, the counts. A field that is null counts as
-absent, since a table has every field in every row. Columns that no schema knows are not read.
+So what is said of a line is said of a row: the schemas, the quarantine, the counts. A field that is
+null counts as absent, since a table has every field in every row. Columns that no schema knows are
+not read.
 
-A damaged line loses itself alone, but a table that is damaged or cut off loses rows that it says it has: that is an
-error of the whole run, not a bad row. pyarrow is imported where such a file is opened, and only there.
+A damaged line loses itself alone, but a table that is damaged or cut off loses rows that it says it
+has: that is an error of the whole run, not a bad row. pyarrow is imported where such a file is
+opened, and only there.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ _BUFFER_BYTES = 2**20
 
 def reader_of(file: Path, max_line_bytes: int, columns: Collection[str]) -> LineReader | RowReader:
     """The rows of a table, the lines of any other file."""
-    return RowReader(file, max_line_bytes, columns) if is_table(file) else LineReader(file, max_line_bytes)
+    return (
+        RowReader(file, max_line_bytes, columns)
+        if is_table(file)
+        else LineReader(file, max_line_bytes)
+    )
 
 
 class RowReader:
@@ -36,8 +43,8 @@ class RowReader:
         max_line_bytes: longer rows (as JSON) are reported as ``line_too_long``.
         columns: those that are wanted, as far as they are there.
     Raises:
-        DataError: while iterating: the file is damaged, none of the columns is there or one is there twice, or pyarrow
-            is not installed.
+        DataError: while iterating: the file is damaged, none of the columns is there or one is
+            there twice, or pyarrow is not installed.
     """
 
     def __init__(self, file: Path, max_line_bytes: int, columns: Collection[str]) -> None:
@@ -58,7 +65,11 @@ class RowReader:
         with self.file.open("rb") as stream:
             magic = stream.read(6)
         with self._telling_damage():
-            yield from self._parquet() if magic.startswith(PARQUET_MAGIC) else self._arrow(magic == ARROW_MAGIC)
+            yield from (
+                self._parquet()
+                if magic.startswith(PARQUET_MAGIC)
+                else self._arrow(magic == ARROW_MAGIC)
+            )
 
     @contextmanager
     def _telling_damage(self) -> Iterator[None]:
@@ -83,7 +94,9 @@ class RowReader:
                 in_group = table.metadata.row_group(group)
                 row_bytes = in_group.total_byte_size // max(in_group.num_rows, 1)
                 at_once = min(max(self.max_line_bytes // max(row_bytes, 1), 1), _BATCH_ROWS)
-                for batch in table.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):
+                for batch in table.iter_batches(
+                    at_once, row_groups=[group], columns=names, use_threads=False
+                ):
                     rows += len(batch)
                     self.bytes_read = size * rows // table.metadata.num_rows
                     yield batch
@@ -122,11 +135,15 @@ class RowReader:
                 f"{', '.join(sorted(self.columns))}; rename its columns."
             )
         if len(set(wanted)) < len(wanted):
-            raise DataError(f"{self.file} has two columns of one name ({printable(', '.join(wanted))}); rename one.")
+            raise DataError(
+                f"{self.file} has two columns of one name ({printable(', '.join(wanted))}); rename one."
+            )
         return wanted
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
-        if batch.nbytes > self.max_line_bytes:  # as Python's values they would take several times as much
+        if (
+            batch.nbytes > self.max_line_bytes
+        ):  # as Python's values they would take several times as much
             if len(batch) == 1:
                 yield b"", "line_too_long"
                 return
@@ -161,5 +178,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> str:
-    """Of types that JSON does not have: some writers of Parquet mark text as bytes; dates and decimals as printed."""
+    """Of types that JSON does not have: some writers of Parquet mark text as bytes; dates and
+    decimals as printed.
+    """
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)

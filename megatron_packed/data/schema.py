@@ -1,16 +1,20 @@
-"""From one raw line to samples: strict JSON, then one of five schemas, told by the fields of each line.
+"""From one raw line to samples: strict JSON, then one of five schemas, told by the fields of each
+line.
 
-- ``messages``: a list of ``{"role": ..., "content": ...}``; only assistant messages train, except those with
-  ``"train": false``. A system message after the first message begins a new conversation, as in Megatron's SFT data: one
-  line can hold several documents. Fields that the template may want (``tool_calls``, ``name``, ``tools``) are kept.
-- ``conversations`` (ShareGPT): the same, with ``{"from": ..., "value": ...}`` and ShareGPT's names of the roles; a
-  ``system`` field beside it is the first message.
+- ``messages``: a list of ``{"role": ..., "content": ...}``; only assistant messages train, except
+  those with ``"train": false``. A system message after the first message begins a new conversation,
+  as in Megatron's SFT data: one line can hold several documents. Fields that the template may want
+  (``tool_calls``, ``name``, ``tools``) are kept.
+- ``conversations`` (ShareGPT): the same, with ``{"from": ..., "value": ...}`` and ShareGPT's names
+  of the roles; a ``system`` field beside it is the first message.
 - ``prompt`` and ``completion``: only the completion trains.
-- ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` as well): a message of the user, with
-  the ``input`` behind it after an empty line, and the answer; ``system`` and ``history`` come first.
+- ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` as well): a message
+  of the user, with the ``input`` behind it after an empty line, and the answer; ``system`` and
+  ``history`` come first.
 - ``text``: every token trains.
 
-Where a line has fields of several schemas, the first in this order is taken. A line is used as a whole or not at all.
+Where a line has fields of several schemas, the first in this order is taken. A line is used as a
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from megatron_packed.data.sources import begins_array
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_NUMBER_CHARS = 4000
 _MAX_DEPTH = 128
-"""Of objects and lists in each other. Our own limit, since Python's differs from version to version."""
+"""Of objects and lists in each other. Our own limit, since Python's differs from version to
+version.
+"""
 _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
 """A surrogate escape, or a reserved character as an escape or raw."""
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
@@ -50,16 +56,37 @@ class Text(NamedTuple):
 Sample = Conversation | PromptCompletion | Text
 """One document before tokenisation."""
 TEXT_SCHEMA = "text"
-FIELDS = frozenset({
-    "messages", "conversations", "tools", "prompt", "completion", "instruction", "output", "response", "input",
-    "context", "system", "history", "text",
-})  # fmt: skip
+FIELDS = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "prompt",
+        "completion",
+        "instruction",
+        "output",
+        "response",
+        "input",
+        "context",
+        "system",
+        "history",
+        "text",
+    }
+)
 """All that a schema looks at; other fields of a line decide nothing."""
 _SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "chatgpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool", "function_response": "tool",
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
     "observation": "tool",
-}  # fmt: skip
+}
 
 
 def schema_name(sample: Sample) -> str:
@@ -92,7 +119,8 @@ def parse_line(data: bytes) -> list[Sample]:
     raise BadLine("no_known_field", f"fields: {printable(', '.join(value)) or 'none'}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- JSON
+# ----------------------------------------------------------------------------------------------------------------
+# JSON
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -121,7 +149,9 @@ def _parse_json(data: bytes) -> Any:
     except RecursionError:
         raise BadLine("too_deep") from None
     except ValueError as error:  # JSONDecodeError, and int() of too many digits
-        raise (BadLine("json_array") if begins_array(data) else BadLine("malformed_json", str(error))) from None
+        raise (
+            BadLine("json_array") if begins_array(data) else BadLine("malformed_json", str(error))
+        ) from None
     if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
         _check_depth(value)
     # Both are too rare to look at every string of every line for them.
@@ -183,11 +213,15 @@ def _check_digits(digits: str) -> None:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_integer, parse_float=_float
+    object_pairs_hook=_unique_keys,
+    parse_constant=_no_constant,
+    parse_int=_integer,
+    parse_float=_float,
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- schemas
+# -------------------------------------------------------------------------------------------------------------
+# schemas
 
 
 def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
@@ -198,11 +232,15 @@ def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
     messages = _system_message(value)
     for number, turn in enumerate(turns):
         if not isinstance(turn, dict):
-            raise BadLine("wrong_type", f"conversations[{number}] is a {_type_name(turn)}, not an object")
+            raise BadLine(
+                "wrong_type", f"conversations[{number}] is a {_type_name(turn)}, not an object"
+            )
         role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if isinstance(role, str):
             if role not in _SHAREGPT_ROLES:
-                raise BadLine("unknown_role", f"conversations[{number}].from is {printable(role, 40)!r}")
+                raise BadLine(
+                    "unknown_role", f"conversations[{number}].from is {printable(role, 40)!r}"
+                )
             role = _SHAREGPT_ROLES[role]
         messages.append({"role": role, "content": content})
     return {"messages": messages, "tools": value.get("tools") or None}
@@ -220,7 +258,9 @@ def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
             question += "\n\n" + _string(value, name)
     messages = _system_message(value)
     history = value.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
         raise BadLine("wrong_type", "history is not a list of pairs of texts")
     for user, assistant in [*history, (question, answer)]:
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
@@ -242,11 +282,18 @@ def _conversations(value: dict[str, Any], schema: str) -> list[Sample]:
         raise BadLine("wrong_type", f"tools is a {_type_name(tools)}, not a list")
     for number, message in enumerate(messages):
         _check_message(f"messages[{number}]", message)
-    starts = [0, *(n for n, message in enumerate(messages) if n and message["role"] == "system"), len(messages)]
+    starts = [
+        0,
+        *(n for n, message in enumerate(messages) if n and message["role"] == "system"),
+        len(messages),
+    ]
     parts = [messages[start:end] for start, end in pairwise(starts)]
     for part in parts:
         if not any(message["role"] == "assistant" for message in part):
-            raise BadLine("no_assistant", f"{len(part)} messages" if len(parts) == 1 else "in one of several parts")
+            raise BadLine(
+                "no_assistant",
+                f"{len(part)} messages" if len(parts) == 1 else "in one of several parts",
+            )
     return [Conversation(part, tools, schema) for part in parts]
 
 
@@ -259,7 +306,9 @@ def _check_message(where: str, message: Any) -> None:
     if role not in ROLES:
         raise BadLine("unknown_role", f"{where}.role is {printable(role, 40)!r}")
     tool_calls = message.get("tool_calls")
-    if tool_calls is not None and not (isinstance(tool_calls, list) and all(isinstance(c, dict) for c in tool_calls)):
+    if tool_calls is not None and not (
+        isinstance(tool_calls, list) and all(isinstance(c, dict) for c in tool_calls)
+    ):
         raise BadLine("wrong_type", f"{where}.tool_calls is not a list of objects")
     content = message.get("content")
     if content is None and role == "assistant" and tool_calls:
@@ -293,5 +342,12 @@ def _string(value: dict[str, Any], field: str) -> str:
 def _type_name(value: Any) -> str:
     if value is None:
         return "null"
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    names = {
+        dict: "object",
+        list: "list",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+    }
     return names.get(type(value), type(value).__name__)

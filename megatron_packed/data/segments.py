@@ -1,8 +1,9 @@
-"""Pieces of documents that packs are made of, none longer than allowed, with counts of what is lost.
+"""Pieces of documents that packs are made of, none longer than allowed, with counts of what is
+lost.
 
-A `Segments` value lists pieces ``tokens[start : start + length]`` of documents. The packer and the pack plan speak
-of pieces by their number; the collate step looks up where each lies. Without over-long documents piece i is document
-i.
+A `Segments` value lists pieces ``tokens[start : start + length]`` of documents. The packer and the
+pack plan speak of pieces by their number; the collate step looks up where each lies. Without
+over-long documents piece i is document i.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
-"""truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error: refuse the data.
-truncate_prompt: keep the last answer; documents were shortened as they were tokenised (`shorten`), so none is cut here,
-but for lengths without documents."""
+"""truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error:
+refuse the data. truncate_prompt: keep the last answer; documents were shortened as they were
+tokenised (`shorten`), so none is cut here, but for lengths without documents.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Account of the tokens of a data set: ``tokens_in == kept + truncated + dropped + without_targets``."""
+    """Account of the tokens of a data set: ``tokens_in == kept + truncated + dropped +
+    without_targets``.
+    """
 
     documents_in: int
     documents_truncated: int
@@ -56,7 +60,9 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetCounts:
-    """Account of the targets of a data set: ``targets_in == kept + truncated + split + dropped``, to the target."""
+    """Account of the targets of a data set: ``targets_in == kept + truncated + split + dropped``,
+    to the target.
+    """
 
     documents_in: int
     targets_in: int
@@ -109,11 +115,14 @@ class Segments:
         Args:
             document_lengths: ``(D,)`` tokens of each document, at least 1.
             max_tokens: the longest piece allowed.
-            policy: one of `OVERLONG_POLICIES`. 'split' cuts pieces of ``max_tokens`` and one remainder; the first
-                token of every later piece is no longer predicted, since its context is elsewhere.
-            source_lengths: ``(D,)`` tokens of each document before it was shortened; None if none was.
+            policy: one of `OVERLONG_POLICIES`. 'split' cuts pieces of ``max_tokens`` and one
+                remainder; the first token of every later piece is no longer predicted, since its
+                context is elsewhere.
+            source_lengths: ``(D,)`` tokens of each document before it was shortened; None if none
+            was.
         Raises:
-            ValueError: unknown policy, a document without tokens, or an over-long document under 'error'.
+            ValueError: unknown policy, a document without tokens, or an over-long document under
+                'error'.
         """
         lengths = np.asarray(document_lengths, dtype=np.int64)
         policy = "truncate" if policy == "truncate_prompt" else policy
@@ -143,7 +152,10 @@ class Segments:
 
     def sentences(self) -> list[str]:
         """Return where every token and every target went, for people."""
-        return [self.counts.sentence(), *([] if self.targets is None else [self.targets.sentence()])]
+        return [
+            self.counts.sentence(),
+            *([] if self.targets is None else [self.targets.sentence()]),
+        ]
 
     def as_dict(self) -> dict[str, int]:
         """Return the same as plain values for a JSON file."""
@@ -166,17 +178,25 @@ class Segments:
             documents_of_pieces_without_targets=np.unique(self.document[~kept]).size,
         )
         start, length = self.start[kept], self.length[kept]
-        return replace(self, document=self.document[kept], start=start, length=length, counts=counts)
+        return replace(
+            self, document=self.document[kept], start=start, length=length, counts=counts
+        )
 
 
 def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
     if policy not in OVERLONG_POLICIES:
-        raise ValueError(f"unknown over-long policy {policy!r}; choose one of {', '.join(OVERLONG_POLICIES)}.")
+        raise ValueError(
+            f"unknown over-long policy {policy!r}; choose one of {', '.join(OVERLONG_POLICIES)}."
+        )
     if max_tokens < 1:
-        raise ValueError(f"the longest document allowed is {max_tokens} tokens; it must be at least 1.")
+        raise ValueError(
+            f"the longest document allowed is {max_tokens} tokens; it must be at least 1."
+        )
     if lengths.size and lengths.min() < 1:
         at = int(lengths.argmin())
-        raise ValueError(f"document {at} has {lengths[at]} tokens; leave documents without tokens out of the index.")
+        raise ValueError(
+            f"document {at} has {lengths[at]} tokens; leave documents without tokens out of the index."
+        )
     if policy == "error" and lengths.size and lengths.max() > max_tokens:
         at = int(lengths.argmax())
         raise ValueError(

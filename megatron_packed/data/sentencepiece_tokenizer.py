@@ -1,9 +1,10 @@
 """A SentencePiece ``.model`` by the `sentencepiece` library.
 
-Plain text is encoded exactly as the library does, but for pieces that are marks (see `SentencePieceTokenizer`): they
-are characters there. The library never makes control symbols (``<s>``, ``</s>``) of text. Where a template printed
-special tokens, the text between them is encoded as text that goes on: the space that many models put before a text
-comes at the beginning alone, so that decoding gives back what was encoded.
+Plain text is encoded exactly as the library does, but for pieces that are marks (see
+`SentencePieceTokenizer`): they are characters there. The library never makes control symbols
+(``<s>``, ``</s>``) of text. Where a template printed special tokens, the text between them is
+encoded as text that goes on: the space that many models put before a text comes at the beginning
+alone, so that decoding gives back what was encoded.
 """
 
 from __future__ import annotations
@@ -34,20 +35,24 @@ _MARK = re.compile(r"<\|\S+\|>|<(start|end)_of_\w+>")
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of pieces in a model file."""
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
-"""Behind a model file: normalizer_spec { add_dummy_prefix: false }, which is merged with what stands before."""
+"""Behind a model file: normalizer_spec { add_dummy_prefix: false }, which is merged with what
+stands before.
+"""
 
 
 class SentencePieceTokenizer(InProcess):
     """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
 
-    Special tokens are the model's control symbols; of its user-defined symbols those that look like marks
+    Special tokens are the model's control symbols; of its user-defined symbols those that look like
+    marks
     (``<|...|>``, ``<start_of_turn>``) and those named; and what else is named, numbered behind the model's pieces.
 
     Args:
         path: the ``.model`` file.
         special_tokens: names of further special tokens.
     Raises:
-        DataError: the package is missing or too old, or the file is damaged or has no end of sentence.
+        DataError: the package is missing or too old, or the file is damaged or has no end of
+            sentence.
     """
 
     prefix_ids: tuple[int, ...] = ()
@@ -61,17 +66,27 @@ class SentencePieceTokenizer(InProcess):
         self.path = file
         self._num_pieces = len(pieces)
         numbers = {piece.content: number for number, piece in enumerate(pieces)}
-        marks = {p.content for p in pieces if p.kind == _USER_DEFINED
-                 and (p.content in special_tokens or _MARK.fullmatch(p.content))}  # fmt: skip
+        marks = {
+            p.content
+            for p in pieces
+            if p.kind == _USER_DEFINED
+            and (p.content in special_tokens or _MARK.fullmatch(p.content))
+        }
         new = dict.fromkeys(content for content in special_tokens if content not in numbers)
         self.special_tokens: Mapping[str, int] = {
-            **{p.content: n for n, p in enumerate(pieces) if p.kind == _CONTROL or p.content in marks},
+            **{
+                p.content: n
+                for n, p in enumerate(pieces)
+                if p.kind == _CONTROL or p.content in marks
+            },
             **{content: numbers[content] for content in special_tokens if content in numbers},
             **{content: self._num_pieces + n for n, content in enumerate(new)},
         }
         self.vocab_size = self._num_pieces + len(new)
         if engine.eos_id() < 0:
-            raise DataError(f"{file} has no end of sentence (eos_id), which ends documents; train the model with one.")
+            raise DataError(
+                f"{file} has no end of sentence (eos_id), which ends documents; train the model with one."
+            )
         self.eod_id: int = engine.eos_id()
         self.pad_id: int = engine.pad_id() if engine.pad_id() >= 0 else self.eod_id
         named = {"bos_token": engine.bos_id(), "eos_token": self.eod_id, "pad_token": self.pad_id}
@@ -85,7 +100,9 @@ class SentencePieceTokenizer(InProcess):
         self._going_on = _load(file, without_marks + _NO_SPACE_BEFORE)
         self.splits_cleanly = probe_splits(self)
         self.fingerprint = fingerprint_of(
-            "sentencepiece-1", hashlib.sha256(model).hexdigest(), sorted(self.special_tokens.items())
+            "sentencepiece-1",
+            hashlib.sha256(model).hexdigest(),
+            sorted(self.special_tokens.items()),
         )
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
@@ -113,7 +130,9 @@ class SentencePieceTokenizer(InProcess):
             at += len(part)
         return np.array(ids, np.int32), np.array(offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         text, run = "", []
         for number, token in enumerate([*tokens, None]):
@@ -130,16 +149,21 @@ class SentencePieceTokenizer(InProcess):
 
 
 def _load(file: Path, model: bytes) -> Any:
-    sentencepiece = optional_package("sentencepiece", "0.2.3", "SentencePieceProcessor.EncodeAsOffsetMapping")
+    sentencepiece = optional_package(
+        "sentencepiece", "0.2.3", "SentencePieceProcessor.EncodeAsOffsetMapping"
+    )
     engine = sentencepiece.SentencePieceProcessor()
     try:
         engine.LoadFromSerializedProto(model)
     except RuntimeError:
-        raise DataError(f"{file} is no SentencePiece model; it is damaged or another file.") from None
+        raise DataError(
+            f"{file} is no SentencePiece model; it is damaged or another file."
+        ) from None
     return engine
 
 
-# -------------------------------------------------------------------------------------------------- the model as bytes
+# --------------------------------------------------------------------------------------------------
+# the model as bytes
 
 
 class _Piece(NamedTuple):
@@ -151,8 +175,9 @@ class _Piece(NamedTuple):
 
 
 def _pieces(model: bytes) -> Iterator[_Piece]:
-    """The pieces of a model that the library has read, so that its bytes are sound: fields 1 of the message, in which
-    field 1 is the content and field 3 the kind."""
+    """The pieces of a model that the library has read, so that its bytes are sound: fields 1 of the
+    message, in which field 1 is the content and field 3 the kind.
+    """
     for field, start, end in _fields(model, 0, len(model)):
         if field != 1:
             continue
@@ -166,7 +191,9 @@ def _pieces(model: bytes) -> Iterator[_Piece]:
 
 
 def _as_control(model: bytes, pieces: Sequence[_Piece], marks: set[str]) -> bytes:
-    """The model with user-defined symbols as control symbols, which the library never finds in text."""
+    """The model with user-defined symbols as control symbols, which the library never finds in
+    text.
+    """
     changed = bytearray(model)
     for piece in pieces:
         if piece.content in marks:

@@ -1,8 +1,10 @@
-"""Shorten over-long conversations and prompts so that their last answer stays (``--overlong-policy truncate_prompt``).
+"""Shorten over-long conversations and prompts so that their last answer stays (``--overlong-policy
+truncate_prompt``).
 
-A conversation loses its earliest turns: the chat template renders the system message and the latest turns that fit.
-Where the last turn alone is too long, tokens are cut in this order: the front of its prompt, the front of the system
-message, the header of the answer, the end of the answer. A prompt with a completion loses the front of the prompt.
+A conversation loses its earliest turns: the chat template renders the system message and the latest
+turns that fit. Where the last turn alone is too long, tokens are cut in this order: the front of
+its prompt, the front of the system message, the header of the answer, the end of the answer. A
+prompt with a completion loses the front of the prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _TRIES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ShorteningEncoder(SampleEncoder):
-    """A `SampleEncoder` that shortens documents of more than ``max_tokens`` tokens; only they cost more."""
+    """A `SampleEncoder` that shortens documents of more than ``max_tokens`` tokens; only they cost
+    more.
+    """
 
     max_tokens: int
     """At least 2: a target and the token before it."""
@@ -65,7 +69,11 @@ class ShorteningEncoder(SampleEncoder):
 
     def finished(self, document: EncodedDocument | BadLine, talk: Conversation) -> EncodedDocument:
         """End a document. Raises `BadLine` where it is unusable."""
-        outcome = document if isinstance(document, BadLine) else self._finish(document, self._has_end(talk))
+        outcome = (
+            document
+            if isinstance(document, BadLine)
+            else self._finish(document, self._has_end(talk))
+        )
         if isinstance(outcome, BadLine):
             raise outcome
         return outcome
@@ -92,7 +100,10 @@ class _Turns(NamedTuple):
         answers = [number for number, role in enumerate(roles) if role == "assistant"]
         trained = [number for number in answers if messages[number].get("train", True)]
         last = (trained or answers)[-1]
-        starts = [head, *(number for number in range(head + 1, len(roles)) if roles[number] == "user")]
+        starts = [
+            head,
+            *(number for number in range(head + 1, len(roles)) if roles[number] == "user"),
+        ]
         end = next((start for start in starts if start > last), len(roles))
         return cls(head, [start for start in starts if start <= last], last, end, len(starts))
 
@@ -101,7 +112,11 @@ class _Shortener:
     """Shortens one document."""
 
     def __init__(
-        self, encoder: ShorteningEncoder, sample: Sample, document: EncodedDocument, known: KnownTokens
+        self,
+        encoder: ShorteningEncoder,
+        sample: Sample,
+        document: EncodedDocument,
+        known: KnownTokens,
     ) -> None:
         self._encoder, self._sample, self._document, self._known = encoder, sample, document, known
         self._limit = encoder.max_tokens
@@ -110,7 +125,9 @@ class _Shortener:
         """Return the document within the limit, with the record of what it lost."""
         if isinstance(self._sample, Conversation):
             return self._conversation(self._sample, _Turns.of(self._sample.messages))
-        assert isinstance(self._sample, PromptCompletion), self._sample  # every token of a text is an answer
+        assert isinstance(self._sample, PromptCompletion), (
+            self._sample
+        )  # every token of a text is an answer
         prefix = len(self._encoder.tokenizer.prefix_ids)
         answer = int(self._document.targets.argmax())
         return self._fitted(self._document, min(prefix, answer), answer, answer)
@@ -121,7 +138,9 @@ class _Shortener:
             count, document = self._latest_turns(talk, turns)
             if document is not None:
                 return self._recorded(document, turns=turns.total - count)
-        except BadLine:  # the template refuses shorter conversations: all turns stay, and tokens are cut
+        except (
+            BadLine
+        ):  # the template refuses shorter conversations: all turns stay, and tokens are cut
             first, lost = turns.head, 0
         for start, turns_lost in ((first, lost), (turns.head, 0)):
             messages = [*talk.messages[: turns.head], *talk.messages[start : turns.last + 1]]
@@ -133,10 +152,14 @@ class _Shortener:
         whole = len(document.ids)
         return self._fitted(document, 0, whole, whole, turns.total - len(turns.starts))
 
-    def _latest_turns(self, talk: Conversation, turns: _Turns) -> tuple[int, EncodedDocument | None]:
-        """Render the system message and as many turns up to that of the last answer as fit; None where not one does.
+    def _latest_turns(
+        self, talk: Conversation, turns: _Turns
+    ) -> tuple[int, EncodedDocument | None]:
+        """Render the system message and as many turns up to that of the last answer as fit; None
+        where not one does.
 
-        Two counts are rendered where the estimates are exact: the one that fits, and the next if it is a near miss.
+        Two counts are rendered where the estimates are exact: the one that fits, and the next if it
+        is a near miss.
 
         Raises:
             BadLine: the template refuses some of them.
@@ -144,7 +167,9 @@ class _Shortener:
         messages, head = talk.messages, talk.messages[: turns.head]
         places, exact = self._places(messages, turns.starts)
         whole = len(self._document.ids)
-        sizes = [whole - place for place in reversed(places)]  # of 1, 2, ... turns; off by about the same for each
+        sizes = [
+            whole - place for place in reversed(places)
+        ]  # of 1, 2, ... turns; off by about the same for each
         # Without turns after the last answer, all turns are the document that is too long.
         low, high = 0, len(turns.starts) + (turns.end < len(messages))
         found, tries, room = None, 0, self._limit + 0.0
@@ -163,17 +188,26 @@ class _Shortener:
                 high = at
         return low, found
 
-    def _places(self, messages: list[dict[str, Any]], starts: list[int]) -> tuple[list[float], bool]:
-        """Estimate the tokens of the whole document at which turns begin, and return if they are exact.
+    def _places(
+        self, messages: list[dict[str, Any]], starts: list[int]
+    ) -> tuple[list[float], bool]:
+        """Estimate the tokens of the whole document at which turns begin, and return if they are
+        exact.
 
         They are exact after answers, where the targets show one run of tokens for each of them.
         """
-        answers = [number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [
+            number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         trained = [number for number in answers if messages[number - 1].get("train", True)]
         targets = self._document.targets
-        ends = (np.flatnonzero(targets[:-1] > targets[1:]) + 1).tolist()  # but that of a run at the very end
+        ends = (
+            np.flatnonzero(targets[:-1] > targets[1:]) + 1
+        ).tolist()  # but that of a run at the very end
         seen = len(trained) - len(ends) in (0, 1)
-        numbers, tokens = zip((0, 0), *zip(trained, ends if seen else ()), (len(messages), len(targets)))
+        numbers, tokens = zip(
+            (0, 0), *zip(trained, ends if seen else ()), (len(messages), len(targets))
+        )
         places: list[float] = np.interp(starts, numbers, tokens).tolist()
         return places, seen and trained == answers
 
@@ -207,7 +241,8 @@ class _Shortener:
         return at, at
 
     def _system(self, talk: Conversation, head: int, pieces: list[Piece]) -> int:
-        """Find the character at which the content of the first message after the system message begins.
+        """Find the character at which the content of the first message after the system message
+        begins.
 
         A second rendering, with another content there, is the same up to that character.
         """
@@ -218,7 +253,10 @@ class _Shortener:
             changed = self._encoder.chat.pieces(talk._replace(messages=messages))
         except BadLine:
             return 0
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(_text(pieces), _text(changed))))
+        return sum(
+            1
+            for _ in takewhile(lambda pair: pair[0] == pair[1], zip(_text(pieces), _text(changed)))
+        )
 
     def _fitted(
         self, document: EncodedDocument, system: int, header: int, answer: int, turns_lost: int = 0
@@ -226,28 +264,38 @@ class _Shortener:
         """Take the tokens that fit of a document that may be too long.
 
         Args:
-            system, header, answer: the tokens at which the system message ends and the header of the answer and the
-                answer begin. What lies between the first two is the prompt, whose front is lost first.
+            system, header, answer: the tokens at which the system message ends and the header of
+                the answer and the answer begin. What lies between the first two is the prompt,
+                whose front is lost first.
         """
         size = len(document.ids)
         of_answer = min(size - answer, self._limit - min(answer, 1))
         of_header = min(answer - header, self._limit - of_answer)
         of_system = min(system, self._limit - of_answer - of_header)
         of_prompt = min(header - system, self._limit - of_answer - of_header - of_system)
-        spans = [(system - of_system, system), (header - of_prompt, header), (answer - of_header, answer + of_answer)]
+        spans = [
+            (system - of_system, system),
+            (header - of_prompt, header),
+            (answer - of_header, answer + of_answer),
+        ]
         taken = np.concatenate([np.arange(start, stop) for start, stop in spans])
         targets = document.targets[taken]
         targets[0] = 0
         shorter = EncodedDocument(document.ids[taken], targets)
         return self._recorded(
-            shorter, turns_lost, inside=len(taken) < size or not turns_lost, answer=of_answer < size - answer
+            shorter,
+            turns_lost,
+            inside=len(taken) < size or not turns_lost,
+            answer=of_answer < size - answer,
         )
 
     def _recorded(
         self, document: EncodedDocument, turns: int = 0, inside: bool = False, answer: bool = False
     ) -> EncodedDocument:
         source = self._document
-        return document._replace(cut=Cut(source.ids.size, int(source.targets.sum()), turns, inside, answer))
+        return document._replace(
+            cut=Cut(source.ids.size, int(source.targets.sum()), turns, inside, answer)
+        )
 
 
 def _without_what_follows(document: EncodedDocument) -> EncodedDocument:

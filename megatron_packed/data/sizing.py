@@ -1,4 +1,6 @@
-"""Which packer and which capacities a data set asks for: what every packer makes of it, and what that would cost."""
+"""Which packer and which capacities a data set asks for: what every packer makes of it, and what
+that would cost.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from megatron_packed.packed.capacity import DOCUMENT_COST, choose_capacities, co
 from megatron_packed.packed.metadata import aligned
 
 TIE = 0.01
-"""Relative costs this near are equal: times of runs differ by as much. Then the balanced packer, which comes first, has
-the merit that documents meet others in every epoch."""
+"""Relative costs this near are equal: times of runs differ by as much. Then the balanced packer,
+which comes first, has the merit that documents meet others in every epoch.
+"""
 
 Counts = NDArray[np.int64]
 EAGER = 0
@@ -26,7 +29,9 @@ EAGER = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """One epoch by one packer; or counts of packs that somebody made, of which nothing else is known."""
+    """One epoch by one packer; or counts of packs that somebody made, of which nothing else is
+    known.
+    """
 
     method: str
     documents: Counts
@@ -83,7 +88,9 @@ class Expected:
     eager_share: float
     """Of packs that run eagerly."""
     relative: float
-    """Cost of a document token; 1 is a full pack without any room. By the table, or by what is assumed."""
+    """Cost of a document token; 1 is a full pack without any room. By the table, or by what is
+    assumed.
+    """
     micro_batch_ms: float | None = None
     """Mean over the packs of forward and backward; None without a table."""
     step_ms: float | None = None
@@ -91,22 +98,32 @@ class Expected:
     """Of documents, on one replica."""
 
 
-def expected(packing: Packing, capacities: Sequence[int], costs: StepCosts | None, packs_per_step: int) -> Expected:
-    """Cost of a packing by a table, or assumed as the packers assume it: ``1 + DOCUMENT_COST * capacity``.
+def expected(
+    packing: Packing, capacities: Sequence[int], costs: StepCosts | None, packs_per_step: int
+) -> Expected:
+    """Cost of a packing by a table, or assumed as the packers assume it: ``1 + DOCUMENT_COST *
+    capacity``.
 
-    A pack beyond all capacities is assumed to cost as much as with room for itself; by a table, what an eager run took.
-    A table without eager times has no price for it: then nothing is said in milliseconds.
+    A pack beyond all capacities is assumed to cost as much as with room for itself; by a table,
+    what an eager run took. A table without eager times has no price for it: then nothing is said in
+    milliseconds.
     """
     room = packing.capacity_of(capacities)
     eager = room == EAGER
-    known = {"method": packing.method, "capacities": tuple(sorted(capacities)), "eager_share": float(eager.mean())}
+    known = {
+        "method": packing.method,
+        "capacities": tuple(sorted(capacities)),
+        "eager_share": float(eager.mean()),
+    }
     fill = packing.fill or 1.0
     if costs is None or packing.squares is None or (eager.any() and not costs.knows_eager):
         mean_room = float(np.where(eager, packing.documents, room).mean())
         return Expected(**known, relative=(1 + DOCUMENT_COST * mean_room) / fill)
     mean = float(costs.milliseconds(room, packing.squares).mean())
     step = packs_per_step * mean + costs.update_ms
-    least = float(costs.milliseconds(np.array([costs.capacities[0]]), packing.squares.mean(keepdims=True))[0])
+    least = float(
+        costs.milliseconds(np.array([costs.capacities[0]]), packing.squares.mean(keepdims=True))[0]
+    )
     return Expected(
         **known,
         relative=mean / least / fill,
@@ -119,11 +136,17 @@ def expected(packing: Packing, capacities: Sequence[int], costs: StepCosts | Non
 def ladder_for(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
     """The capacities of least expected cost that cover every pack."""
     cost = None if costs is None else costs.document_cost()
-    return choose_capacities(packing.documents, document_cost=DOCUMENT_COST if cost is None else cost)
+    return choose_capacities(
+        packing.documents, document_cost=DOCUMENT_COST if cost is None else cost
+    )
 
 
-def recommended(packings: Sequence[Packing], costs: StepCosts | None, packs_per_step: int) -> Expected:
-    """The packer and the capacities of the cheapest document token; the first of those that nearly tie (`TIE`)."""
+def recommended(
+    packings: Sequence[Packing], costs: StepCosts | None, packs_per_step: int
+) -> Expected:
+    """The packer and the capacities of the cheapest document token; the first of those that nearly
+    tie (`TIE`).
+    """
     choices = [expected(one, ladder_for(one, costs), costs, packs_per_step) for one in packings]
     least = min(one.relative for one in choices)
     return next(one for one in choices if one.relative <= (1 + TIE) * least)
@@ -141,14 +164,17 @@ def flags_for(choice: Expected, impl: str) -> list[str]:
     return flags
 
 
-def packings_of(packer: Packer, lengths: Counts, methods: Sequence[str], seed: int) -> list[Packing]:
+def packings_of(
+    packer: Packer, lengths: Counts, methods: Sequence[str], seed: int
+) -> list[Packing]:
     """One epoch by every method, under the other rules of ``packer``."""
     return [Packing.of(replace(packer, method=method), lengths, seed) for method in methods]
 
 
 def capacities_to_measure(packings: Sequence[Packing], asked: Sequence[int]) -> list[int]:
-    """What a table should hold: from the smallest median to the fullest pack in even steps of the logarithm, what would
-    be recommended without a table, and what was asked for."""
+    """What a table should hold: from the smallest median to the fullest pack in even steps of the
+    logarithm, what would be recommended without a table, and what was asked for.
+    """
     least = min(one.percentiles()["p50"] for one in packings)
     most = max(one.most for one in packings)
     between = np.geomspace(least, most, 4).round().astype(int).tolist()
@@ -163,5 +189,7 @@ def as_dict(packing: Packing, capacities: Sequence[int]) -> dict[str, Any]:
         "fill": packing.fill,
         **packing.percentiles(),
         "mean": float(packing.documents.mean()),
-        "coverage": {str(capacity): share for capacity, share in packing.coverage(capacities).items()},
+        "coverage": {
+            str(capacity): share for capacity, share in packing.coverage(capacities).items()
+        },
     }

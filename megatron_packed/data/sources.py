@@ -1,7 +1,9 @@
-"""From paths to files, and from JSONL files, plain or gzip, to raw lines, as a stream of bytes in bounded memory.
+"""From paths to files, and from JSONL files, plain or gzip, to raw lines, as a stream of bytes in
+bounded memory.
 
-A line ends with ``\\n``; a ``\\r`` before it and a byte order mark at its start are dropped. Lines of white space alone
-are counted as blank, not as bad: files are often joined with empty lines between them, and nothing is lost with them.
+A line ends with ``\\n``; a ``\\r`` before it and a byte order mark at its start are dropped. Lines
+of white space alone are counted as blank, not as bad: files are often joined with empty lines
+between them, and nothing is lost with them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ MAX_LINE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_COMPRESSED = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "unzip"}
+_COMPRESSED = {
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"PK\x03\x04": "unzip",
+}
 """First bytes that no text has, and what opens such files."""
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
@@ -54,21 +61,25 @@ class RawLine(NamedTuple):
 
 
 def begins_array(data: bytes) -> bool:
-    """Whether a line is, or begins, a JSON array: many data sets come as one array of all their conversations."""
+    """Whether a line is, or begins, a JSON array: many data sets come as one array of all their
+    conversations.
+    """
     return data.lstrip().startswith(b"[")
 
 
 def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
-    """Files named by ``paths``: each a file, a directory (its ``*.jsonl``, ``*.jsonl.gz`` and ``*.parquet``, at any
-    depth, sorted; or the files of a Hugging Face data set), or a pattern with ``*``, ``?`` or ``[]``. The order of
-    files is the order of documents.
+    """Files named by ``paths``: each a file, a directory (its ``*.jsonl``, ``*.jsonl.gz`` and
+    ``*.parquet``, at any depth, sorted; or the files of a Hugging Face data set), or a pattern with
+    ``*``, ``?`` or ``[]``. The order of files is the order of documents.
 
     Raises:
-        DataError: nothing is there, a path is not a regular readable file, a file is named twice, or is a table
-            and pyarrow is not installed.
+        DataError: nothing is there, a path is not a regular readable file, a file is named twice,
+            or is a table and pyarrow is not installed.
     """
     if not paths:
-        raise DataError("no data path was given; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern.")
+        raise DataError(
+            "no data path was given; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
+        )
     files: list[Path] = []
     for path in paths:
         files.extend(_expand(str(path)))
@@ -79,7 +90,9 @@ def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
             check_pyarrow(file)
         resolved = file.resolve()
         if resolved in seen:
-            raise DataError(f"{file} is named twice by the data paths; every file is read once per epoch, remove one.")
+            raise DataError(
+                f"{file} is named twice by the data paths; every file is read once per epoch, remove one."
+            )
         seen.add(resolved)
     return files
 
@@ -98,12 +111,18 @@ def _expand(path: str) -> list[Path]:
             and file.is_file()
         )
         if not found:
-            raise DataError(f"{path} holds no .jsonl, .jsonl.gz or .parquet file; name the files or another directory.")
+            raise DataError(
+                f"{path} holds no .jsonl, .jsonl.gz or .parquet file; name the files or another directory."
+            )
         return found
     if here.exists() or here.is_symlink():
         return [here]
     if any(c in path for c in "*?["):
-        matched = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if not Path(name).is_dir()]
+        matched = [
+            Path(name)
+            for name in sorted(glob.glob(path, recursive=True))
+            if not Path(name).is_dir()
+        ]
         if not matched:
             raise DataError(f"{path} matches no file; check the pattern.")
         return matched
@@ -112,7 +131,9 @@ def _expand(path: str) -> list[Path]:
             f"{path} is not a file; weights (`0.5 first 0.5 second`) are for data that a run reads, name the files "
             "without them."
         )
-    raise DataError(f"{path} does not exist; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern.")
+    raise DataError(
+        f"{path} does not exist; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
+    )
 
 
 def _is_number(text: str) -> bool:
@@ -127,9 +148,13 @@ def _check_file(file: Path) -> None:
     try:
         mode = file.stat().st_mode
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}; check the path and its permissions.") from None
+        raise DataError(
+            f"{file} cannot be read: {error.strerror}; check the path and its permissions."
+        ) from None
     if not stat.S_ISREG(mode):
-        raise DataError(f"{file} is not a regular file; a pipe or device cannot be read twice, write it to a file.")
+        raise DataError(
+            f"{file} is not a regular file; a pipe or device cannot be read twice, write it to a file."
+        )
     if not os.access(file, os.R_OK):
         raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
     with file.open("rb") as stream:
@@ -145,8 +170,9 @@ def _check_file(file: Path) -> None:
 def file_identity(file: Path) -> str:
     """A hash that changes when the file does, whatever its name.
 
-    Up to 256 MiB: of the whole content. Beyond: of size, modification time and sixteen evenly spaced blocks of 64 KiB,
-    since reading a terabyte at every start would cost more than it protects.
+    Up to 256 MiB: of the whole content. Beyond: of size, modification time and sixteen evenly
+    spaced blocks of 64 KiB, since reading a terabyte at every start would cost more than it
+    protects.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(f"{size}:".encode())
@@ -165,11 +191,13 @@ def file_identity(file: Path) -> str:
 class LineReader:
     """Iterates over the `RawLine`s of one file.
 
-    Never raises for what the file contains: a damaged gzip stream and a read error end the file with one unusable line.
+    Never raises for what the file contains: a damaged gzip stream and a read error end the file
+    with one unusable line.
 
     Args:
         file: plain or gzip, told by its first bytes and not by its name.
-        max_line_bytes: longer lines are skipped in bounded memory and reported as ``line_too_long``.
+        max_line_bytes: longer lines are skipped in bounded memory and reported as
+            ``line_too_long``.
     """
 
     def __init__(self, file: Path, max_line_bytes: int = MAX_LINE_BYTES) -> None:
@@ -223,7 +251,8 @@ class LineReader:
         if blank:
             yield RawLine(number - blank, b"", count=blank)
         if damage is not None:
-            # What was read of the last line cannot be trusted to be a whole line, even if it parses.
+            # What was read of the last line cannot be trusted to be a whole line, even if it
+            # parses.
             yield RawLine(number, b"".join(pending)[:1024], damage)
         elif pending_bytes:
             yield self._line(number, pending, pending_bytes)

@@ -1,11 +1,13 @@
-"""Which data-parallel rank takes which pack of a step, so that all ranks have about the same to compute.
+"""Which data-parallel rank takes which pack of a step, so that all ranks have about the same to
+compute.
 
 Letters: S steps, P packs of a step, R ranks.
 
-The packs of a step go in turns, the heaviest first, one to each rank in a turn: every rank then has as many, and its
-micro-batch i weighs about what the others' do, which counts where collectives make them wait for each other within a
-step. Who takes which of a turn decides about the sums, which count where they wait at its end alone. Two ways are tried
-and the better one is taken: the lightest rank so far takes the heaviest pack, or turns go back and forth.
+The packs of a step go in turns, the heaviest first, one to each rank in a turn: every rank then has
+as many, and its micro-batch i weighs about what the others' do, which counts where collectives make
+them wait for each other within a step. Who takes which of a turn decides about the sums, which
+count where they wait at its end alone. Two ways are tried and the better one is taken: the lightest
+rank so far takes the heaviest pack, or turns go back and forth.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PackCost:
-    """Estimated work on a pack, in any unit: linear in its tokens and in the squared lengths of its documents."""
+    """Estimated work on a pack, in any unit: linear in its tokens and in the squared lengths of its
+    documents.
+    """
 
     per_token: float = 1.0
     per_squared_length: float = 0.0
@@ -47,12 +51,14 @@ class Spread(NamedTuple):
 
 
 def spread(costs_SP: Costs, ranks: int) -> Spread:
-    """Deal out the packs of each step; a pure function of the costs, ties in the order of packs and ranks.
+    """Deal out the packs of each step; a pure function of the costs, ties in the order of packs and
+    ranks.
 
     Args:
         costs_SP: estimated work on each pack; P is a multiple of ``ranks``.
     Example:
-        Packs of work ``[1, 8, 2, 5]`` on 2 ranks: 8 and 1 on rank 0, 5 and 2 on rank 1, imbalance 9 / 8.
+        Packs of work ``[1, 8, 2, 5]`` on 2 ranks: 8 and 1 on rank 0, 5 and 2 on rank 1, imbalance 9
+        / 8.
     """
     heaviest_first = np.argsort(-costs_SP, axis=1, kind="stable")
     in_turns = heaviest_first.reshape(len(costs_SP), -1, ranks)  # (S, B, R)
@@ -74,12 +80,16 @@ def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs
     places_SBR = np.empty(costs_SBR.shape, dtype=np.int64)
     for turn in range(costs_SBR.shape[1]):
         lightest_first_SR = np.argsort(sums_SR, axis=1, kind="stable")
-        places_SBR[:, turn] = np.argsort(lightest_first_SR, axis=1)  # the inverse: place of each rank in that order
+        places_SBR[:, turn] = np.argsort(
+            lightest_first_SR, axis=1
+        )  # the inverse: place of each rank in that order
         sums_SR += np.take_along_axis(costs_SBR[:, turn], places_SBR[:, turn], axis=1)
     return places_SBR, sums_SR
 
 
 def _back_and_forth(turns: int, ranks: int) -> NDArray[np.int64]:
-    """``(B, R)``: turn 0 from the first rank to the last, turn 1 from the last to the first, and so on."""
+    """``(B, R)``: turn 0 from the first rank to the last, turn 1 from the last to the first, and so
+    on.
+    """
     forth = np.arange(ranks)
     return np.stack([forth if turn % 2 == 0 else forth[::-1] for turn in range(turns)])

@@ -1,9 +1,11 @@
-"""What a micro-batch costs, from a table of measured times: by the room of its graph and by the work of attention.
+"""What a micro-batch costs, from a table of measured times: by the room of its graph and by the
+work of attention.
 
-A captured micro-batch takes time for the room that it has (a capacity N in documents), and attention takes time for
-the squared lengths of its rows, the tail included. At each measured capacity the times of a few packs give a line
-``ms = base + slope * sum of squares``; between capacities base and slope are interpolated. Outside of the measured
-capacities the nearest counts: `measure` includes the smallest and the largest that are asked for.
+A captured micro-batch takes time for the room that it has (a capacity N in documents), and
+attention takes time for the squared lengths of its rows, the tail included. At each measured
+capacity the times of a few packs give a line ``ms = base + slope * sum of squares``; between
+capacities base and slope are interpolated. Outside of the measured capacities the nearest counts:
+`measure` includes the smallest and the largest that are asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Timed:
     """One pack."""
 
     capacity: int | None
-    """Documents of the graph that was replayed; None for an eager run, with room for its own documents alone."""
+    """Documents of the graph that was replayed; None for an eager run, with room for its own
+    documents alone.
+    """
     documents: int
     squares: float
     """Sum of the squared lengths of its rows, the tail included, in tokens^2."""
@@ -68,7 +72,9 @@ class StepCosts:
         """Whether packs that no graph holds have a price."""
         return any(pack.capacity is None for pack in self.packs)
 
-    def milliseconds(self, capacity: NDArray[np.integer], squares: NDArray[np.number]) -> NDArray[np.float64]:
+    def milliseconds(
+        self, capacity: NDArray[np.integer], squares: NDArray[np.number]
+    ) -> NDArray[np.float64]:
         """Of forward and backward of each pack.
 
         Args:
@@ -77,7 +83,9 @@ class StepCosts:
         Raises:
             ValueError: a pack runs eagerly, and no eager time was measured.
         """
-        lines = np.array([_line([p for p in self.packs if p.capacity == one]) for one in self.capacities])
+        lines = np.array(
+            [_line([p for p in self.packs if p.capacity == one]) for one in self.capacities]
+        )
         base = np.interp(capacity, self.capacities, lines[:, 0])
         slope = np.interp(capacity, self.capacities, lines[:, 1])
         eager = np.asarray(capacity) == 0
@@ -90,7 +98,9 @@ class StepCosts:
         return found
 
     def document_cost(self) -> float | None:
-        """Cost of room for one more document as a share of a pack's time; None where one capacity was measured."""
+        """Cost of room for one more document as a share of a pack's time; None where one capacity
+        was measured.
+        """
         least, most = self.capacities[0], self.capacities[-1]
         if least == most:
             return None
@@ -118,12 +128,16 @@ class StepCosts:
             packs = tuple(Timed(**pack) for pack in kept.pop("packs"))
             return cls(packs=packs, **kept)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is no table of step costs that tune --measure wrote: {error}") from None
+            raise ValueError(
+                f"{path} is no table of step costs that tune --measure wrote: {error}"
+            ) from None
 
 
 def _line(packs: Sequence[Timed]) -> tuple[float, float]:
     """Base and slope (not below 0) of least squares; a single amount of work has slope 0."""
-    squares, times = (np.array([getattr(pack, name) for pack in packs], float) for name in ("squares", "ms"))
+    squares, times = (
+        np.array([getattr(pack, name) for pack in packs], float) for name in ("squares", "ms")
+    )
     spread = squares - squares.mean()
     slope = max(float(spread @ times) / float(spread @ spread), 0.0) if spread.any() else 0.0
     return float(times.mean() - slope * squares.mean()), slope

@@ -1,4 +1,5 @@
-"""Which files are tables (Parquet, Arrow), and which files a Hugging Face data set on disk consists of.
+"""Which files are tables (Parquet, Arrow), and which files a Hugging Face data set on disk consists
+of.
 
 Nothing here needs pyarrow.
 """
@@ -27,7 +28,7 @@ def is_table(file: Path) -> bool:
 
 def check_pyarrow(file: Path) -> None:
     """Raises:
-        DataError: with the cure, where pyarrow is not installed.
+    DataError: with the cure, where pyarrow is not installed.
     """
     if find_spec("pyarrow") is None:
         raise DataError(
@@ -37,7 +38,9 @@ def check_pyarrow(file: Path) -> None:
 
 
 def is_saved_dataset(directory: Path) -> bool:
-    """Whether ``save_to_disk`` of Hugging Face's datasets wrote the directory, with or without splits."""
+    """Whether ``save_to_disk`` of Hugging Face's datasets wrote the directory, with or without
+    splits.
+    """
     return (directory / _STATE).is_file() or (directory / _SPLITS).is_file()
 
 
@@ -57,10 +60,14 @@ def saved_files(directory: Path) -> list[Path]:
         directory = directory / splits[0]
     path = directory / _STATE
     names = [entry.get("filename") for entry in _description(path, "_data_files", dict)]
-    if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+    if not names or not all(
+        isinstance(name, str) and name == os.path.basename(name) for name in names
+    ):
         raise DataError(f"{path} names no data files; save the data set anew.")
     if _description(path, "_indices_data_files", dict, optional=True):
-        raise DataError(f"{directory} keeps its order in a file of its own; save it anew after flatten_indices().")
+        raise DataError(
+            f"{directory} keeps its order in a file of its own; save it anew after flatten_indices()."
+        )
     return [directory / name for name in names]
 
 
@@ -71,5 +78,7 @@ def _description(path: Path, field: str, kind: type, *, optional: bool = False) 
         if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
             raise ValueError(f"{field} is not as expected")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({printable(str(error), 80)}); save the data set anew.") from None
+        raise DataError(
+            f"{path} is damaged ({printable(str(error), 80)}); save the data set anew."
+        ) from None
     return found

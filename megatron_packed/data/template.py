@@ -1,12 +1,15 @@
-"""Chat templates: sandboxed jinja2, and which characters of a rendered conversation the assistant said.
+"""Chat templates: sandboxed jinja2, and which characters of a rendered conversation the assistant
+said.
 
-Imports nothing but jinja2, since a template that came with a tokenizer is rendered in a small process of its own
-(`template_process`).
+Imports nothing but jinja2, since a template that came with a tokenizer is rendered in a small
+process of its own (`template_process`).
 
-Two private markers travel through rendering (Unicode noncharacters, which `schema` refuses in data):
+Two private markers travel through rendering (Unicode noncharacters, which `schema` refuses in
+data):
 
 - `GENERATION_START` and `GENERATION_END` around what a ``{% generation %}`` block printed;
-- `BROKEN` after the first character of every special token spelt inside a message, so that a user who writes
+- `BROKEN` after the first character of every special token spelt inside a message, so that a user
+  who writes
   ``<|im_end|>`` does not end a turn. Special tokens in the result that are not broken come from the template.
 """
 
@@ -84,27 +87,34 @@ class TemplateRenderer:
     """One compiled template.
 
     Args:
-        source: jinja2, in the dialect of Hugging Face tokenizers (``trim_blocks``, ``raise_exception``, ``tojson``,
-            ``{% generation %}``). The date (``strftime_now``) is undefined, so that the same data gives the same tokens
-            every day; templates that know that name print a fixed date instead.
+        source: jinja2, in the dialect of Hugging Face tokenizers (``trim_blocks``,
+            ``raise_exception``, ``tojson``, ``{% generation %}``). The date (``strftime_now``) is
+            undefined, so that the same data gives the same tokens every day; templates that know
+            that name print a fixed date instead.
         variables: e.g. ``{"bos_token": "<s>", "eos_token": "</s>"}``.
         special_tokens: strings that must not take effect when they stand in a message.
     Raises:
         TemplateError: it does not compile.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], special_tokens: Sequence[str]) -> None:
+    def __init__(
+        self, source: str, variables: Mapping[str, str], special_tokens: Sequence[str]
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        del environment.filters["random"], environment.globals["lipsum"]  # the same data must give the same tokens
+        # The same data must give the same tokens.
+        del environment.filters["random"]
+        del environment.globals["lipsum"]
         environment.globals["raise_exception"] = _raise_exception
         try:
             parsed = environment.parse(source)
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"the chat template does not compile: {printable(str(error), 400)}") from None
+            raise TemplateError(
+                f"the chat template does not compile: {printable(str(error), 400)}"
+            ) from None
         self.has_generation_blocks = any(
             call.node.identifier == _Generation.identifier and call.node.name == "_mark"
             for call in parsed.find_all(nodes.Call)
@@ -120,37 +130,56 @@ class TemplateRenderer:
         Raises:
             BadLine: the template refuses.
         """
-        return _GENERATION_MARKS.sub("", self._render(self._protect(messages), self._protect(tools), prompt=True))
+        return _GENERATION_MARKS.sub(
+            "", self._render(self._protect(messages), self._protect(tools), prompt=True)
+        )
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
-        """The whole conversation, and what to train on: what the template's generation blocks printed, or else, for
-        each assistant message, what it adds to the conversation before it. Messages with ``train: false`` are left out.
+    def conversation(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> Rendered:
+        """The whole conversation, and what to train on: what the template's generation blocks
+        printed, or else, for each assistant message, what it adds to the conversation before it.
+        Messages with ``train: false`` are left out.
 
         Raises:
-            BadLine: the template refuses, or what an assistant message added cannot be told for certain.
+            BadLine: the template refuses, or what an assistant message added cannot be told for
+                certain.
         """
         try:
             messages, tools = self._protect(messages), self._protect(tools)
-            train = [message.get("train", True) for message in messages if message["role"] == "assistant"]
+            train = [
+                message.get("train", True) for message in messages if message["role"] == "assistant"
+            ]
             if self.has_generation_blocks:
                 return _marked_spans(self._render(messages, tools), train)
             return self._added_spans(messages, tools)
         except RecursionError:
             raise BadLine("too_deep", "while rendering") from None
 
-    def everything(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
-        """The whole conversation, all of it to train on but for what assistant messages with ``train: false`` added.
+    def everything(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> Rendered:
+        """The whole conversation, all of it to train on but for what assistant messages with
+        ``train: false`` added.
 
         Raises:
             BadLine: as `conversation`.
         """
-        if all(message["role"] != "assistant" or message.get("train", True) for message in messages):
-            text = _GENERATION_MARKS.sub("", self._render(self._protect(messages), self._protect(tools)))
+        if all(
+            message["role"] != "assistant" or message.get("train", True) for message in messages
+        ):
+            text = _GENERATION_MARKS.sub(
+                "", self._render(self._protect(messages), self._protect(tools))
+            )
             return Rendered(text, [(0, len(text))] if text else [])
-        of_assistant = [{**message, "train": not message.get("train", True)} for message in messages]
+        of_assistant = [
+            {**message, "train": not message.get("train", True)} for message in messages
+        ]
         text, left_out = self.conversation(of_assistant, tools)
         ends = [0, *(end for span in left_out for end in span), len(text)]
-        return Rendered(text, [(start, end) for start, end in zip(ends[::2], ends[1::2]) if end > start])
+        return Rendered(
+            text, [(start, end) for start, end in zip(ends[::2], ends[1::2]) if end > start]
+        )
 
     def _added_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Rendered:
         text = self._render(messages, tools)
@@ -161,20 +190,30 @@ class TemplateRenderer:
             before = self._render(messages[:number], tools, prompt=True)
             after = self._render(messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
-                raise BadLine("template_prefix", f"messages[{number}]; add a generation block to the template")
+                raise BadLine(
+                    "template_prefix", f"messages[{number}]; add a generation block to the template"
+                )
             if len(after) > len(before):
                 spans.append((len(before), len(after)))
         return Rendered(text, spans)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
+    ) -> str:
         try:
             return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._variables,
             )
         except (BadLine, RecursionError, MemoryError):
             raise
         except Exception as error:  # whatever an expression in a foreign template can raise
-            raise BadLine("template_error", f"{type(error).__name__}: {printable(str(error))}") from None
+            raise BadLine(
+                "template_error", f"{type(error).__name__}: {printable(str(error))}"
+            ) from None
 
     def _protect(self, value: Any) -> Any:
         """``value`` with every special token in its strings broken."""
@@ -235,4 +274,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes for HTML, which models would then learn to write
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

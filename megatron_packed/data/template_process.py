@@ -26,11 +26,17 @@ MAX_FAILURES = 3
 
 def template_budget() -> Budget:
     """Return what slow conversations of a data set may cost."""
-    return Budget("the chat template", "conversations", "give another --chat-template", max_in_a_row=MAX_FAILURES)
+    return Budget(
+        "the chat template",
+        "conversations",
+        "give another --chat-template",
+        max_in_a_row=MAX_FAILURES,
+    )
 
 
 class TemplateProcess:
-    """A `template.TemplateRenderer` within limits; the same methods, not for several threads at once.
+    """A `template.TemplateRenderer` within limits; the same methods, not for several threads at
+    once.
 
     Args:
         source, variables, special_tokens: as for `TemplateRenderer`.
@@ -49,7 +55,11 @@ class TemplateProcess:
         memory_bytes: int = MEMORY_BYTES,
         budget: Budget | None = None,
     ) -> None:
-        setup = {"source": source, "variables": dict(variables), "special_tokens": list(special_tokens)}
+        setup = {
+            "source": source,
+            "variables": dict(variables),
+            "special_tokens": list(special_tokens),
+        }
         limits = Limits(cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
         try:
             self.process = LimitedProcess(__name__, setup, limits, budget or template_budget())
@@ -64,20 +74,27 @@ class TemplateProcess:
         """See `TemplateRenderer.prompt`."""
         return str(self._ask("prompt", messages, tools)["text"])
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+    def conversation(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> Rendered:
         """See `TemplateRenderer.conversation`.
 
         Raises:
             BadLine: also ``template_limit``.
-            DataError: several conversations in a row hit a limit, or slow ones have taken too long together.
+            DataError: several conversations in a row hit a limit, or slow ones have taken too long
+                together.
         """
         return self._rendered("conversation", messages, tools)
 
-    def everything(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+    def everything(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> Rendered:
         """See `TemplateRenderer.everything`; raises as `conversation`."""
         return self._rendered("everything", messages, tools)
 
-    def _rendered(self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> Rendered:
+    def _rendered(
+        self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> Rendered:
         answer = self._ask(method, messages, tools)
         return Rendered(answer["text"], [(start, end) for start, end in answer["spans"]])
 
@@ -91,7 +108,9 @@ class TemplateProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, Any]:
+    def _ask(
+        self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> dict[str, Any]:
         try:
             request = json.dumps({"messages": messages, "tools": tools, "method": method}).encode()
         except RecursionError:
@@ -105,11 +124,14 @@ class TemplateProcess:
         return answer
 
 
-# ------------------------------------------------------------------------------------------------------- in the child
+# -------------------------------------------------------------------------------------------------------
+# in the child
 
 
 def serve() -> None:
-    """Compile the template, then render one conversation per request; the main function of the child."""
+    """Compile the template, then render one conversation per request; the main function of the
+    child.
+    """
     serve_requests(_prepare)
 
 

@@ -1,6 +1,8 @@
-"""Byte-pair encoding by the `tiktoken` library, with Megatron's numbering: special tokens first, then the vocabulary.
+"""Byte-pair encoding by the `tiktoken` library, with Megatron's numbering: special tokens first,
+then the vocabulary.
 
-Token n < S is the n-th special token; S + r is the byte sequence of rank r, where S is the number of special tokens.
+Token n < S is the n-th special token; S + r is the byte sequence of rank r, where S is the number
+of special tokens.
 """
 
 from __future__ import annotations
@@ -28,30 +30,37 @@ from megatron_packed.data.tokenizer import (
 
 UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
 SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
-"""The first special tokens, if none are named. Those behind the named ones are called ``<SPECIAL_n>``."""
+"""The first special tokens, if none are named. Those behind the named ones are called
+``<SPECIAL_n>``.
+"""
 MAX_VOCAB_SIZE = 2**17
 """Tokens in all, where no number is given and the file has as many: what Megatron takes."""
 
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {
-    "v1": "|".join((
-        r"[^\r\n\p{L}\p{N}]?+\p{L}+",  # letters, and one character before them that is no line end
-        r"\p{N}",  # every digit alone
-        r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # punctuation, with the line ends behind it
-        r"\s*[\r\n]",
-        r"\s+(?!\S)",  # spaces up to the last, which belongs to the word behind it
-        r"\s+",
-    )),
-    "v2": "|".join((
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",  # a word ends where capitals begin
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*",
-        r"\p{N}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )),
-}  # fmt: skip
+    "v1": "|".join(
+        (
+            # letters, and one character before them that is no line end
+            r"[^\r\n\p{L}\p{N}]?+\p{L}+",
+            r"\p{N}",  # every digit alone
+            r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # punctuation, with the line ends behind it
+            r"\s*[\r\n]",
+            r"\s+(?!\S)",  # spaces up to the last, which belongs to the word behind it
+            r"\s+",
+        )
+    ),
+    "v2": "|".join(
+        (
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",  # a word ends where capitals begin
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*",
+            r"\p{N}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    ),
+}
 """``--tiktoken-pattern``: where text is cut before bytes are merged."""
 
 
@@ -59,13 +68,13 @@ class TikTokenizer(InProcess):
     """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
 
     Args:
-        path: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, or lines of base64 and rank as in
-            tiktoken's own files; ranks count from 0.
+        path: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, or lines of base64
+            and rank as in tiktoken's own files; ranks count from 0.
         pattern: a key of `PATTERNS`.
         special_tokens: the first special tokens, among them ``<unk>``, ``<s>`` and ``</s>``.
         num_special_tokens: S, as many at least.
-        vocab_size: tokens in all; of the file the first ``vocab_size - S`` are used. By default all of them, up to
-            `MAX_VOCAB_SIZE` in all.
+        vocab_size: tokens in all; of the file the first ``vocab_size - S`` are used. By default all
+            of them, up to `MAX_VOCAB_SIZE` in all.
     Raises:
         DataError: the package is missing, or the file is damaged or too short.
     """
@@ -93,7 +102,10 @@ class TikTokenizer(InProcess):
                 f"tokens is {wanted}; leave it out, or give {len(sequences) + num_special_tokens}."
             )
         _check_bytes(file, sequences)
-        named = (*special_tokens, *(f"<SPECIAL_{n}>" for n in range(len(special_tokens), num_special_tokens)))
+        named = (
+            *special_tokens,
+            *(f"<SPECIAL_{n}>" for n in range(len(special_tokens), num_special_tokens)),
+        )
         self.path = file
         self.special_tokens: Mapping[str, int] = {content: n for n, content in enumerate(named)}
         self.vocab_size = num_special_tokens + len(sequences)
@@ -107,19 +119,28 @@ class TikTokenizer(InProcess):
         self._engine = tiktoken.Encoding(
             name=file.name,
             pat_str=PATTERNS[pattern],
-            mergeable_ranks={content: num_special_tokens + rank for rank, content in enumerate(sequences)},
+            mergeable_ranks={
+                content: num_special_tokens + rank for rank, content in enumerate(sequences)
+            },
             special_tokens=dict(self.special_tokens),
         )
         self.fingerprint = fingerprint_of(
-            "tiktoken-1", hashlib.sha256(data).hexdigest(), PATTERNS[pattern], named, self.vocab_size
+            "tiktoken-1",
+            hashlib.sha256(data).hexdigest(),
+            PATTERNS[pattern],
+            named,
+            self.vocab_size,
         )
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         allowed: Any = "all" if special else set()
         try:
-            ids: TokenIds = self._engine.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
+            ids: TokenIds = self._engine.encode_to_numpy(
+                text, allowed_special=allowed, disallowed_special=()
+            )
         except BaseException as error:
-            # A million spaces in a row are an error of the library or, by version, a panic, which is no Exception.
+            # A million spaces in a row are an error of the library or, by version, a panic, which
+            # is no Exception.
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             raise BadLine("tokenizer_failed", printable(str(error), 80)) from None
@@ -128,7 +149,9 @@ class TikTokenizer(InProcess):
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text, special=special) for text in texts]
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         kept = [token for token in tokens if not (skip_special and token < self._num_special)]
         return self._engine.decode_bytes(kept).decode("utf-8", errors="replace")
@@ -151,7 +174,9 @@ def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
         ) from None
     ranked = dict(pairs)
     if sorted(rank for rank, _ in pairs) != list(range(len(pairs))):
-        raise DataError(f"{file} is no vocabulary of tiktoken: its ranks are not 0, 1, 2 and so on.")
+        raise DataError(
+            f"{file} is no vocabulary of tiktoken: its ranks are not 0, 1, 2 and so on."
+        )
     sequences = [ranked[rank] for rank in range(len(ranked))]
     if len(set(sequences)) < len(sequences):
         raise DataError(f"{file} is no vocabulary of tiktoken: two ranks have the same bytes.")

@@ -1,6 +1,7 @@
 """What the package needs of a tokenizer, and the built-in byte tokenizer.
 
-Text is encoded in one of two modes. **Plain** is for everything that people wrote: a special token spelt in it
+Text is encoded in one of two modes. **Plain** is for everything that people wrote: a special token
+spelt in it
 (``<|endoftext|>`` in a web page, ``<|im_end|>`` in a user's message) is ordinary characters. **With specials** is for
 what a chat template printed.
 
@@ -43,14 +44,20 @@ class Tokenizer(Protocol):
     eod_id: int
     """End of document; appended to every document and always trained."""
     pad_id: int
-    """Equal to ``eod_id`` where the tokenizer has none. Nothing is ever masked because of its number."""
+    """Equal to ``eod_id`` where the tokenizer has none. Nothing is ever masked because of its
+    number.
+    """
     prefix_ids: tuple[int, ...]
-    """What the tokenizer puts before a text (beginning of sequence); not used where a chat template decides."""
+    """What the tokenizer puts before a text (beginning of sequence); not used where a chat template
+    decides.
+    """
     special_tokens: Mapping[str, int]
     """Spelling -> number of the tokens that only a template may produce."""
     splits_cleanly: bool
-    """Whether encoding pieces one by one gives the same text back as encoding them together, and special tokens split
-    the text around them without touching it. False for tokenizers that put a space before what they encode."""
+    """Whether encoding pieces one by one gives the same text back as encoding them together, and
+    special tokens split the text around them without touching it. False for tokenizers that put a
+    space before what they encode.
+    """
     chat_template: str | None
     """jinja2 source that came with the tokenizer."""
     template_variables: Mapping[str, str]
@@ -62,7 +69,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]: ...
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str: ...
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str: ...
 
     def close(self) -> None:
         """Release processes; the tokenizer stays usable."""
@@ -79,7 +88,9 @@ class InProcess:
 class OffsetTokenizer(Tokenizer, Protocol):
     """What a tokenizer that does not split cleanly must offer besides."""
 
-    def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]: ...
+    def encode_with_offsets(
+        self, text: str, *, special: bool = False
+    ) -> tuple[TokenIds, Offsets]: ...
 
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
@@ -109,7 +120,9 @@ def probe_splits(tokenizer: Tokenizer) -> bool:
 
 
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Splits a text into what lies between the tokens and, at odd places, the tokens; the longest where several fit."""
+    """Splits a text into what lies between the tokens and, at odd places, the tokens; the longest
+    where several fit.
+    """
     return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
 
 
@@ -129,7 +142,9 @@ def optional_package(name: str, version: str, needed: str) -> ModuleType:
         ) from None
     owner, _, method = needed.partition(".")
     if not hasattr(getattr(module, owner, None), method):
-        raise DataError(f"the tokenizer needs {name} {version} or newer: pip install -U '{name}>={version}'.")
+        raise DataError(
+            f"the tokenizer needs {name} {version} or newer: pip install -U '{name}>={version}'."
+        )
     return module
 
 
@@ -171,7 +186,9 @@ def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> l
     tokens = [int(token) for token in ids]
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise DataError(f"token {token} is outside of the tokenizer's vocabulary of {vocab_size}.")
+            raise DataError(
+                f"token {token} is outside of the tokenizer's vocabulary of {vocab_size}."
+            )
     return tokens
 
 
@@ -185,10 +202,16 @@ class ByteTokenizer(InProcess):
     eod_id = 256
     pad_id = 256 + OWN_SPECIAL_TOKENS.index(PADDING)
     prefix_ids: tuple[int, ...] = ()
-    special_tokens: Mapping[str, int] = {token: 256 + n for n, token in enumerate(OWN_SPECIAL_TOKENS)}
+    special_tokens: Mapping[str, int] = {
+        token: 256 + n for n, token in enumerate(OWN_SPECIAL_TOKENS)
+    }
     splits_cleanly = True
     chat_template: str | None = None
-    template_variables: Mapping[str, str] = {"eos_token": END_OF_DOCUMENT, "bos_token": "", "pad_token": PADDING}
+    template_variables: Mapping[str, str] = {
+        "eos_token": END_OF_DOCUMENT,
+        "bos_token": "",
+        "pad_token": PADDING,
+    }
     fingerprint = "bytes-1:" + ",".join(OWN_SPECIAL_TOKENS)
     _split = special_pattern(OWN_SPECIAL_TOKENS)
 
@@ -205,7 +228,9 @@ class ByteTokenizer(InProcess):
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text, special=special) for text in texts]
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
         raw = bytearray()
         for token in known_tokens(ids, self.vocab_size):
             if token < 256:
@@ -216,8 +241,8 @@ class ByteTokenizer(InProcess):
 
 
 class NullTokenizer(InProcess):
-    """Text that is token numbers already, separated by spaces: for measuring and debugging, and for indexed data sets
-    whose tokenizer is not at hand.
+    """Text that is token numbers already, separated by spaces: for measuring and debugging, and for
+    indexed data sets whose tokenizer is not at hand.
 
     Args:
         vocab_size: numbers are below it.
@@ -238,13 +263,25 @@ class NullTokenizer(InProcess):
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         words = text.split()
         for word in words:
-            if not (word.isascii() and word.isdecimal() and len(word) < 11 and int(word) < self.vocab_size):
-                raise BadLine("not_a_token_number", f"{printable(word, 40)!r}, of a vocabulary of {self.vocab_size}")
+            if not (
+                word.isascii()
+                and word.isdecimal()
+                and len(word) < 11
+                and int(word) < self.vocab_size
+            ):
+                raise BadLine(
+                    "not_a_token_number",
+                    f"{printable(word, 40)!r}, of a vocabulary of {self.vocab_size}",
+                )
         return np.array(words, np.int32)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
         tokens = known_tokens(ids, self.vocab_size)
-        return " ".join(str(token) for token in tokens if not (skip_special and token == self.eod_id))
+        return " ".join(
+            str(token) for token in tokens if not (skip_special and token == self.eod_id)
+        )

@@ -1,14 +1,15 @@
 """Exchanges in which every rank sends another part to each: heads for tokens, and rows by count.
 
-Legend: T tokens of the whole pack, N heads (or groups of heads), c ranks, W channels; letters name the same dimension
-before and after it is split.
+Legend: T tokens of the whole pack, N heads (or groups of heads), c ranks, W channels; letters name
+the same dimension before and after it is split.
 
 [Note: exchange of heads]
-Under context parallelism each rank holds all heads of its slice of the tokens; a mixer over the sequence wants all
-tokens of some heads. One exchange turns the first layout (context-parallel, ``cp``) into the second (head-parallel,
-``hp``) for all tensors of a layer together: what rank r is to get of each tensor is laid side by side in one message,
-``(T/c, W)``, so that a layer has one collective each way whatever the number of its tensors. The messages arrive in the
-order of ranks, and slices of tokens are contiguous, so the tokens arrive in their own order and nothing is sorted.
+Under context parallelism each rank holds all heads of its slice of the tokens; a mixer over the
+sequence wants all tokens of some heads. One exchange turns the first layout (context-parallel,
+``cp``) into the second (head-parallel, ``hp``) for all tensors of a layer together: what rank r is
+to get of each tensor is laid side by side in one message, ``(T/c, W)``, so that a layer has one
+collective each way whatever the number of its tensors. The messages arrive in the order of ranks,
+and slices of tokens are contiguous, so the tokens arrive in their own order and nothing is sorted.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from megatron_packed.distributed.differentiable import Group, linear_map
 
 
 def rows_to_heads(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
-    """From all heads of this rank's tokens to all tokens of its heads; one all-to-all forward, one backward.
+    """From all heads of this rank's tokens to all tokens of its heads; one all-to-all forward, one
+    backward.
 
     Args:
-        tensors: ``(T/c, N_i, ...)`` each, of one dtype; ``N_i`` is a multiple of c, or divides it: then neighbouring
-            ranks get copies of a head (rank r gets head ``r * N_i // c``), and its gradient is the sum of theirs.
+        tensors: ``(T/c, N_i, ...)`` each, of one dtype; ``N_i`` is a multiple of c, or divides it:
+            then neighbouring ranks get copies of a head (rank r gets head ``r * N_i // c``), and
+            its gradient is the sum of theirs.
     Returns:
         ``(T, max(N_i/c, 1), ...)`` each: views into what ``rows_to_columns`` returns.
     Raises:
         ValueError: rows or dtypes differ, or heads do not fit the ranks.
     Example:
-        c = 2: x ``(4, 6, 64)``, B ``(4, 1, 128)`` -> x ``(8, 3, 64)``, B ``(8, 1, 128)``, the latter on both ranks.
+        c = 2: x ``(4, 6, 64)``, B ``(4, 1, 128)`` -> x ``(8, 3, 64)``, B ``(8, 1, 128)``, the
+        latter on both ranks.
     """
     if group is None:
         return tuple(tensors)
@@ -43,12 +47,15 @@ def rows_to_heads(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
     widths = [n * x[0, 0].numel() for n, x in zip(heads, tensors)]
     return tuple(
         part.view(-1, n, *x.shape[2:])
-        for part, n, x in zip(torch.split(rows_to_columns(tensors, group), widths, dim=1), heads, tensors)
+        for part, n, x in zip(
+            torch.split(rows_to_columns(tensors, group), widths, dim=1), heads, tensors
+        )
     )
 
 
 def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
-    """``rows_to_heads`` with the result in one piece, for who reads neighbours together (the convolution of x, B, C).
+    """``rows_to_heads`` with the result in one piece, for who reads neighbours together (the
+    convolution of x, B, C).
 
     Returns:
         ``(T, W)``: the channels of this rank's heads of each tensor, side by side in this order.
@@ -65,7 +72,8 @@ def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
 
 
 def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
-    """Back: from all tokens of this rank's heads to all heads of its tokens; one all-to-all forward, one backward.
+    """Back: from all tokens of this rank's heads to all heads of its tokens; one all-to-all
+    forward, one backward.
 
     Args:
         tensors: ``(T, N_i/c, ...)`` each, of one dtype.
@@ -80,7 +88,9 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
     ranks = dist.get_world_size(group)
     rows = _common_rows(tensors)
     if rows % ranks:
-        raise ValueError(f"{rows} tokens do not divide among the {ranks} ranks of the group {group.group_desc!r}.")
+        raise ValueError(
+            f"{rows} tokens do not divide among the {ranks} ranks of the group {group.group_desc!r}."
+        )
     # (T, N/c, ...) -> (c, T/c, W_i), side by side
     x_cTW = torch.cat([x.reshape(ranks, rows // ranks, -1) for x in tensors], dim=2)
     x_cTW = exchange_equal_parts(x_cTW, group)
@@ -91,8 +101,11 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
     )
 
 
-def exchange_rows(x_RD: Tensor, sent: Sequence[int], received: Sequence[int], group: Group | None) -> Tensor:
-    """Send ``sent[r]`` rows to each rank r, in their order, and get ``received[r]`` from it; backward sends them back.
+def exchange_rows(
+    x_RD: Tensor, sent: Sequence[int], received: Sequence[int], group: Group | None
+) -> Tensor:
+    """Send ``sent[r]`` rows to each rank r, in their order, and get ``received[r]`` from it;
+    backward sends them back.
 
     Args:
         x_RD: ``(sum(sent), ...)``.
@@ -111,7 +124,9 @@ def exchange_equal_parts(x: Tensor, group: Group | None) -> Tensor:
     return linear_map(x, group, _all_to_all, _all_to_all)
 
 
-def _all_to_all(x: Tensor, group: Group, *, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+def _all_to_all(
+    x: Tensor, group: Group, *, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(result, x, received, sent, group=group)
@@ -119,7 +134,9 @@ def _all_to_all(x: Tensor, group: Group, *, sent: list[int] | None = None, recei
 
 
 def _shared_heads(x: Tensor, ranks: int) -> Tensor:
-    """``x`` with a copy of each head for each of the ranks that share it, where there are fewer heads than ranks."""
+    """``x`` with a copy of each head for each of the ranks that share it, where there are fewer
+    heads than ranks.
+    """
     heads = x.shape[1]
     if heads % ranks == 0:
         return x
@@ -134,5 +151,7 @@ def _common_rows(tensors: Sequence[Tensor]) -> int:
     rows, dtypes = {x.shape[0] for x in tensors}, {x.dtype for x in tensors}
     if len(rows) != 1 or len(dtypes) != 1:
         kinds = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
-        raise ValueError(f"tensors of one exchange have the same tokens and dtype, not {kinds or 'none at all'}.")
+        raise ValueError(
+            f"tensors of one exchange have the same tokens and dtype, not {kinds or 'none at all'}."
+        )
     return rows.pop()

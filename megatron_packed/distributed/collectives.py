@@ -1,7 +1,8 @@
 """Collectives; each is the identity for a group of one rank (``None``).
 
-Those of tensors queue on the current stream; ``differentiable.py`` builds what autograd passes through on them. The
-JSON ones are for start-up and checkpoints (they wait for the host); they carry text, never pickles.
+Those of tensors queue on the current stream; ``differentiable.py`` builds what autograd passes
+through on them. The JSON ones are for start-up and checkpoints (they wait for the host); they carry
+text, never pickles.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(T / size, ...)`` of every rank, equally many rows each, as ``(T, ...)`` in the order of ranks."""
+    """``(T / size, ...)`` of every rank, equally many rows each, as ``(T, ...)`` in the order of
+    ranks.
+    """
     if group is None:
         return x
     rows, *rest = x.shape
@@ -61,7 +64,8 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum ``(T,)`` over ``group``: rank r's own ``T / size`` elements hold the sum afterwards, the others no promise.
+    """Sum ``(T,)`` over ``group``: rank r's own ``T / size`` elements hold the sum afterwards, the
+    others no promise.
 
     Raises:
         ValueError: the elements do not divide among the ranks.
@@ -89,24 +93,30 @@ class Started(NamedTuple):
 
 
 def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool) -> Started | None:
-    """Begin to sum ``(T,)`` over ``group`` in place; ``wait_for`` it before ``flat`` is touched again.
+    """Begin to sum ``(T,)`` over ``group`` in place; ``wait_for`` it before ``flat`` is touched
+    again.
 
     Args:
-        own_share: only this rank's own ``T / size`` elements need hold the sum (``reduce_scatter_in_place``).
+        own_share: only this rank's own ``T / size`` elements need hold the sum
+            (``reduce_scatter_in_place``).
     """
     if group is None:
         return None
     if own_share:
         work = _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)
         return Started(work, "reduce_scatter", group)
-    return Started(dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True), "all_reduce", group)
+    return Started(
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True), "all_reduce", group
+    )
 
 
 def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started | None:
     """Begin ``all_gather_in_place``; ``wait_for`` it before ``flat`` is read."""
     if group is None:
         return None
-    return Started(_all_gather(flat, own_rows(flat, group), group=group, async_op=True), "all_gather", group)
+    return Started(
+        _all_gather(flat, own_rows(flat, group), group=group, async_op=True), "all_gather", group
+    )
 
 
 def wait_for(started: Started | None) -> None:
@@ -116,7 +126,9 @@ def wait_for(started: Started | None) -> None:
 
 
 def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = False) -> Tensor:
-    """Ranks in a ring: send ``x`` to the next and return what the previous one sent; ``back`` turns the ring round."""
+    """Ranks in a ring: send ``x`` to the next and return what the previous one sent; ``back`` turns
+    the ring round.
+    """
     if group is None:
         return x
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -124,7 +136,10 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     if back:
         after, before = before, after
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    exchange = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    exchange = [
+        dist.P2POp(dist.isend, x, after, group),
+        dist.P2POp(dist.irecv, received, before, group),
+    ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
     return received
@@ -140,7 +155,9 @@ def own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_gather_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(..., D / size)`` of every rank, equally many columns each, as ``(..., D)`` in the order of ranks."""
+    """``(..., D / size)`` of every rank, equally many columns each, as ``(..., D)`` in the order of
+    ranks.
+    """
     if group is None:
         return x
     by_rank = all_gather_rows(x.unsqueeze(0), group)  # (size, ..., D / size)
@@ -161,7 +178,9 @@ def _own(x: Tensor, group: dist.ProcessGroup | None, dim: int, noun: str) -> Ten
         return x
     size, length = dist.get_world_size(group), x.shape[dim]
     if length % size:
-        raise ValueError(f"{length} {noun} do not divide among the {size} ranks of the group {group.group_desc!r}.")
+        raise ValueError(
+            f"{length} {noun} do not divide among the {size} ranks of the group {group.group_desc!r}."
+        )
     return x.narrow(dim, dist.get_rank(group) * (length // size), length // size)
 
 
@@ -173,11 +192,13 @@ def barrier(groups: ParallelGroups) -> None:
 
 
 def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
-    """``action()`` on rank 0 first, then on the first rank of each other machine, then on all others.
+    """``action()`` on rank 0 first, then on the first rank of each other machine, then on all
+    others.
 
-    For work that leaves its result on disk (compiled kernels and their tuned tiles): one rank does it and the others
-    find it, whether the machines share a disk or not. On a shared disk all ranks find the same. Ranks whose forward
-    passes wait for each other take the earliest turn among them together.
+    For work that leaves its result on disk (compiled kernels and their tuned tiles): one rank does
+    it and the others find it, whether the machines share a disk or not. On a shared disk all ranks
+    find the same. Ranks whose forward passes wait for each other take the earliest turn among them
+    together.
     """
     turns = all_gather_json(0 if groups.rank == 0 else 1 if groups.local_rank == 0 else 2, groups)
     first = groups.rank // groups.ranks_of_pass * groups.ranks_of_pass

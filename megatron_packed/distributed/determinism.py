@@ -1,4 +1,6 @@
-"""torch's own switches behind ``--deterministic-mode``; ``config/environment.py`` sets the libraries' environment."""
+"""torch's own switches behind ``--deterministic-mode``; ``config/environment.py`` sets the
+libraries' environment.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import torch
 
 
 def configure_determinism() -> None:
-    """Make torch refuse operations without a deterministic implementation, and pick no kernel by timing.
+    """Make torch refuse operations without a deterministic implementation, and pick no kernel by
+    timing.
 
     From then on torch raises RuntimeError, naming the operation, when one is called that has none.
     """
     torch.use_deterministic_algorithms(True)
-    # Filling every new tensor with NaN finds reads of unwritten memory: a debugging aid that costs a pass over memory.
+    # Filling every new tensor with NaN finds reads of unwritten memory: a debugging aid that costs
+    # a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

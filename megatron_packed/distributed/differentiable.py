@@ -2,13 +2,14 @@
 
 A tensor that several ranks hold a part in is in one of three states:
 
-* **shared**: equal on all ranks, and so is the gradient of the one loss by it (hidden states between the matrices of a
-  tensor-parallel layer without sequence parallelism, replicated weights);
-* **own**: each rank has its own term of a sum, or its own use of a shared value (partial products of a row-parallel
-  matrix; the gradient of a column-parallel one by its input);
+* **shared**: equal on all ranks, and so is the gradient of the one loss by it (hidden states
+  between the matrices of a tensor-parallel layer without sequence parallelism, replicated weights);
+* **own**: each rank has its own term of a sum, or its own use of a shared value (partial products
+  of a row-parallel matrix; the gradient of a column-parallel one by its input);
 * **split**: each rank holds its rows or columns of one tensor.
 
-Every collective here is a linear map from one state to another, and its backward is exactly the adjoint:
+Every collective here is a linear map from one state to another, and its backward is exactly the
+adjoint:
 
 | function       | forward                           | backward       |
 |----------------|-----------------------------------|----------------|
@@ -21,8 +22,8 @@ Every collective here is a linear map from one state to another, and its backwar
 | `gather_last`  | columns -> shared: all-gather     | take one's own |
 | `pass_on`      | own -> own: to the next rank      | one before     |
 
-Sums are made in the tensor's dtype, by the backend's order: equal on all ranks. No input is written to. Nothing waits
-for the host.
+Sums are made in the tensor's dtype, by the backend's order: equal on all ranks. No input is written
+to. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear_map(x: Tensor, group: Group | None, apply: LinearMap, adjoint: LinearMap) -> Tensor:
-    """``apply(x, group)``, whose backward is ``adjoint(gradient, group)``; ``x`` itself where ``group`` is None.
+    """``apply(x, group)``, whose backward is ``adjoint(gradient, group)``; ``x`` itself where
+    ``group`` is None.
 
     Neither function may write to its argument.
     """
@@ -105,7 +107,8 @@ def gather_rows(x: Tensor, group: Group | None) -> Tensor:
 
 
 def scatter_rows(x: Tensor, group: Group | None) -> Tensor:
-    """This rank's rows of the sum of every rank's own ``x``: forward reduce-scatter, backward all-gather.
+    """This rank's rows of the sum of every rank's own ``x``: forward reduce-scatter, backward
+    all-gather.
 
     Args:
         x: ``(T, ...)``.

@@ -1,20 +1,23 @@
 """An error on one rank ends all ranks: at once, with one exit code, and one of them says why.
 
 [Note: failure protocol]
-A rank that fails cannot tell the others by a collective: they are in another one, or wait for a device that waits for
-it. So every rank has a thread that sleeps in the store until a report appears there; a step costs that nothing, neither
-a collective nor a look at the device.
+A rank that fails cannot tell the others by a collective: they are in another one, or wait for a
+device that waits for it. So every rank has a thread that sleeps in the store until a report appears
+there; a step costs that nothing, neither a collective nor a look at the device.
 
-1. A rank that fails claims the report. One claim is accepted: what all ranks find at the same time is said once, and an
-   error that is the consequence of another one (a connection that is gone) is not said at all.
-2. If all it knows is that another process is gone or does not come, it calls the roll. The threads of the other ranks
-   wake up and answer where their main threads are; a process that was killed or stopped does not.
-3. The rank whose claim was accepted speaks, then publishes the report. It has not ended so far, so that no launcher
-   ends the job before the reason is on disk, and no connection breaks before the reason can be read.
-4. The threads of the other ranks read it. The rank that spoke and rank 0, which may be the host of the store, stay
-   until all have, unless some do not answer.
-5. The rank that spoke ends first and the others a moment later, with the same exit code: a launcher that watches them
-   takes the first for the root cause.
+1. A rank that fails claims the report. One claim is accepted: what all ranks find at the same time
+   is said once, and an error that is the consequence of another one (a connection that is gone) is
+   not said at all.
+2. If all it knows is that another process is gone or does not come, it calls the roll. The threads
+   of the other ranks wake up and answer where their main threads are; a process that was killed or
+   stopped does not.
+3. The rank whose claim was accepted speaks, then publishes the report. It has not ended so far, so
+   that no launcher ends the job before the reason is on disk, and no connection breaks before the
+   reason can be read.
+4. The threads of the other ranks read it. The rank that spoke and rank 0, which may be the host of
+   the store, stay until all have, unless some do not answer.
+5. The rank that spoke ends first and the others a moment later, with the same exit code: a launcher
+   that watches them takes the first for the root cause.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.whereabouts import place_of_error, place_of_thread
 
 ANSWER_SECONDS = 5.0
-"""How long the rank that calls the roll waits. A busy one takes a while to answer, one that was killed never does."""
+"""How long the rank that calls the roll waits. A busy one takes a while to answer, one that was
+killed never does.
+"""
 READ_SECONDS = 2.0
 """How long the ranks wait for each other to read a report."""
 BEHIND_SECONDS = 0.5
@@ -45,7 +50,9 @@ PATIENCE_SECONDS = 10.0
 _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 32 bits
 _CLAIM, _CALL, _ANSWERS, _REPORT, _READERS = "claim", "call", "answers", "report", "readers"
 _NOTHING = "null"
-"""Published at the orderly end, so that the threads leave the store before its host does. As a call: do not answer."""
+"""Published at the orderly end, so that the threads leave the store before its host does. As a
+call: do not answer.
+"""
 _WHERE = "where"
 """The call that every rank answers."""
 _MOST_PLACES = 8
@@ -65,13 +72,15 @@ class Failure:
 
 
 class FailureWatch:
-    """Watches for the failure of another rank, and reports that of this one. See [Note: failure protocol].
+    """Watches for the failure of another rank, and reports that of this one. See [Note: failure
+    protocol].
 
     From the start to the end of a job on every rank. In a world of one process it watches nothing.
 
     Args:
         groups: of this rank; torch.distributed is initialised.
-        end: ends this process with an exit code; called in another thread than the main one, which may never wake up.
+        end: ends this process with an exit code; called in another thread than the main one, which
+            may never wake up.
     """
 
     def __init__(self, groups: ParallelGroups, *, end: Callable[[int], object] = os._exit) -> None:
@@ -87,11 +96,17 @@ class FailureWatch:
         if self._world_size > 1:
             # Two connections of our own: one is busy sleeping.
             self._store, sleeping = (_connection(_get_default_store()) for _ in range(2))
-            self._thread = threading.Thread(target=self._watch, args=(sleeping,), name="failures", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, args=(sleeping,), name="failures", daemon=True
+            )
             self._thread.start()
 
     def report(
-        self, failure: Failure, speak: Callable[[Failure], None], *, lost: BaseException | None = None
+        self,
+        failure: Failure,
+        speak: Callable[[Failure], None],
+        *,
+        lost: BaseException | None = None,
     ) -> int:
         """This rank has failed; returns the exit code to end with, when it is time to end.
 
@@ -99,16 +114,19 @@ class FailureWatch:
 
         Args:
             speak: says why and writes it down; called if this rank is the one to do so.
-            lost: the error, if it says no more than that another process is gone or does not come. The failure then
-                names the rank that does not answer, or where all are.
+            lost: the error, if it says no more than that another process is gone or does not come.
+                The failure then names the rank that does not answer, or where all are.
         """
         if not self._first.acquire(blocking=False):
-            threading.Event().wait()  # another thread of this process reports, and is about to end it
+            # another thread of this process reports, and is about to end it
+            threading.Event().wait()
         if self._world_size == 1:
             speak(failure)
             return failure.exit_code
         if self._told.is_set() or not self._claimed():
-            self._thread.join(PATIENCE_SECONDS)  # it ends this process, unless the rank that was to speak is dead
+            self._thread.join(
+                PATIENCE_SECONDS
+            )  # it ends this process, unless the rank that was to speak is dead
         self._speaks = True
         silent: list[int] = []
         if lost is not None:
@@ -117,7 +135,9 @@ class FailureWatch:
             answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
-                rank=silent[0] if len(silent) == 1 else None,  # this one is only the first that noticed
+                rank=silent[0]
+                if len(silent) == 1
+                else None,  # this one is only the first that noticed
                 reason=f"{failure.reason} {_in_words(silent, answers)}",
             )
         speak(failure)
@@ -151,7 +171,9 @@ class FailureWatch:
             self._wait_for(_ANSWERS, len(others), ANSWER_SECONDS)
             found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
             answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
-        except RuntimeError:  # the store is gone: no rank can be asked, and rank 0 is gone if it was the store's host
+        except (
+            RuntimeError
+        ):  # the store is gone: no rank can be asked, and rank 0 is gone if it was the store's host
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return answers, [] if hosted_by_launcher or self._rank == 0 else [0]
         return answers, [rank for rank in others if rank not in found]
@@ -195,7 +217,11 @@ def _in_words(silent: Sequence[int], answers: Mapping[int, str]) -> str:
     parts = []
     if silent:
         one = len(silent) == 1
-        told = "does not answer: it was killed or is stopped" if one else "do not answer: killed or stopped"
+        told = (
+            "does not answer: it was killed or is stopped"
+            if one
+            else "do not answer: killed or stopped"
+        )
         parts.append(f"{_ranks(silent)} {told}")
     together: dict[str, list[int]] = {}
     for rank, place in sorted(answers.items()):
@@ -207,7 +233,9 @@ def _in_words(silent: Sequence[int], answers: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_PLACES])) + (", ..." if len(ranks) > _MOST_PLACES else "")
+    shown = ", ".join(map(str, ranks[:_MOST_PLACES])) + (
+        ", ..." if len(ranks) > _MOST_PLACES else ""
+    )
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

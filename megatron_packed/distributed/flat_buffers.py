@@ -1,10 +1,13 @@
-"""All parameters of a model in flat buffers at fixed addresses, with flat float32 gradients of the same layout.
+"""All parameters of a model in flat buffers at fixed addresses, with flat float32 gradients of the
+same layout.
 
-One buffer per part (a dtype) holds the parameters, one float32 buffer all gradients and, behind them, named slots
-that ride on the same all-reduce. Addresses never change after construction, so captured graphs stay valid, an optimizer
-step is a few kernels over whole slices, and data parallelism is one collective. What lies where: ``flat_layout.py``.
+One buffer per part (a dtype) holds the parameters, one float32 buffer all gradients and, behind
+them, named slots that ride on the same all-reduce. Addresses never change after construction, so
+captured graphs stay valid, an optimizer step is a few kernels over whole slices, and data
+parallelism is one collective. What lies where: ``flat_layout.py``.
 
-Of a module in float64 gradients, slots and optimizer state are float64 too: so layouts can be compared closely.
+Of a module in float64 gradients, slots and optimizer state are float64 too: so layouts can be
+compared closely.
 """
 
 from __future__ import annotations
@@ -51,20 +54,24 @@ class Gather(Protocol):
 class FlatBuffers:
     """Flat parameters and gradients of one module.
 
-    The module's parameters become views (same ``Parameter`` objects, same values) and get ``main_grad``, a float32 view
-    of their shape; see [Note: main_grad protocol]. A parameter that is used twice (tied weights) has one place. Frozen
-    parameters (``requires_grad`` False) are left alone. Create it after the module is on its device and in its final
-    dtype: ``module.to(...)`` afterwards would move the parameters out (``check_addresses`` tells).
+    The module's parameters become views (same ``Parameter`` objects, same values) and get
+    ``main_grad``, a float32 view of their shape; see [Note: main_grad protocol]. A parameter that
+    is used twice (tied weights) has one place. Frozen parameters (``requires_grad`` False) are left
+    alone. Create it after the module is on its device and in its final dtype: ``module.to(...)``
+    afterwards would move the parameters out (``check_addresses`` tells).
 
     Args:
         module: its trainable parameters must share one device.
-        extras: name -> number of float32 slots that ride on the gradient all-reduce (a sum): losses, flags.
-        counters: name -> number of exact integer counters; use them for counts that may pass 2**24 in one step.
-        ownership: which share of the parameters this rank updates; by default all. Reads: [Note: ownership]. It also
-            says whether weights of experts are apart.
+        extras: name -> number of float32 slots that ride on the gradient all-reduce (a sum):
+        losses, flags.
+        counters: name -> number of exact integer counters; use them for counts that may pass 2**24
+        in one step.
+        ownership: which share of the parameters this rank updates; by default all. Reads: [Note:
+            ownership]. It also says whether weights of experts are apart.
         bucket_elements: of a bucket, about. Reads: [Note: buckets].
     Raises:
-        ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters sharing memory.
+        ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters
+            sharing memory.
     """
 
     def __init__(
@@ -87,13 +94,19 @@ class FlatBuffers:
         sizes = _tail_sizes(extras, counters)
         tail = tail_elements(extras, counters)
         wide = any(part.dtype == torch.float64 for part in self.layout.parts)
-        self.storage = _aligned_zeros(self.layout.numel + tail, torch.float64 if wide else torch.float32, self.device)
+        self.storage = _aligned_zeros(
+            self.layout.numel + tail, torch.float64 if wide else torch.float32, self.device
+        )
         """Gradients, extras and counters: what one all-reduce moves."""
         self.grads = self.storage[: self.layout.numel]
         """``(numel,)`` float32: all gradients, padding included."""
         views = _carve(self.storage[self.layout.numel :], sizes)
-        self.extras: Mapping[str, Tensor] = MappingProxyType({name: views[f"extras/{name}"] for name in extras})
-        """Name -> 1-D float32 view; add to it before the all-reduce, read the sum over ranks after it."""
+        self.extras: Mapping[str, Tensor] = MappingProxyType(
+            {name: views[f"extras/{name}"] for name in extras}
+        )
+        """Name -> 1-D float32 view; add to it before the all-reduce, read the sum over ranks after
+        it.
+        """
         self.counters: Mapping[str, ExactCounter] = MappingProxyType(
             {name: ExactCounter(views[f"counters/{name}"]) for name in counters}
         )
@@ -122,26 +135,34 @@ class FlatBuffers:
     def param_view(self, slot: ParamSlot, flat: Mapping[Part, Tensor] | None = None) -> Tensor:
         """1-D view of a parameter's elements in its part's flat buffer."""
         offset = self.layout.span(slot.part)[0]
-        return (self.params if flat is None else flat)[slot.part][slot.start - offset : slot.end - offset]
+        return (self.params if flat is None else flat)[slot.part][
+            slot.start - offset : slot.end - offset
+        ]
 
     def zero_grad(self) -> None:
         """Set gradients, extras and counters to zero: one kernel, same addresses."""
         self.storage.zero_()
 
     def all_reduce(self, groups: ParallelGroups) -> None:
-        """Sum gradients, extras and counters over all ranks that hold the same parameters (identity for one rank)."""
+        """Sum gradients, extras and counters over all ranks that hold the same parameters (identity
+        for one rank).
+        """
         all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
 
     def reduce(self, groups: ParallelGroups) -> None:
-        """Sum gradients where their owner reads them, extras and counters everywhere; the identity for one rank.
+        """Sum gradients where their owner reads them, extras and counters everywhere; the identity
+        for one rank.
 
-        For an only owner that is ``all_reduce``. Among several, ``owned_grads`` hold sums afterwards and no other
-        gradient means anything.
+        For an only owner that is ``all_reduce``. Among several, ``owned_grads`` hold sums
+        afterwards and no other gradient means anything.
         """
         if self.owns_all:
             self.all_reduce(groups)
             return
-        spans = [(self.bucket_grads(bucket), self.owners(bucket.part).group) for bucket in self.layout.buckets]
+        spans = [
+            (self.bucket_grads(bucket), self.owners(bucket.part).group)
+            for bucket in self.layout.buckets
+        ]
         reduce_scatter_gradients(spans, self.tail, groups)
 
     @property
@@ -178,9 +199,11 @@ class FlatBuffers:
         return self.layout.owned_ranges(self.ownership.rank, experts.rank if experts else 0)
 
     def owned_grads(self) -> list[tuple[Part, Tensor]]:
-        """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, few, each with a part of it.
+        """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, few, each
+        with a part of it.
 
-        What lies one behind the other is one view, but for weights of experts, which never share one with others.
+        What lies one behind the other is one view, but for weights of experts, which never share
+        one with others.
         """
         spans: list[tuple[Part, int, int]] = []
         for bucket in self.layout.buckets:
@@ -198,7 +221,8 @@ class FlatBuffers:
         return self.bucket_params(bucket)[start - bucket.start : end - bucket.start]
 
     def gather_params(self) -> None:
-        """Fill all parameters with what their owners hold; a collective, the identity for an only owner.
+        """Fill all parameters with what their owners hold; a collective, the identity for an only
+        owner.
 
         With a ``gather`` of its own (``overlap.py``) it only starts.
         """
@@ -209,7 +233,9 @@ class FlatBuffers:
             all_gather_in_place(self.bucket_params(bucket), self.owners(bucket.part).group)
 
     def wait_params(self) -> None:
-        """Behind it every parameter may be read and written. Modules wait for their own when they are called."""
+        """Behind it every parameter may be read and written. Modules wait for their own when they
+        are called.
+        """
         if self.gather is not None:
             self.gather.wait()
 
@@ -227,7 +253,9 @@ class FlatBuffers:
                 )
 
 
-def flat_layout_of(module: nn.Module, ownership: Ownership, bucket_elements: int = BUCKET_ELEMENTS) -> FlatLayout:
+def flat_layout_of(
+    module: nn.Module, ownership: Ownership, bucket_elements: int = BUCKET_ELEMENTS
+) -> FlatLayout:
     """Where the trainable parameters of ``module`` lie; it may be on the meta device.
 
     Raises:
@@ -235,11 +263,15 @@ def flat_layout_of(module: nn.Module, ownership: Ownership, bucket_elements: int
     """
     experts = ownership.experts
     described = (
-        Described(name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p))
+        Described(
+            name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p)
+        )
         for name, p in module.named_parameters()
         if p.requires_grad
     )
-    return FlatLayout.plan(described, ownership.size, experts.size if experts else 1, bucket_elements)
+    return FlatLayout.plan(
+        described, ownership.size, experts.size if experts else 1, bucket_elements
+    )
 
 
 def tail_elements(extras: Mapping[str, int], counters: Mapping[str, int]) -> int:
@@ -277,7 +309,9 @@ def _only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     devices = {p.device: name for name, p in parameters.items()}
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"the parameters are on {len(devices)} devices ({places}); move the module to one first.")
+        raise ValueError(
+            f"the parameters are on {len(devices)} devices ({places}); move the module to one first."
+        )
     for name, p in parameters.items():
         if p.numel() and p.device.type != "meta":
             other = by_address.setdefault(p.data_ptr(), name)

@@ -1,31 +1,38 @@
-"""Where every parameter of a module lies in flat buffers, in which buckets they travel, and who owns what of them.
+"""Where every parameter of a module lies in flat buffers, in which buckets they travel, and who
+owns what of them.
 
-Pure functions of names, shapes, dtypes, weight-decay rules and numbers of owners: nothing here touches a device.
+Pure functions of names, shapes, dtypes, weight-decay rules and numbers of owners: nothing here
+touches a device.
 
-Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from their part's start)::
+Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from
+their part's start)::
 
     bf16 with decay | bf16 without | padding | fp32 with decay | fp32 without | padding | extras | counters
 
-Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is zero and stays zero.
+Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is
+zero and stays zero.
 
 [Note: weights of experts]
-Under expert parallelism the copies of an expert are on other ranks (``expert_dp``) than those of everything else
-(``dp_cp``). Its weights then have parts of their own, one per dtype, in front of the others, so that what is summed
-over ``dp_cp`` with the slots is one range still, and what is summed over ``expert_dp`` is another. Every target token
-has the same scale wherever it was computed, so both are plain sums.
+Under expert parallelism the copies of an expert are on other ranks (``expert_dp``) than those of
+everything else (``dp_cp``). Its weights then have parts of their own, one per dtype, in front of
+the others, so that what is summed over ``dp_cp`` with the slots is one range still, and what is
+summed over ``expert_dp`` is another. Every target token has the same scale wherever it was
+computed, so both are plain sums.
 
 [Note: buckets]
-What collectives move at a time. A part is cut into buckets at the first parameter border behind every
-``bucket_elements``; a part of several has its parameters without weight decay, small ones of all layers, in buckets
-of their own. So a bucket of matrices belongs to neighbouring layers and is complete while the backward pass still runs
-(``overlap.py``). Borders depend on nothing else, so that sums and norms are the same with and without overlap.
+What collectives move at a time. A part is cut into buckets at the first parameter border behind
+every ``bucket_elements``; a part of several has its parameters without weight decay, small ones of
+all layers, in buckets of their own. So a bucket of matrices belongs to neighbouring layers and is
+complete while the backward pass still runs (``overlap.py``). Borders depend on nothing else, so
+that sums and norms are the same with and without overlap.
 
 [Note: ownership]
-With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1): it alone receives the sum of their
-gradients, keeps their masters and moments and updates them. A bucket is padded to a multiple of 4,096 N elements and
-cut into N equal shares wherever that falls, inside a parameter too; rank r owns the r-th share of each bucket. So the
-shares of all ranks have one size, as collectives want it, and start at multiples of 128 bytes; both collectives work in
-place; and each row of 4,096 gradients, of which the norm is made, is the same for every N.
+With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1): it alone
+receives the sum of their gradients, keeps their masters and moments and updates them. A bucket is
+padded to a multiple of 4,096 N elements and cut into N equal shares wherever that falls, inside a
+parameter too; rank r owns the r-th share of each bucket. So the shares of all ranks have one size,
+as collectives want it, and start at multiples of 128 bytes; both collectives work in place; and
+each row of 4,096 gradients, of which the norm is made, is the same for every N.
 """
 
 from __future__ import annotations
@@ -43,7 +50,9 @@ from megatron_packed.distributed.groups import ParallelGroups
 ALIGN_ELEMENTS = 64
 """128 bytes of bf16: one offset in elements serves a parameter and its float32 gradient."""
 GRAIN_ELEMENTS = 4096
-"""A rank's share of each bucket is a multiple of this, so that norms can be taken in rows (``optim/clipping.py``)."""
+"""A rank's share of each bucket is a multiple of this, so that norms can be taken in rows
+(``optim/clipping.py``).
+"""
 BUCKET_ELEMENTS = 40_000_000
 """Of a bucket, about; Megatron's default where there are few ranks."""
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -70,12 +79,16 @@ class Ownership:
     rank: int = 0
     size: int = 1
     experts: Ownership | None = None
-    """Of the weights of experts, where their copies are on other ranks; None: they are like all others."""
+    """Of the weights of experts, where their copies are on other ranks; None: they are like all
+    others.
+    """
 
     @classmethod
     def over(cls, groups: ParallelGroups) -> Ownership:
         """Each rank that holds the same parameters owns a share of them."""
-        experts = cls(group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size)
+        experts = cls(
+            group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size
+        )
         return cls(
             group=groups.dp_cp_group,
             rank=groups.dp_cp_rank,
@@ -124,7 +137,9 @@ class ParamSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
-    """Contiguous elements ``[start, end)`` of one bucket and one weight-decay rule, padding included."""
+    """Contiguous elements ``[start, end)`` of one bucket and one weight-decay rule, padding
+    included.
+    """
 
     part: Part
     decay: bool
@@ -143,7 +158,9 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Order and place of every parameter; a pure function of names, shapes, dtypes, decay rules and owners."""
+    """Order and place of every parameter; a pure function of names, shapes, dtypes, decay rules and
+    owners.
+    """
 
     slots: tuple[ParamSlot, ...]
     ranges: tuple[FlatRange, ...]
@@ -168,28 +185,42 @@ class FlatLayout:
         """
         parameters = list(parameters)
         if not parameters:
-            raise ValueError("the module has no parameter that requires a gradient; there is nothing to train.")
+            raise ValueError(
+                "the module has no parameter that requires a gradient; there is nothing to train."
+            )
         for name, _, part, _ in parameters:
             if part.dtype not in DTYPES:
-                raise ValueError(f"parameter {name} has dtype {part.dtype}; train in torch.bfloat16 or torch.float32.")
+                raise ValueError(
+                    f"parameter {name} has dtype {part.dtype}; train in torch.bfloat16 or torch.float32."
+                )
         slots: list[ParamSlot] = []
         ranges: list[FlatRange] = []
         buckets: list[Bucket] = []
         offset = 0
         for part in PARTS:
             owners = num_expert_owners if part.expert else num_owners
-            for group in _buckets_of([item for item in parameters if item.part == part], bucket_elements):
+            for group in _buckets_of(
+                [item for item in parameters if item.part == part], bucket_elements
+            ):
                 start, number = offset, len(buckets)
                 begins: dict[bool, int] = {}
                 for name, shape, _, decay in group:
                     begins.setdefault(decay, offset)
                     place = {"start": offset, "end": offset + math.prod(shape)}
-                    slots.append(ParamSlot(name=name, shape=shape, part=part, decay=decay, bucket=number, **place))
+                    slots.append(
+                        ParamSlot(
+                            name=name, shape=shape, part=part, decay=decay, bucket=number, **place
+                        )
+                    )
                     offset = round_up(place["end"], ALIGN_ELEMENTS)
                 offset = start + round_up(offset - start, GRAIN_ELEMENTS * owners)
-                for (decay, begin), end in zip(begins.items(), [*list(begins.values())[1:], offset]):
+                for (decay, begin), end in zip(
+                    begins.items(), [*list(begins.values())[1:], offset]
+                ):
                     if begin < end:
-                        ranges.append(FlatRange(part=part, decay=decay, start=begin, end=end, bucket=number))
+                        ranges.append(
+                            FlatRange(part=part, decay=decay, start=begin, end=end, bucket=number)
+                        )
                 if start < offset:
                     buckets.append(Bucket(part, start, offset))
         return cls(
@@ -217,15 +248,23 @@ class FlatLayout:
         return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
 
     def owned_span(self, bucket: Bucket, rank: int) -> tuple[int, int]:
-        """First and last element of the share of ``bucket`` that ``rank`` owns. Reads: [Note: ownership]."""
-        share = (bucket.end - bucket.start) // (self.num_expert_owners if bucket.part.expert else self.num_owners)
+        """First and last element of the share of ``bucket`` that ``rank`` owns. Reads: [Note:
+        ownership].
+        """
+        share = (bucket.end - bucket.start) // (
+            self.num_expert_owners if bucket.part.expert else self.num_owners
+        )
         return bucket.start + rank * share, bucket.start + (rank + 1) * share
 
     def owned_ranges(self, rank: int, expert_rank: int = 0) -> list[FlatRange]:
-        """What ``rank`` owns of ``ranges``; ``expert_rank`` is its number among the owners of experts."""
+        """What ``rank`` owns of ``ranges``; ``expert_rank`` is its number among the owners of
+        experts.
+        """
         owned = []
         for item in self.ranges:
-            first, last = self.owned_span(self.buckets[item.bucket], expert_rank if item.part.expert else rank)
+            first, last = self.owned_span(
+                self.buckets[item.bucket], expert_rank if item.part.expert else rank
+            )
             start, end = max(item.start, first), min(item.end, last)
             if start < end:
                 owned.append(replace(item, start=start, end=end))

@@ -1,13 +1,15 @@
-"""From autograd's ``.grad`` to the flat float32 gradients, and from there over the data-parallel group.
+"""From autograd's ``.grad`` to the flat float32 gradients, and from there over the data-parallel
+group.
 
 [Note: main_grad protocol]
-Every parameter of a ``FlatBuffers`` carries ``main_grad``, a float32 view into one flat buffer. A gradient reaches it
-in one of two ways, and a tied weight uses both in one backward pass:
+Every parameter of a ``FlatBuffers`` carries ``main_grad``, a float32 view into one flat buffer. A
+gradient reaches it in one of two ways, and a tied weight uses both in one backward pass:
 
-* autograd accumulates into ``.grad``; the hook here adds that to ``main_grad`` and drops it at once, so that at most a
-  few parameters hold a second gradient at any time, and micro-batches accumulate in float32;
-* a layer's own backward adds to ``main_grad`` and returns None for the parameter: autograd then has nothing to
-  accumulate and the hook does not run, so nothing is counted twice.
+* autograd accumulates into ``.grad``; the hook here adds that to ``main_grad`` and drops it at
+  once, so that at most a few parameters hold a second gradient at any time, and micro-batches
+  accumulate in float32;
+* a layer's own backward adds to ``main_grad`` and returns None for the parameter: autograd then has
+  nothing to accumulate and the hook does not run, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from megatron_packed.distributed.groups import ParallelGroups
 
 
 def accumulate_into_main_grad(parameter: Tensor) -> None:
-    """Add ``parameter.grad`` to ``parameter.main_grad`` (float32, whatever the dtype of the former) and drop it."""
+    """Add ``parameter.grad`` to ``parameter.main_grad`` (float32, whatever the dtype of the former)
+    and drop it.
+    """
     if parameter.grad is not None:
         with torch.no_grad():
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
@@ -32,7 +36,8 @@ def accumulate_into_main_grad(parameter: Tensor) -> None:
 
 
 def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-    """Call ``accumulate_into_main_grad`` whenever autograd has accumulated into one of ``parameters``.
+    """Call ``accumulate_into_main_grad`` whenever autograd has accumulated into one of
+    ``parameters``.
 
     Reads: [Note: main_grad protocol].
     """
@@ -43,13 +48,16 @@ def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHan
 
 
 def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: int = 0) -> None:
-    """Sum the flat gradients and the slots behind them over all ranks with the same parameters, one all-reduce each.
+    """Sum the flat gradients and the slots behind them over all ranks with the same parameters, one
+    all-reduce each.
 
     A sum and no mean: losses are already divided by the target tokens of the whole global batch.
 
     Args:
-        storage: ``(gradients + extras,)`` float32, summed in place. Queued on the current stream on CUDA.
-        expert_numel: elements in front that are weights of experts, whose copies are on other ranks.
+        storage: ``(gradients + extras,)`` float32, summed in place. Queued on the current stream on
+        CUDA.
+        expert_numel: elements in front that are weights of experts, whose copies are on other
+            ranks.
     """
     if expert_numel:
         all_reduce_sum(storage[:expert_numel], groups.expert_dp_group)
@@ -62,7 +70,8 @@ def reduce_scatter_gradients(
     """Sum each span over its group, every rank its own equal share of it; sum ``tail`` everywhere.
 
     Args:
-        spans: 1-D float32 gradients, in place. What lies outside of a rank's own share is undefined afterwards.
+        spans: 1-D float32 gradients, in place. What lies outside of a rank's own share is undefined
+        afterwards.
         tail: the slots behind the gradients, as in ``all_reduce_gradients``.
     """
     for span, group in spans:

@@ -1,13 +1,15 @@
 """Process groups of this rank, built once at start-up from torchrun's environment.
 
-A size of 1 is the identity: its group is ``None``, no collective is called, and a run with one process needs no process
-group at all. Everything below ``training/`` receives a ``ParallelGroups`` (or its integers); nothing reads a global.
+A size of 1 is the identity: its group is ``None``, no collective is called, and a run with one
+process needs no process group at all. Everything below ``training/`` receives a ``ParallelGroups``
+(or its integers); nothing reads a global.
 
 [Note: who shares a communicator]
-Groups with the same ranks are one group, so that a layout of few axes has few communicators, but never across these two
-kinds: those that a forward or backward pass waits for (``tp``, ``cp``, ``ep``, ...), and those of gradients and weights
-(``dp``, ``dp_cp``, ``expert_dp``). A communicator works through its collectives one by one; gradients on their way
-would hold up the exchange of tokens, however well the two could overlap.
+Groups with the same ranks are one group, so that a layout of few axes has few communicators, but
+never across these two kinds: those that a forward or backward pass waits for (``tp``, ``cp``,
+``ep``, ...), and those of gradients and weights (``dp``, ``dp_cp``, ``expert_dp``). A communicator
+works through its collectives one by one; gradients on their way would hold up the exchange of
+tokens, however well the two could overlap.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Groups, sizes and ranks; the names are those of ``STYLE.md`` (axes of one element have group ``None``)."""
+    """Groups, sizes and ranks; the names are those of ``STYLE.md`` (axes of one element have group
+    ``None``).
+    """
 
     device: torch.device
     """Device of this rank's tensors, with its index on CUDA."""
@@ -64,10 +68,13 @@ class ParallelGroups:
     local_rank: int = 0
     """Number of this process on its host."""
     world_group: dist.ProcessGroup | None = None
-    """All ranks: for what concerns the run as a whole (checkpoints, decisions, the norm of all gradients)."""
+    """All ranks: for what concerns the run as a whole (checkpoints, decisions, the norm of all
+    gradients).
+    """
     mesh: DeviceMesh | None = None
-    """The dense grid (``dp``, ``cp``, ``tp``, those of more than one rank) over the groups below; ``None`` in a world
-    of one process."""
+    """The dense grid (``dp``, ``cp``, ``tp``, those of more than one rank) over the groups below;
+    ``None`` in a world of one process.
+    """
     expert_mesh: DeviceMesh | None = None
     """The same ranks as experts see them: ``expert_dp``, ``ep``, ``expert_tp``."""
 
@@ -124,8 +131,12 @@ class ParallelGroups:
         return cls(device=torch.device(device))
 
     @classmethod
-    def unjoined(cls, layout: Layout, device: torch.device | str = "meta", rank: int = 0) -> ParallelGroups:
-        """Sizes and ranks of one rank of a layout, for a model that is looked at and never run; nothing is started."""
+    def unjoined(
+        cls, layout: Layout, device: torch.device | str = "meta", rank: int = 0
+    ) -> ParallelGroups:
+        """Sizes and ranks of one rank of a layout, for a model that is looked at and never run;
+        nothing is started.
+        """
         fields: dict[str, Any] = {}
         for axis in GROUP_AXES:
             ranks = layout.ranks(axis, rank)
@@ -144,8 +155,9 @@ class ParallelGroups:
     ) -> ParallelGroups:
         """Join the processes that torchrun started.
 
-        A collective call: every rank must make it. With ``WORLD_SIZE`` absent or 1 nothing is initialised. On CUDA the
-        current device is set to ``LOCAL_RANK``, device tensors use NCCL and host tensors gloo; on the CPU all is gloo.
+        A collective call: every rank must make it. With ``WORLD_SIZE`` absent or 1 nothing is
+        initialised. On CUDA the current device is set to ``LOCAL_RANK``, device tensors use NCCL
+        and host tensors gloo; on the CPU all is gloo.
 
         Args:
             config: backend (``None`` chooses by device) and timeout of every collective in minutes.
@@ -153,14 +165,17 @@ class ParallelGroups:
             environment: in place of ``os.environ``.
             layout: of ``WORLD_SIZE`` ranks; by default all are data-parallel.
         Raises:
-            ValueError: the environment, the backend, the layout or the number of devices does not fit.
+            ValueError: the environment, the backend, the layout or the number of devices does not
+                fit.
         """
         environment = os.environ if environment is None else environment
         world_size = _integer(environment, "WORLD_SIZE", 1)
         rank = _integer(environment, "RANK", 0)
         local_rank = _integer(environment, "LOCAL_RANK", 0)
         if not 0 <= rank < world_size:
-            raise ValueError(f"RANK {rank} is not in [0, WORLD_SIZE {world_size}); start the processes with torchrun.")
+            raise ValueError(
+                f"RANK {rank} is not in [0, WORLD_SIZE {world_size}); start the processes with torchrun."
+            )
         layout = layout or Layout(world_size=world_size)
         if layout.world_size != world_size:
             raise ValueError(
@@ -181,14 +196,22 @@ class ParallelGroups:
             )
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         axes = _axis_groups(
-            layout, rank, backend="nccl" if on_nccl else None, timeout=_timeout(config.distributed_timeout_minutes)
+            layout,
+            rank,
+            backend="nccl" if on_nccl else None,
+            timeout=_timeout(config.distributed_timeout_minutes),
         )
         if on_nccl:
-            _leave_the_first_word([dist.group.WORLD, *axes.values()], _timeout(config.distributed_timeout_minutes))
+            _leave_the_first_word(
+                [dist.group.WORLD, *axes.values()], _timeout(config.distributed_timeout_minutes)
+            )
         fields: dict[str, Any] = {}
         for axis, group in axes.items():
             fields[f"{axis}_group"] = group
-            fields[f"{axis}_size"], fields[f"{axis}_rank"] = layout.size(axis), layout.rank_in(axis, rank)
+            fields[f"{axis}_size"], fields[f"{axis}_rank"] = (
+                layout.size(axis),
+                layout.rank_in(axis, rank),
+            )
         # A gloo group serves device tensors too, but only a mesh over the CPU takes it as it is.
         mesh_device = "cuda" if on_nccl else "cpu"
         return cls(
@@ -205,13 +228,16 @@ class ParallelGroups:
         )
 
     def another_world_group(self) -> dist.ProcessGroup | None:
-        """All ranks once more, for messages between the hosts from another thread than that of training; a collective.
+        """All ranks once more, for messages between the hosts from another thread than that of
+        training; a collective.
 
         ``None`` for one process.
         """
         if self.world_size == 1:
             return None
-        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout, group_desc="hosts")
+        made: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=self.timeout, group_desc="hosts"
+        )
         return made
 
     @property
@@ -223,14 +249,15 @@ class ParallelGroups:
         return torch.device("cpu") if "cpu:" in config or "gloo" in config else self.device
 
     def shutdown(self, timeout_seconds: float = 10.0) -> bool:
-        """End torch.distributed if ``create`` began it; may be called twice, blocks at most twice the limit.
+        """End torch.distributed if ``create`` began it; may be called twice, blocks at most twice
+        the limit.
 
-        Destroying a NCCL group waits for collectives that a dead peer never joins, so the call runs beside a clock;
-        when time is up the communicators are aborted.
+        Destroying a NCCL group waits for collectives that a dead peer never joins, so the call runs
+        beside a clock; when time is up the communicators are aborted.
 
         Returns:
-            Whether all was released in order. After ``False`` a thread may still hang inside the library: leave the
-            process by ``os._exit`` once what must be written is written.
+            Whether all was released in order. After ``False`` a thread may still hang inside the
+            library: leave the process by ``os._exit`` once what must be written is written.
         """
         if not self.owns_process_group or not dist.is_initialized():
             return True
@@ -247,7 +274,9 @@ def _integer(environment: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"environment variable {name} is {text!r}, not an integer; start with torchrun.") from None
+        raise ValueError(
+            f"environment variable {name} is {text!r}, not an integer; start with torchrun."
+        ) from None
 
 
 def _claim_device(device: torch.device, local_rank: int) -> torch.device:
@@ -270,7 +299,9 @@ def _backend(config: BackendConfig, device: torch.device) -> str:
     if backend not in ("nccl", "gloo"):
         raise ValueError(f"distributed backend {backend!r} is unknown; choose nccl (CUDA) or gloo.")
     if backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"--distributed-backend nccl needs CUDA devices, but the device is {device}; choose gloo.")
+        raise ValueError(
+            f"--distributed-backend nccl needs CUDA devices, but the device is {device}; choose gloo."
+        )
     return backend
 
 
@@ -289,7 +320,8 @@ def _initialize(
             "start the processes with torchrun."
         )
     dist.init_process_group(
-        # Host tensors (checkpoint manifests, decisions of rank 0) go through gloo and never touch the device's streams.
+        # Host tensors (checkpoint manifests, decisions of rank 0) go through gloo and never touch
+        # the device's streams.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         timeout=_timeout(config.distributed_timeout_minutes),
         world_size=world_size,
@@ -303,11 +335,17 @@ def _timeout(minutes: float) -> timedelta:
 
 
 def _leave_the_first_word(groups: Sequence[dist.ProcessGroup | None], timeout: timedelta) -> None:
-    """NCCL's watchdog kills a process whose collective takes too long; a host that waits for it then says why first."""
+    """NCCL's watchdog kills a process whose collective takes too long; a host that waits for it
+    then says why first.
+    """
     for group in groups:
         if group is not None:
-            with suppress(Exception):  # a private interface of torch: without it the job ends all the same
-                group._get_backend(torch.device("cuda"))._set_default_timeout(timeout + WATCHDOG_AFTER)
+            with suppress(
+                Exception
+            ):  # a private interface of torch: without it the job ends all the same
+                group._get_backend(torch.device("cuda"))._set_default_timeout(
+                    timeout + WATCHDOG_AFTER
+                )
 
 
 def _axis_groups(
@@ -331,16 +369,24 @@ def _axis_groups(
             made[key] = dist.group.WORLD
         elif key not in made:
             made[key], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                [list(ranks) for ranks in partition], timeout=timeout, backend=backend, group_desc=axis
+                [list(ranks) for ranks in partition],
+                timeout=timeout,
+                backend=backend,
+                group_desc=axis,
             )
         found[axis] = made[key]
     return found
 
 
 def _mesh(
-    layout: Layout, names: tuple[Axis, ...], groups: Mapping[Axis, dist.ProcessGroup | None], device_type: str
+    layout: Layout,
+    names: tuple[Axis, ...],
+    groups: Mapping[Axis, dist.ProcessGroup | None],
+    device_type: str,
 ) -> DeviceMesh:
-    """The grid of the axes ``names``, slowest first, over groups that exist; axes of one rank are left out."""
+    """The grid of the axes ``names``, slowest first, over groups that exist; axes of one rank are
+    left out.
+    """
     used = [(name, group) for name in names if (group := groups[name]) is not None]
     shape = [layout.size(name) for name, _ in used]
     return DeviceMesh.from_group(
@@ -362,5 +408,6 @@ def _finishes(call: Callable[[], object], timeout_seconds: float) -> bool:
 def _quietly(call: Callable[[], object]) -> None:
     try:
         call()
-    except Exception as error:  # a broken group may raise anything on its way out; the run's own error matters more
+    except Exception as error:
+        # a broken group may raise anything on its way out; the run's own error matters more
         print(f"process group ended with {type(error).__name__}: {error}", flush=True)

@@ -1,14 +1,16 @@
 """A thread that ends a job whose GPU makes no progress.
 
 [Note: hangs that no timeout sees]
-A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know that it is queued,
-and their timeout never ends. The host may not even notice: it queues replays until the driver takes no more, and then
-sits in the driver, where every other thread that asks CUDA anything has to wait, too. So a thread that knows nothing of
-CUDA looks for signs of life. A host that works (it compiles kernels, packs an epoch) is at another place of its program
-whenever one looks. One that waits for a step says so, and asks for the events behind its micro-batches: while they
-come, the device is alive. One that waits for other hosts is left to the timeout of that: it may find itself at the
-same place again and again, each time for a moment of its own. One that stands where it stood, or waits for events that
-do not come, for some minutes, belongs to a device that hangs.
+A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know
+that it is queued, and their timeout never ends. The host may not even notice: it queues replays
+until the driver takes no more, and then sits in the driver, where every other thread that asks CUDA
+anything has to wait, too. So a thread that knows nothing of CUDA looks for signs of life. A host
+that works (it compiles kernels, packs an epoch) is at another place of its program whenever one
+looks. One that waits for a step says so, and asks for the events behind its micro-batches: while
+they come, the device is alive. One that waits for other hosts is left to the timeout of that: it
+may find itself at the same place again and again, each time for a moment of its own. One that
+stands where it stood, or waits for events that do not come, for some minutes, belongs to a device
+that hangs.
 """
 
 from __future__ import annotations
@@ -47,14 +49,22 @@ class Heartbeat:
 
     Args:
         patience: seconds without a sign of life; looked for `LOOKS` times while they last.
-        on_hang: called once, in the thread of the watch; it is expected to end the process, and must not ask CUDA.
+        on_hang: called once, in the thread of the watch; it is expected to end the process, and
+        must not ask CUDA.
         mark: an event behind what is queued on the current stream.
     """
 
     def __init__(
-        self, patience: float, on_hang: Callable[[DeviceHangError], object], mark: Callable[[], Event] | None = None
+        self,
+        patience: float,
+        on_hang: Callable[[DeviceHangError], object],
+        mark: Callable[[], Event] | None = None,
     ) -> None:
-        self._patience, self._on_hang, self._mark = patience, on_hang, _record if mark is None else mark
+        self._patience, self._on_hang, self._mark = (
+            patience,
+            on_hang,
+            _record if mark is None else mark,
+        )
         self._pending: deque[Event] = deque()
         self._last = time.monotonic()
         self._resting = self._asks = False
@@ -86,7 +96,9 @@ class Heartbeat:
             self._last = time.monotonic()
 
     def wait(self) -> None:
-        """Until the device has come as far as the last `beat`: before a call that would wait for it in silence."""
+        """Until the device has come as far as the last `beat`: before a call that would wait for it
+        in silence.
+        """
         while self._pending:
             self.waits()
             time.sleep(_POLL_SECONDS)
@@ -116,7 +128,9 @@ class Heartbeat:
             if waits_for_hosts or (self._place != before and not asked):
                 self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
-                self._on_hang(DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s"))
+                self._on_hang(
+                    DeviceHangError(f"the GPU has made no progress for {self._patience:.0f} s")
+                )
                 return
 
     def _place_of_host(self) -> list[tuple[object, int]]:

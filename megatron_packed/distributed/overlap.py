@@ -1,20 +1,23 @@
-"""Collectives of data parallelism beside the work of the model: sums of gradients, and parameters that come back.
+"""Collectives of data parallelism beside the work of the model: sums of gradients, and parameters
+that come back.
 
-Both go by buckets ([Note: buckets] in ``flat_layout.py``) and by stages: the modules that the hidden state goes
-through, one after the other.
+Both go by buckets ([Note: buckets] in ``flat_layout.py``) and by stages: the modules that the
+hidden state goes through, one after the other.
 
 [Note: when gradients are complete]
-The gradient of a stage's input arrives when autograd is done with everything from that stage on: it takes the node made
-last of those that are ready, and what is used in a later stage was made later than what gave the stage's input. It does
-not matter whether a layer's gradients went through ``.grad`` or were added to ``main_grad`` by its own backward or by a
-graph's replay, and no parameter has to report: one without a gradient holds nothing up. A parameter that several stages
+The gradient of a stage's input arrives when autograd is done with everything from that stage on: it
+takes the node made last of those that are ready, and what is used in a later stage was made later
+than what gave the stage's input. It does not matter whether a layer's gradients went through
+``.grad`` or were added to ``main_grad`` by its own backward or by a graph's replay, and no
+parameter has to report: one without a gradient holds nothing up. A parameter that several stages
 use (tied weights) is complete with the first of them.
 
 [Note: one order on all ranks]
-Ranks must begin collectives in one order, across groups too. Buckets are therefore begun in a fixed order, in the
-thread of the backward pass, at places that depend on the model alone; hooks of parameters would not do, since autograd
-runs those of parameters without ``.grad`` in another thread. What is complete too late (the first stage, and gradients
-that are summed over tensor-parallel ranks before) is begun behind the backward pass.
+Ranks must begin collectives in one order, across groups too. Buckets are therefore begun in a fixed
+order, in the thread of the backward pass, at places that depend on the model alone; hooks of
+parameters would not do, since autograd runs those of parameters without ``.grad`` in another
+thread. What is complete too late (the first stage, and gradients that are summed over
+tensor-parallel ranks before) is begun behind the backward pass.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class Stage(NamedTuple):
 
 
 def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[list[int]]:
-    """For each bucket the numbers of the stages that use its parameters, ascending; 0 for one that none knows."""
+    """For each bucket the numbers of the stages that use its parameters, ascending; 0 for one that
+    none knows.
+    """
     used: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.parameters:
@@ -55,11 +60,13 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
 
 
 class OverlappedReduce:
-    """Sums of gradients that begin while the backward pass still runs. Reads: both notes of this module.
+    """Sums of gradients that begin while the backward pass still runs. Reads: both notes of this
+    module.
 
-    Use: ``begin()`` before the last micro-batch's forward pass, ``join()`` behind its backward pass, then ``finish()``.
-    The result is that of ``buffers.reduce``. Between ``join`` and ``finish`` nothing is under way, so each side may be
-    captured in a CUDA graph of its own; ``finish`` sums what the pass before it, captured or not, has left.
+    Use: ``begin()`` before the last micro-batch's forward pass, ``join()`` behind its backward
+    pass, then ``finish()``. The result is that of ``buffers.reduce``. Between ``join`` and
+    ``finish`` nothing is under way, so each side may be captured in a CUDA graph of its own;
+    ``finish`` sums what the pass before it, captured or not, has left.
 
     Args:
         buffers: gradients, by bucket.
@@ -69,15 +76,22 @@ class OverlappedReduce:
     """
 
     def __init__(
-        self, buffers: FlatBuffers, groups: ParallelGroups, stages: Sequence[Stage], late: Iterable[nn.Parameter] = ()
+        self,
+        buffers: FlatBuffers,
+        groups: ParallelGroups,
+        stages: Sequence[Stage],
+        late: Iterable[nn.Parameter] = (),
     ) -> None:
         self.buffers, self.groups = buffers, groups
         self.begun_in_backward = 0
         """Buckets whose sum began before the backward pass had ended, in the last step."""
         late_ids = {id(parameter) for parameter in late}
-        late_buckets = {s.bucket for s in buffers.layout.slots if id(buffers.parameters[s.name]) in late_ids}
+        late_buckets = {
+            s.bucket for s in buffers.layout.slots if id(buffers.parameters[s.name]) in late_ids
+        }
         first_use = [
-            0 if number in late_buckets else used[0] for number, used in enumerate(stages_of_buckets(buffers, stages))
+            0 if number in late_buckets else used[0]
+            for number, used in enumerate(stages_of_buckets(buffers, stages))
         ]
         self._queue = sorted(zip(first_use, buffers.layout.buckets), key=lambda item: -item[0])
         """First stage and bucket, in the order in which they are begun."""
@@ -101,8 +115,12 @@ class OverlappedReduce:
         self._under_way, self._active = [], False
 
     def finish(self) -> None:
-        """Sums of what has not begun, and of the slots behind the gradients; behind it all are there."""
-        self._next = self.begun_in_backward  # a second time, too: a capture of it comes behind a warm-up
+        """Sums of what has not begun, and of the slots behind the gradients; behind it all are
+        there.
+        """
+        self._next = (
+            self.begun_in_backward
+        )  # a second time, too: a capture of it comes behind a warm-up
         self._start(0)
         tail = self.buffers.tail
         if tail.numel():
@@ -132,14 +150,17 @@ class OverlappedReduce:
             own_share = not self.buffers.owns_all
             group = self.groups.expert_dp_group if bucket.part.expert else self.groups.dp_cp_group
             with torch.no_grad():
-                self._under_way.append(start_sum(self.buffers.bucket_grads(bucket), group, own_share=own_share))
+                self._under_way.append(
+                    start_sum(self.buffers.bucket_grads(bucket), group, own_share=own_share)
+                )
 
 
 class OverlappedGather:
-    """Parameters that come back from their owners while the next step has begun; for ``FlatBuffers.gather``.
+    """Parameters that come back from their owners while the next step has begun; for
+    ``FlatBuffers.gather``.
 
-    Buckets come in the order of first use. A stage waits for its own before its forward pass, in evaluation too; who
-    reads or writes parameters otherwise calls ``wait`` before.
+    Buckets come in the order of first use. A stage waits for its own before its forward pass, in
+    evaluation too; who reads or writes parameters otherwise calls ``wait`` before.
 
     Args:
         buffers: parameters, by bucket.
@@ -155,13 +176,17 @@ class OverlappedGather:
         """Number of the bucket -> what is under way."""
         for number, stage in enumerate(stages):
             needed = [bucket for bucket, used in enumerate(uses) if number in used]
-            stage.module.register_forward_pre_hook(partial(_before, partial(self._wait_for, needed)))
+            stage.module.register_forward_pre_hook(
+                partial(_before, partial(self._wait_for, needed))
+            )
 
     def start(self) -> None:
         """Begin to gather all parameters."""
         for number in self._order:
             bucket = self._buckets[number]
-            started = start_all_gather(self.buffers.bucket_params(bucket), self.buffers.owners(bucket.part).group)
+            started = start_all_gather(
+                self.buffers.bucket_params(bucket), self.buffers.owners(bucket.part).group
+            )
             if started is not None:
                 self._under_way[number] = started
 

@@ -1,4 +1,6 @@
-"""Random numbers: one seed per purpose; the state of every generator saved and restored bit for bit."""
+"""Random numbers: one seed per purpose; the state of every generator saved and restored bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch import Tensor
 
 
 def seed_for(seed: int, purpose: str, *keys: int | str) -> int:
-    """A 63-bit seed for one purpose: equal arguments give equal seeds on every rank, machine and version.
+    """A 63-bit seed for one purpose: equal arguments give equal seeds on every rank, machine and
+    version.
 
     Example:
         ``seed_for(1234, "init", "layers.0.norm.weight")``, ``seed_for(1234, "dropout", dp_rank)``.
@@ -26,27 +29,32 @@ def seed_for(seed: int, purpose: str, *keys: int | str) -> int:
 def seed_for_ranks(seed: int, purpose: str, *, dp_rank: int = 0, **ranks: int) -> int:
     """A seed for one purpose that differs between the ranks of the given axes and of no others.
 
-    An axis on which ranks must draw alike is left out. Rank 0 of an axis is as good as none, so that a layout with the
-    axis continues what one without it draws on its first ranks.
+    An axis on which ranks must draw alike is left out. Rank 0 of an axis is as good as none, so
+    that a layout with the axis continues what one without it draws on its first ranks.
 
     Args:
         dp_rank: the data-parallel rank.
         ranks: of further axes, e.g. ``cp_rank=1, tp_rank=0, ep_rank=3``.
     Example:
-        Dropout of hidden states, seeded by ``seed_for_ranks(1234, "dropout", dp_rank=2, cp_rank=1)``, is the same on
-        all tensor-parallel ranks, which hold the same tokens without sequence parallelism.
+        Dropout of hidden states, seeded by ``seed_for_ranks(1234, "dropout", dp_rank=2,
+        cp_rank=1)``, is the same on all tensor-parallel ranks, which hold the same tokens without
+        sequence parallelism.
     """
-    return seed_for(seed, purpose, dp_rank, *(f"{axis}={rank}" for axis, rank in sorted(ranks.items()) if rank))
+    return seed_for(
+        seed, purpose, dp_rank, *(f"{axis}={rank}" for axis, rank in sorted(ranks.items()) if rank)
+    )
 
 
 def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0) -> None:
-    """Seed python, numpy and torch (all devices) for this rank: ranks with different tokens draw different masks.
+    """Seed python, numpy and torch (all devices) for this rank: ranks with different tokens draw
+    different masks.
 
-    Parameters and data do not draw from these streams: their seeds come from ``seed_for`` and no rank enters them.
+    Parameters and data do not draw from these streams: their seeds come from ``seed_for`` and no
+    rank enters them.
 
     Args:
-        tp_rank: given under sequence parallelism alone: without it, tensor-parallel ranks hold the same hidden states
-            and must drop the same of them.
+        tp_rank: given under sequence parallelism alone: without it, tensor-parallel ranks hold the
+            same hidden states and must drop the same of them.
     """
     mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
     random.seed(mixed)
@@ -56,7 +64,9 @@ def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RngState:
-    """The generators of one process: 1-D uint8 tensors and a JSON-able dict, for a checkpoint without pickles."""
+    """The generators of one process: 1-D uint8 tensors and a JSON-able dict, for a checkpoint
+    without pickles.
+    """
 
     tensors: Mapping[str, Tensor]
     """``python``, ``numpy``, ``torch`` and, where CUDA is in use, ``cuda``; on the CPU."""
@@ -85,7 +95,11 @@ class RngState:
             tensors["cuda"] = torch.cuda.get_rng_state(device)
         metadata = {
             "python": {"version": version, "gauss": gauss},
-            "numpy": {"position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)},
+            "numpy": {
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
         }
         return cls(tensors=tensors, metadata=metadata)
 
@@ -99,7 +113,9 @@ class RngState:
         for name, size in sizes.items():
             found = self.tensors[name].numel() if name in self.tensors else 0
             if found != size:
-                raise ValueError(f"random state {name!r} has {found} bytes, its generator needs {size}.")
+                raise ValueError(
+                    f"random state {name!r} has {found} bytes, its generator needs {size}."
+                )
         python, numpy_state = self.metadata["python"], self.metadata["numpy"]
         words = _words(self.tensors["python"])
         random.setstate((int(python["version"]), tuple(words.tolist()), python["gauss"]))

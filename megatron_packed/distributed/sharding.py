@@ -1,17 +1,20 @@
-"""Which part of each parameter a tensor-parallel rank holds, and the sum of the gradients of what several ranks hold.
+"""Which part of each parameter a tensor-parallel rank holds, and the sum of the gradients of what
+several ranks hold.
 
 A parameter is split along one dimension, segment by segment: ``[z | x | B | C | dt]`` of a Mamba projection becomes the
-rank's heads of z, of x, its groups of B and C, and its heads of dt, side by side. What has fewer items than there are
-ranks (groups of B and C, key-value heads) is held by several neighbouring ranks.
+rank's heads of z, of x, its groups of B and C, and its heads of dt, side by side. What has fewer
+items than there are ranks (groups of B and C, key-value heads) is held by several neighbouring
+ranks.
 
 [Note: gradients of shared parameters]
-Ranks that hold a copy each find their own term of its gradient where they use it for different heads or different rows.
-The terms are summed once per step, after the last micro-batch and before data parallelism's sum, all of them in one
-all-reduce (``SharedGradients``), so that accumulation stays local and the weight gradients' kernels stay as they are.
-Every rank sums the same terms in the same order, so that copies stay bitwise equal. Parameters that all ranks use alike
-(norms without sequence parallelism) get equal gradients by themselves, up to what kernels round otherwise that are
-tuned on each rank or add in a changing order; the mean of the copies goes along, or they would drift apart over a long
-run.
+Ranks that hold a copy each find their own term of its gradient where they use it for different
+heads or different rows. The terms are summed once per step, after the last micro-batch and before
+data parallelism's sum, all of them in one all-reduce (``SharedGradients``), so that accumulation
+stays local and the weight gradients' kernels stay as they are. Every rank sums the same terms in
+the same order, so that copies stay bitwise equal. Parameters that all ranks use alike (norms
+without sequence parallelism) get equal gradients by themselves, up to what kernels round otherwise
+that are tuned on each rank or add in a changing order; the mean of the copies goes along, or they
+would drift apart over a long run.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Positions ``[start, start + length)`` of the whole; ``shared_by`` neighbouring ranks hold the same."""
+    """Positions ``[start, start + length)`` of the whole; ``shared_by`` neighbouring ranks hold the
+    same.
+    """
 
     start: int
     length: int
@@ -60,21 +65,37 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a parameter that one rank holds: ``pieces`` of dimension ``dim``, side by side in their order."""
+    """The part of a parameter that one rank holds: ``pieces`` of dimension ``dim``, side by side in
+    their order.
+    """
 
     dim: int
     length: int
     """Of dimension ``dim`` of the whole."""
     pieces: tuple[Piece, ...]
     own_gradients: bool = True
-    """Whether each of the ranks that share a piece finds its own term of its gradient; else all find all of it."""
+    """Whether each of the ranks that share a piece finds its own term of its gradient; else all
+    find all of it.
+    """
     padding: int = 0
-    """Positions at the end of the whole that are there for this layout alone: no checkpoint knows them."""
+    """Positions at the end of the whole that are there for this layout alone: no checkpoint knows
+    them.
+    """
     first: Range | None = None
-    """Of dimension 0 where that is split too, among other ranks than ``dim`` > 0 is: experts among theirs."""
+    """Of dimension 0 where that is split too, among other ranks than ``dim`` > 0 is: experts among
+    theirs.
+    """
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], rank: int, size: int, *, dim: int = 0, axis: str = "tp_size") -> Shard:
+    def of(
+        cls,
+        segments: Sequence[Segment],
+        rank: int,
+        size: int,
+        *,
+        dim: int = 0,
+        axis: str = "tp_size",
+    ) -> Shard:
         """Rank ``rank`` of ``size``'s part of consecutive segments.
 
         Args:
@@ -85,14 +106,19 @@ class Shard:
             Two groups of 16 on rank 3 of 4: positions 16 to 32, shared by 2 ranks.
         """
         starts = list(accumulate((s.count * s.width for s in segments), initial=0))
-        pieces = tuple(_piece(segment, start, rank, size, axis) for segment, start in zip(segments, starts))
+        pieces = tuple(
+            _piece(segment, start, rank, size, axis) for segment, start in zip(segments, starts)
+        )
         return cls(dim=dim, length=starts[-1], pieces=pieces)
 
     @classmethod
     def replicated(cls, length: int, size: int, *, own_gradients: bool) -> Shard:
         """The whole on each of ``size`` ranks; ``length`` is that of dimension 0."""
         return cls(
-            dim=0, length=length, pieces=(Piece(start=0, length=length, shared_by=size),), own_gradients=own_gradients
+            dim=0,
+            length=length,
+            pieces=(Piece(start=0, length=length, shared_by=size),),
+            own_gradients=own_gradients,
         )
 
     @property
@@ -105,12 +131,20 @@ class Shard:
         return zip(accumulate((piece.length for piece in self.pieces), initial=0), self.pieces)
 
     def stored_columns(self) -> list[tuple[int, Piece]]:
-        """As ``local_pieces``, without padding and with neighbours that as many ranks hold joined to one."""
+        """As ``local_pieces``, without padding and with neighbours that as many ranks hold joined
+        to one.
+        """
         joined: list[tuple[int, Piece]] = []
         for begin, piece in self.local_pieces():
-            piece = replace(piece, length=min(piece.length, max(self.length - self.padding - piece.start, 0)))
+            piece = replace(
+                piece, length=min(piece.length, max(self.length - self.padding - piece.start, 0))
+            )
             at, last = joined[-1] if joined else (0, Piece(start=-1, length=0))
-            if (at + last.length, last.start + last.length, last.shared_by) == (begin, piece.start, piece.shared_by):
+            if (at + last.length, last.start + last.length, last.shared_by) == (
+                begin,
+                piece.start,
+                piece.shared_by,
+            ):
                 joined[-1] = (at, replace(last, length=last.length + piece.length))
             elif piece.length:
                 joined.append((begin, piece))
@@ -137,18 +171,24 @@ class Shard:
         """This rank's part of ``whole``."""
         assert whole.shape[self.dim] == self.length, (tuple(whole.shape), self)
         whole = self._own_range(whole)
-        return torch.cat([whole.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim)
+        return torch.cat(
+            [whole.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim
+        )
 
     def pad(self, stored: Tensor) -> Tensor:
         """The whole of this layout from the whole of a checkpoint: zeros behind it."""
-        padding = stored.new_zeros(*stored.shape[: self.dim], self.padding, *stored.shape[self.dim + 1 :])
+        padding = stored.new_zeros(
+            *stored.shape[: self.dim], self.padding, *stored.shape[self.dim + 1 :]
+        )
         return torch.cat([stored, padding], dim=self.dim) if self.padding else stored
 
     def place(self, local: Tensor, whole: Tensor) -> None:
         """Write this rank's part into ``whole``, in place: the inverse of ``take``."""
         whole = self._own_range(whole)
         for begin, piece in self.local_pieces():
-            whole.narrow(self.dim, piece.start, piece.length).copy_(local.narrow(self.dim, begin, piece.length))
+            whole.narrow(self.dim, piece.start, piece.length).copy_(
+                local.narrow(self.dim, begin, piece.length)
+            )
 
     def _own_range(self, whole: Tensor) -> Tensor:
         return whole if self.first is None else whole.narrow(0, self.first.start, self.first.length)
@@ -156,20 +196,25 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPiece:
-    """Consecutive elements of a rank's part of a parameter and where they lie in the whole, both counted flat."""
+    """Consecutive elements of a rank's part of a parameter and where they lie in the whole, both
+    counted flat.
+    """
 
     local_start: int
     global_start: int
     length: int
     owned: bool
-    """Whether this rank is the first of those that hold it: owned pieces of all ranks are the whole, once."""
+    """Whether this rank is the first of those that hold it: owned pieces of all ranks are the
+    whole, once.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
     """Elements of a rank's part of a parameter and where a checkpoint has them, both counted flat.
 
-    ``rows`` runs of ``length`` elements; from one run to the next it is ``local_stride`` here, ``global_stride`` there.
+    ``rows`` runs of ``length`` elements; from one run to the next it is ``local_stride`` here,
+    ``global_stride`` there.
     """
 
     local_start: int
@@ -184,7 +229,10 @@ class StoredPiece:
     def runs(self) -> Iterator[tuple[int, int]]:
         """Where each run begins, here and there."""
         for row in range(self.rows):
-            yield self.local_start + row * self.local_stride, self.global_start + row * self.global_stride
+            yield (
+                self.local_start + row * self.local_stride,
+                self.global_start + row * self.global_stride,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +263,9 @@ class ShardedParameter:
         return torch.Size(shape)
 
     def stored_pieces(self) -> list[StoredPiece]:
-        """What a checkpoint holds of this rank's part: few pieces whatever the shape, as neighbours are joined."""
+        """What a checkpoint holds of this rank's part: few pieces whatever the shape, as neighbours
+        are joined.
+        """
         shard, shape = self.shard, self.parameter.shape
         assert shard.padding == 0 or shard.dim == 0, shard
         inner, outer = prod(shape[shard.dim + 1 :]), prod(shape[: shard.dim])
@@ -226,18 +276,32 @@ class ShardedParameter:
             starts = (begin * inner, before * strides[1] + piece.start * inner)
             length, owned = piece.length * inner, self.rank % piece.shared_by == 0
             if outer > 1 and (length, length) != strides:
-                pieces.append(StoredPiece(
-                    local_start=starts[0], global_start=starts[1], length=length, owned=owned, rows=outer,
-                    local_stride=strides[0], global_stride=strides[1],
-                ))  # fmt: skip
+                pieces.append(
+                    StoredPiece(
+                        local_start=starts[0],
+                        global_start=starts[1],
+                        length=length,
+                        owned=owned,
+                        rows=outer,
+                        local_stride=strides[0],
+                        global_stride=strides[1],
+                    )
+                )
             else:
-                pieces.append(StoredPiece(
-                    local_start=starts[0], global_start=starts[1], length=outer * length, owned=owned,
-                ))  # fmt: skip
+                pieces.append(
+                    StoredPiece(
+                        local_start=starts[0],
+                        global_start=starts[1],
+                        length=outer * length,
+                        owned=owned,
+                    )
+                )
         return pieces
 
     def flat_pieces(self) -> list[FlatPiece]:
-        """What this rank holds as ranges of flat elements, in the order of the whole's outer dimensions."""
+        """What this rank holds as ranges of flat elements, in the order of the whole's outer
+        dimensions.
+        """
         shard, shape = self.shard, self.parameter.shape
         inner = prod(shape[shard.dim + 1 :])
         outer = range(prod(shape[: shard.dim]))
@@ -260,7 +324,9 @@ def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
 
 
 def set_expert_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """As ``set_shard``, for weights of experts: their copies are on the ranks of ``expert_dp``, not of ``dp_cp``."""
+    """As ``set_shard``, for weights of experts: their copies are on the ranks of ``expert_dp``, not
+    of ``dp_cp``.
+    """
     parameter.is_expert = True  # type: ignore[attr-defined]
     return set_shard(parameter, shard)
 
@@ -278,28 +344,39 @@ def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:
     return shard
 
 
-def sharded_parameters(module: nn.Module, tp_rank: int, tp_size: int) -> dict[str, ShardedParameter]:
-    """Every parameter of ``module`` by name, a tied one once: its whole shape and this rank's part of it."""
+def sharded_parameters(
+    module: nn.Module, tp_rank: int, tp_size: int
+) -> dict[str, ShardedParameter]:
+    """Every parameter of ``module`` by name, a tied one once: its whole shape and this rank's part
+    of it.
+    """
     return {
-        name: ShardedParameter(name=name, parameter=parameter, shard=shard_of(parameter, tp_size), rank=tp_rank)
+        name: ShardedParameter(
+            name=name, parameter=parameter, shard=shard_of(parameter, tp_size), rank=tp_rank
+        )
         for name, parameter in module.named_parameters()
     }
 
 
 class SharedGradients:
-    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they hold together; the mean
-    where each has found all of it.
+    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they
+    hold together; the mean where each has found all of it.
 
-    Call ``sum`` once per optimizer step, when the last micro-batch's gradients are there and before they are summed
-    over data-parallel ranks. Static shapes, one all-reduce, no host read; nothing at all for one rank.
-    See [Note: gradients of shared parameters].
+    Call ``sum`` once per optimizer step, when the last micro-batch's gradients are there and before
+    they are summed over data-parallel ranks. Static shapes, one all-reduce, no host read; nothing
+    at all for one rank. See [Note: gradients of shared parameters].
 
     Args:
         parameters: all of the model, in the same order on all ranks.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, *, tp_rank: int, tp_size: int
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        tp_rank: int,
+        tp_size: int,
     ) -> None:
         self.group, self.numel = group, 0
         self._places: list[_Place] = []
@@ -309,10 +386,13 @@ class SharedGradients:
                 if piece.shared_by > 1 and parameter.requires_grad:
                     self._add(parameter, shard, begin, piece, tp_rank, tp_size)
 
-    def _add(self, parameter: nn.Parameter, shard: Shard, begin: int, piece: Piece, rank: int, size: int) -> None:
+    def _add(
+        self, parameter: nn.Parameter, shard: Shard, begin: int, piece: Piece, rank: int, size: int
+    ) -> None:
         dim, numel = shard.dim, parameter.narrow(shard.dim, begin, piece.length).numel()
         weight = 1.0 if shard.own_gradients else 1 / piece.shared_by
-        # Other ranks share other pieces of the same kind: each has a place of its own in the one buffer.
+        # Other ranks share other pieces of the same kind: each has a place of its own in the one
+        # buffer.
         mine = self.numel + rank // piece.shared_by * numel
         self._places.append(_Place(parameter, dim, begin, piece.length, mine, mine + numel, weight))
         self.numel += size // piece.shared_by * numel
@@ -324,14 +404,24 @@ class SharedGradients:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum ``main_grad`` where a parameter has one, else ``grad``, in place; in float32 (float64 for float64)."""
-        found = [(place, gradient) for place in self._places if (gradient := _gradient(place.parameter)) is not None]
+        """Sum ``main_grad`` where a parameter has one, else ``grad``, in place; in float32 (float64
+        for float64).
+        """
+        found = [
+            (place, gradient)
+            for place in self._places
+            if (gradient := _gradient(place.parameter)) is not None
+        ]
         if self.group is None or not found:
             return
-        gradients = [gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found]
+        gradients = [
+            gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found
+        ]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
-        terms = [buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)]
+        terms = [
+            buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
+        ]
         torch._foreach_copy_(terms, gradients)
         torch._foreach_mul_(terms, [place.weight for place, _ in found])
         all_reduce_sum(buffer, self.group)
@@ -362,6 +452,10 @@ def _piece(segment: Segment, start: int, rank: int, size: int, axis: str) -> Pie
         length = count // size * width
         return Piece(start=start + rank * length, length=length)
     if segment.shareable and size % count == 0:
-        return Piece(start=start + rank * count // size * width, length=width, shared_by=size // count)
+        return Piece(
+            start=start + rank * count // size * width, length=width, shared_by=size // count
+        )
     cure = "a divisor or a multiple of it" if segment.shareable else "a divisor of it"
-    raise ValueError(f"{axis} ({size}) does not fit the number of {segment.noun} ({count}); choose {cure}.")
+    raise ValueError(
+        f"{axis} ({size}) does not fit the number of {segment.noun} ({count}); choose {cure}."
+    )

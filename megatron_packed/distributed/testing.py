@@ -1,8 +1,10 @@
-"""Run functions in several processes that form a process group: the harness of the distributed tests.
+"""Run functions in several processes that form a process group: the harness of the distributed
+tests.
 
-Processes come from a fork server that has torch imported, so a start costs a fraction of a second; it has no CUDA
-context and no threads, so forking it is safe. The rendezvous store lives in the caller: no port is ever guessed.
-A ``WorkerPool`` keeps its processes, and the groups of every layout that was asked for, from one call to the next.
+Processes come from a fork server that has torch imported, so a start costs a fraction of a second;
+it has no CUDA context and no threads, so forking it is safe. The rendezvous store lives in the
+caller: no port is ever guessed. A ``WorkerPool`` keeps its processes, and the groups of every
+layout that was asked for, from one call to the next.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def run_distributed(
     timeout: float = 60.0,
     layout: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """``WorkerPool.run`` in processes of its own, for what would spoil a pool: deaths, signals, ends of groups."""
+    """``WorkerPool.run`` in processes of its own, for what would spoil a pool: deaths, signals,
+    ends of groups.
+    """
     with WorkerPool(world_size, backend=backend, collective_timeout=timeout) as pool:
         return pool.run(fn, *args, timeout=timeout, layout=layout)
 
@@ -72,14 +76,17 @@ def run_distributed(
 class WorkerPool:
     """``world_size`` processes that form one process group and call functions together.
 
-    Every process has torchrun's environment variables and one thread. A call that fails ends the pool.
+    Every process has torchrun's environment variables and one thread. A call that fails ends the
+    pool.
 
     Args:
         backend: gloo for the CPU, nccl for CUDA.
         collective_timeout: seconds after which a collective fails.
     """
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", collective_timeout: float = 60.0) -> None:
+    def __init__(
+        self, world_size: int, *, backend: str = "gloo", collective_timeout: float = 60.0
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -95,7 +102,9 @@ class WorkerPool:
         )
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, replace(setup, rank=rank)), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, replace(setup, rank=rank)), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks[ours] = _Rank(rank, process)
@@ -120,14 +129,18 @@ class WorkerPool:
     ) -> list[Any]:
         """Call ``fn(groups, *args)`` in every process and return what each rank returned.
 
-        ``groups: ParallelGroups`` spans the whole pool (with ``world_size`` 1: ``ParallelGroups.single()``), on ``cpu``
-        for gloo and ``cuda`` for nccl. Generators are seeded alike before every call.
+        ``groups: ParallelGroups`` spans the whole pool (with ``world_size`` 1:
+        ``ParallelGroups.single()``), on ``cpu`` for gloo and ``cuda`` for nccl. Generators are
+        seeded alike before every call.
 
         Args:
-            fn: a function of a module (not a lambda or a local one), so that the processes can import it.
+            fn: a function of a module (not a lambda or a local one), so that the processes can
+            import it.
             args: passed on; picklable.
-            layout: sizes of ``config.layout.Layout``, e.g. ``{"tp_size": 2}``; by default all is data-parallel.
-            timeout: seconds for the whole call; ranks still running are killed then, with their stacks in the error.
+            layout: sizes of ``config.layout.Layout``, e.g. ``{"tp_size": 2}``; by default all is
+            data-parallel.
+            timeout: seconds for the whole call; ranks still running are killed then, with their
+            stacks in the error.
         Returns:
             One result per rank; tensors come back on the CPU, also inside dicts, lists and tuples.
         Raises:
@@ -229,14 +242,17 @@ def _collect(ranks: dict[Connection, _Rank], deadline: float, stacks: Path) -> l
                 results[entry.number] = value
             else:
                 failures.append(value)
-                # Peers of a failed rank wait for it in a collective: give them a moment to say so, no more.
+                # Peers of a failed rank wait for it in a collective: give them a moment to say so,
+                # no more.
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for entry in open_ends.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(entry.process.pid, signal.SIGUSR2)  # it writes its stacks
     time.sleep(_STACK_SECONDS if open_ends else 0)
     for entry in open_ends.values():
-        failures.append(f"rank {entry.number} did not finish in time and was killed.{_stack(stacks, entry.number)}")
+        failures.append(
+            f"rank {entry.number} did not finish in time and was killed.{_stack(stacks, entry.number)}"
+        )
     if failures:
         raise DistributedError("\n\n".join(failures))
     return [results[rank] for rank in sorted(results)]
@@ -247,7 +263,10 @@ def _receive(end: Connection, entry: _Rank) -> tuple[bool, Any]:
         ok, value = end.recv()
     except (EOFError, ConnectionResetError):
         entry.process.join(5)
-        return False, f"rank {entry.number} died without a word (exit code {entry.process.exitcode})."
+        return (
+            False,
+            f"rank {entry.number} died without a word (exit code {entry.process.exitcode}).",
+        )
     return ok, _unpack(value) if ok else value
 
 
@@ -266,7 +285,8 @@ def _work(caller: Connection, setup: _Setup) -> None:
         LOCAL_WORLD_SIZE=str(setup.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(setup.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's; rank 0 must not open another
+        # the store is the caller's; rank 0 must not open another
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -288,8 +308,12 @@ def _work(caller: Connection, setup: _Setup) -> None:
 
 
 def _serve(caller: Connection, setup: _Setup) -> bool:
-    """Answer calls until the caller has none left; returns whether the process group ended in order."""
-    config = _Backend(distributed_backend=setup.backend, distributed_timeout_minutes=setup.timeout / 60)
+    """Answer calls until the caller has none left; returns whether the process group ended in
+    order.
+    """
+    config = _Backend(
+        distributed_backend=setup.backend, distributed_timeout_minutes=setup.timeout / 60
+    )
     device = "cuda" if setup.backend == "nccl" else "cpu"
     world = ParallelGroups.create(config, device)
     made = {Layout(world_size=setup.world_size): world}
@@ -305,7 +329,9 @@ def _serve(caller: Connection, setup: _Setup) -> bool:
 def _pack(value: Any) -> Any:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _PackedTensor(dtype=value.dtype, shape=tuple(value.shape), data=flat.numpy().tobytes())
+        return _PackedTensor(
+            dtype=value.dtype, shape=tuple(value.shape), data=flat.numpy().tobytes()
+        )
     if isinstance(value, dict):
         return {key: _pack(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -317,7 +343,11 @@ def _unpack(value: Any) -> Any:
     if isinstance(value, _PackedTensor):
         if not value.data:
             return torch.empty(value.shape, dtype=value.dtype)
-        return torch.frombuffer(bytearray(value.data), dtype=torch.uint8).view(value.dtype).reshape(value.shape)
+        return (
+            torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+            .view(value.dtype)
+            .reshape(value.shape)
+        )
     if isinstance(value, dict):
         return {key: _unpack(item) for key, item in value.items()}
     if type(value) in (list, tuple):

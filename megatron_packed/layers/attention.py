@@ -1,8 +1,8 @@
 """Causal self-attention within each document of a pack.
 
-Letters: T tokens, D hidden size, N query heads, K key-value heads (query groups), H head dimension, P positions,
-R half of the rotated dimensions, O output width of the fused projection. Of c context-parallel ranks each has T / c
-tokens, but where it has all of them for N / c heads.
+Letters: T tokens, D hidden size, N query heads, K key-value heads (query groups), H head dimension,
+P positions, R half of the rotated dimensions, O output width of the fused projection. Of c
+context-parallel ranks each has T / c tokens, but where it has all of them for N / c heads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ class Rotary(nn.Module):
     sin_PR: Tensor
 
     def __init__(
-        self, *, max_positions: int, rotary_dim: int, base: float, device: torch.device | str, backend: str = "auto"
+        self,
+        *,
+        max_positions: int,
+        rotary_dim: int,
+        base: float,
+        device: torch.device | str,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.max_positions, self.backend = max_positions, backend
@@ -50,7 +56,9 @@ class Rotary(nn.Module):
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         rotated: tuple[Tensor, Tensor] = apply_rope(
             q_TNH, k_TKH, position_ids_T, self.cos_PR, self.sin_PR, backend=self.backend
         )
@@ -63,20 +71,25 @@ def query_heads(config: ModelConfig) -> Segment:
 
 
 def key_value_heads(config: ModelConfig) -> Segment:
-    """Groups of the fused projection's rows: the query heads of a key-value head, and the keys and values."""
+    """Groups of the fused projection's rows: the query heads of a key-value head, and the keys and
+    values.
+    """
     heads_per_group = config.num_attention_heads // config.num_query_groups
     width = (heads_per_group + 2) * config.head_dim
-    return Segment(noun="key-value heads", count=config.num_query_groups, width=width, shareable=True)
+    return Segment(
+        noun="key-value heads", count=config.num_query_groups, width=width, shareable=True
+    )
 
 
 def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
-    """This rank's rows of the fused projection: whole groups, or some query heads of one group and its key and value.
+    """This rank's rows of the fused projection: whole groups, or some query heads of one group and
+    its key and value.
 
     Raises:
         ValueError: the heads do not fit the ranks.
     Example:
-        4 query heads and 2 key-value heads on rank 1 of 4: the second query head of the first group (rows H to 2H), and
-        that group's key and value (2H to 4H), which rank 0 has too.
+        4 query heads and 2 key-value heads on rank 1 of 4: the second query head of the first group
+        (rows H to 2H), and that group's key and value (2H to 4H), which rank 0 has too.
     """
     queries = tp.local_count(query_heads(config)) * config.head_dim
     groups = tp.shard(key_value_heads(config))
@@ -93,7 +106,8 @@ def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
 
 
 def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel) -> tuple[int, int]:
-    """Query and key-value heads for which a rank sees whole documents: its own, or with ``a2a`` its part of them.
+    """Query and key-value heads for which a rank sees whole documents: its own, or with ``a2a`` its
+    part of them.
 
     Raises:
         ValueError: they do not divide among the context-parallel ranks.
@@ -108,12 +122,15 @@ def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel)
 class Attention(nn.Module):
     """Grouped-query attention with one fused projection.
 
-    The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its N/K query heads,
+    The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its
+    N/K query heads,
     then the key head, then the value head (``q q k v | q q k v | ...``), H rows each. A tensor-parallel rank therefore
-    owns a contiguous range of rows where there are enough groups; where not, ranks share one (`qkv_shard`).
+    owns a contiguous range of rows where there are enough groups; where not, ranks share one
+    (`qkv_shard`).
 
-    Context-parallel ranks have rows of the hidden state. With ``a2a`` they exchange heads for rows, run the kernel on
-    whole documents, and exchange back; with ``all_gather`` and ``p2p`` keys and values travel to the queries.
+    Context-parallel ranks have rows of the hidden state. With ``a2a`` they exchange heads for rows,
+    run the kernel on whole documents, and exchange back; with ``all_gather`` and ``p2p`` keys and
+    values travel to the queries.
 
     Args:
         config: sizes and biases.
@@ -138,7 +155,8 @@ class Attention(nn.Module):
         super().__init__()
         attended_heads(config, tp, cp)  # refuses heads that do not divide
         self.cp, self.recompute_core, self.offload = cp, recompute_core, offload
-        # Kernels of attention move the generator although nothing is drawn for them, and dropout would notice.
+        # Kernels of attention move the generator although nothing is drawn for them, and dropout
+        # would notice.
         self.dropout_around = config.hidden_dropout > 0
         self.peers = Peers(
             rank=cp.rank,
@@ -162,7 +180,9 @@ class Attention(nn.Module):
         parts = implementation(backends.transformer_impl, device, dtype)
         self.qkv = parts.column_parallel(config.hidden_size, rows, bias=qkv_bias, **options)
         columns = tp.shard(query_heads(config), dim=1)
-        self.proj = parts.row_parallel(columns, config.hidden_size, bias=config.add_bias_linear, **options)
+        self.proj = parts.row_parallel(
+            columns, config.hidden_size, bias=config.add_bias_linear, **options
+        )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
@@ -177,7 +197,8 @@ class Attention(nn.Module):
     def _core(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, O)`` of queries, keys and values -> ``(T, N H)``."""
         tokens = qkv_TO.shape[0]
-        # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward is one copy
+        # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward
+        # is one copy
         q, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
         q_TNH = q.reshape(tokens, self.num_heads, self.head_dim)
         if self.rotary is not None:
@@ -189,10 +210,13 @@ class Attention(nn.Module):
         prepared_T = packed.tables.get("rope_position_ids")
         if isinstance(prepared_T, Tensor):
             return prepared_T
-        # The tail may be longer than the tables; its position is of no consequence, and must lie inside them.
+        # The tail may be longer than the tables; its position is of no consequence, and must lie
+        # inside them.
         return self.cp.own(packed.position_ids * packed.valid, packed)
 
-    def _attend_by_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams) -> Tensor:
+    def _attend_by_heads(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
         """Whole documents for this rank's part of the heads."""
         q_TNH, k_TKH, v_TKH = rows_to_heads((q_TNH, k_TKH, v_TKH), self.cp.group)
         o_TNH = varlen_attention(
@@ -209,7 +233,9 @@ class Attention(nn.Module):
         (o_TNH,) = heads_to_rows((o_TNH,), self.cp.group)
         return o_TNH
 
-    def _attend_by_rows(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams) -> Tensor:
+    def _attend_by_rows(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
         """All heads for this rank's rows."""
         order = self.cp.order(packed)
         assert order is not None, "keys and values travel where rows lie in a zigzag"

@@ -1,4 +1,6 @@
-"""Which implementation each op of a model uses, and whose linears and norms its layers are built from."""
+"""Which implementation each op of a model uses, and whose linears and norms its layers are built
+from.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Backend names by op, as `megatron_packed.ops.dispatch` understands them. ``auto`` takes the fastest that fits."""
+    """Backend names by op, as `megatron_packed.ops.dispatch` understands them. ``auto`` takes the
+    fastest that fits.
+    """
 
     varlen_attention: str = "auto"
     zigzag_attention: str = "auto"
@@ -24,20 +28,32 @@ class Backends:
     deterministic: bool = False
     """Ask kernels that have a choice for their run-to-run deterministic variant."""
     transformer_impl: str = "local"
-    """Whose parallel linears and norms: ``local`` or ``transformer_engine``, whose attention ``auto`` then is too."""
+    """Whose parallel linears and norms: ``local`` or ``transformer_engine``, whose attention
+    ``auto`` then is too.
+    """
 
     def __post_init__(self) -> None:
-        for op in ("varlen_attention", "zigzag_attention") if self.transformer_impl == "transformer_engine" else ():
+        for op in (
+            ("varlen_attention", "zigzag_attention")
+            if self.transformer_impl == "transformer_engine"
+            else ()
+        ):
             if getattr(self, op) == "auto":
                 object.__setattr__(self, op, "transformer_engine")
 
     @classmethod
     def of(cls, backends: Backends | Mapping[str, str] | None) -> Backends:
-        """A mapping from op to backend name as `Backends`; ops that are not named, or all for None, get ``auto``."""
+        """A mapping from op to backend name as `Backends`; ops that are not named, or all for None,
+        get ``auto``.
+        """
         return backends if isinstance(backends, cls) else cls(**(backends or {}))
 
     @classmethod
     def reference(cls) -> Backends:
         """Plain PyTorch everywhere: the oracle of every other choice."""
-        ops = (field.name for field in fields(cls) if field.name not in ("deterministic", "transformer_impl"))
+        ops = (
+            field.name
+            for field in fields(cls)
+            if field.name not in ("deterministic", "transformer_impl")
+        )
         return cls(**dict.fromkeys(ops, "reference"))

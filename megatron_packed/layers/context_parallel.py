@@ -1,8 +1,9 @@
 """How ranks share the tokens of a pack.
 
-Between the layers each rank has the hidden state of its own rows (`packed.cp_partition`). Norms, MLPs, experts,
-embedding and loss work row by row and need nothing else; attention and Mamba exchange what lets them see whole
-documents. Parameters are the same on all ranks, and the terms of their gradients are summed with data parallelism's.
+Between the layers each rank has the hidden state of its own rows (`packed.cp_partition`). Norms,
+MLPs, experts, embedding and loss work row by row and need nothing else; attention and Mamba
+exchange what lets them see whole documents. Parameters are the same on all ranks, and the terms of
+their gradients are summed with data parallelism's.
 
 Letters: T tokens of the pack, of which each of c ranks has T / c.
 """
@@ -35,7 +36,9 @@ def cp_comm_type(name: str) -> str:
     """
     name = _ALIASES.get(name, name)
     if name not in (A2A, ALL_GATHER, P2P):
-        raise ValueError(f"cp_comm_type is {name!r}; choose a2a, all_gather (also spelt allgather) or p2p.")
+        raise ValueError(
+            f"cp_comm_type is {name!r}; choose a2a, all_gather (also spelt allgather) or p2p."
+        )
     return name
 
 
@@ -47,8 +50,9 @@ class ContextParallel:
     size: int = 1
     rank: int = 0
     comm_type: str = A2A
-    """What attention exchanges: heads for rows (``a2a``), or keys and values, at once (``all_gather``) or from
-    neighbour to neighbour (``p2p``). The latter two have rows in a zigzag."""
+    """What attention exchanges: heads for rows (``a2a``), or keys and values, at once
+    (``all_gather``) or from neighbour to neighbour (``p2p``). The latter two have rows in a zigzag.
+    """
 
     @classmethod
     def of(cls, groups: ParallelGroups | None, comm_type: str = A2A) -> ContextParallel:
@@ -59,7 +63,9 @@ class ContextParallel:
         comm_type = cp_comm_type(comm_type)
         if groups is None or groups.cp_size == 1:
             return SINGLE
-        return cls(group=groups.cp_group, size=groups.cp_size, rank=groups.cp_rank, comm_type=comm_type)
+        return cls(
+            group=groups.cp_group, size=groups.cp_size, rank=groups.cp_rank, comm_type=comm_type
+        )
 
     @property
     def exchanges_heads(self) -> bool:
@@ -75,7 +81,9 @@ class ContextParallel:
         return [] if self.group is None else global_ranks(self.group)
 
     def tables(self, packed: PackedSeqParams, order: RankOrder | None) -> dict[str, object]:
-        """What all layers need of a pack, computed once for it: the order of rows, and this rank's own entries."""
+        """What all layers need of a pack, computed once for it: the order of rows, and this rank's
+        own entries.
+        """
         if self.size == 1:
             return {}
         tables: dict[str, object] = {"cp_valid": self.partition.own(packed.valid, order)}
@@ -91,7 +99,9 @@ class ContextParallel:
         return self.partition.order(packed)
 
     def own(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """This rank's ``(T / c, ...)`` of what has one entry for each slot of the pack; not differentiable."""
+        """This rank's ``(T / c, ...)`` of what has one entry for each slot of the pack; not
+        differentiable.
+        """
         return x_T if self.size == 1 else self.partition.own(x_T, self.order(packed))
 
     def valid(self, packed: PackedSeqParams) -> Tensor:
@@ -110,7 +120,9 @@ class ContextParallel:
         return x_TW if order is None else permute_rows(x_TW, order.slots_T, order.places_T)
 
     def gather(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, ...)`` of the whole pack, from each rank's ``(T / c, ...)``; what ``own`` takes apart."""
+        """``(T, ...)`` of the whole pack, from each rank's ``(T / c, ...)``; what ``own`` takes
+        apart.
+        """
         return self.in_order_of_slots(all_gather_rows(x_T, self.group), packed)
 
     def part(self, *segments: Segment) -> Shard:
@@ -136,7 +148,9 @@ SINGLE = ContextParallel()
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Forward ``x[index]``; backward ``dy[inverse]``: a gather both ways, where autograd's own would add atomically."""
+    """Forward ``x[index]``; backward ``dy[inverse]``: a gather both ways, where autograd's own
+    would add atomically.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TW: Tensor, index_T: Tensor, inverse_T: Tensor) -> Tensor:

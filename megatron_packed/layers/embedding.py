@@ -20,8 +20,9 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> None:
     """``main_grad[tokens[t]] += grad[t]``, summed in float32, in the same order every time.
 
-    On CUDA ``index_put_`` sorts the tokens and sums equal ones in order; ``index_add_`` would race atomic additions.
-    On the CPU ``index_add_`` goes through the rows one by one and is the faster of the two.
+    On CUDA ``index_put_`` sorts the tokens and sums equal ones in order; ``index_add_`` would race
+    atomic additions. On the CPU ``index_add_`` goes through the rows one by one and is the faster
+    of the two.
     """
     if main_grad_VD.is_cuda:
         main_grad_VD.index_put_((tokens_T.long(),), grad_TD.to(main_grad_VD.dtype), accumulate=True)
@@ -47,7 +48,9 @@ class _EmbeddingIntoMainGrad(torch.autograd.Function):
 
 
 def vocab_shard(num_rows: int, tp: TensorParallel, stored_rows: int | None = None) -> Shard:
-    """This rank's rows of a table over the padded vocabulary, of which a checkpoint has the first ``stored_rows``."""
+    """This rank's rows of a table over the padded vocabulary, of which a checkpoint has the first
+    ``stored_rows``.
+    """
     shard = tp.shard(Segment(noun="rows of the padded vocabulary", count=num_rows))
     return shard if stored_rows is None else replace(shard, padding=num_rows - stored_rows)
 
@@ -74,7 +77,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.tp, rows = tp, vocab_shard(num_rows, tp, stored_rows)
         self.first_row, self.num_rows = rows.pieces[0].start, rows.local_length
-        self.weight = set_shard(new_parameter(self.num_rows, hidden_size, device=device, dtype=dtype), rows)
+        self.weight = set_shard(
+            new_parameter(self.num_rows, hidden_size, device=device, dtype=dtype), rows
+        )
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """``(T,)`` int32 or int64 token numbers -> ``(T, D)``, the hidden state between layers."""

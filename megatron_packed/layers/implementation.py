@@ -1,7 +1,8 @@
 """Whose parallel linears and norms a layer is built from: ``--transformer-impl``.
 
-Every implementation has parameters of the same names, shapes, dtypes and marks: initial values, flat buffers and
-checkpoints do not know which one computes. Attention kernels are chosen by `Backends`.
+Every implementation has parameters of the same names, shapes, dtypes and marks: initial values,
+flat buffers and checkpoints do not know which one computes. Attention kernels are chosen by
+`Backends`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _ENGINE_MODULE = "megatron_packed.layers.transformer_engine"
 
 
 class Implementation(NamedTuple):
-    """The classes that a layer takes its parts from; they are made and called as those of ``LOCAL``."""
+    """The classes that a layer takes its parts from; they are made and called as those of
+    ``LOCAL``.
+    """
 
     column_parallel: type[ColumnParallelLinear]
     row_parallel: type[RowParallelLinear]
@@ -34,12 +37,15 @@ def implementation(name: str, device: torch.device | str, dtype: torch.dtype) ->
     """The parts of ``local`` or ``transformer_engine`` layers on ``device``.
 
     Raises:
-        ValueError: there is none of this name, or it cannot serve this device or dtype on this machine; says what can.
+        ValueError: there is none of this name, or it cannot serve this device or dtype on this
+            machine; says what can.
     """
     if name == LOCAL_NAME:
         return LOCAL
     if name != ENGINE_NAME:
-        raise ValueError(f"transformer_impl {name!r} is unknown; choose {LOCAL_NAME} or {ENGINE_NAME}.")
+        raise ValueError(
+            f"transformer_impl {name!r} is unknown; choose {LOCAL_NAME} or {ENGINE_NAME}."
+        )
     reason = engine_refusal(torch.device(device), dtype)
     if reason is not None:
         raise ValueError(f"--transformer-impl {ENGINE_NAME}: {reason}.")

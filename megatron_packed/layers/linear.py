@@ -2,9 +2,10 @@
 
 Letters: T tokens, I input width, O output width.
 
-A parameter that lives in `distributed.flat_buffers` has ``main_grad``, a float32 view of the gradient buffer. Autograd
-would make a gradient in the parameter's dtype, round it, and add it there in a second pass. Here the matrix product
-accumulates into the buffer itself: one kernel, no rounding between micro-batches, no temporary as large as the weight.
+A parameter that lives in `distributed.flat_buffers` has ``main_grad``, a float32 view of the
+gradient buffer. Autograd would make a gradient in the parameter's dtype, round it, and add it there
+in a second pass. Here the matrix product accumulates into the buffer itself: one kernel, no
+rounding between micro-batches, no temporary as large as the weight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
-    """The float32 gradient view of a parameter in flat buffers; None when it has none and autograd must serve it."""
+    """The float32 gradient view of a parameter in flat buffers; None when it has none and autograd
+    must serve it.
+    """
     return getattr(parameter, "main_grad", None)
 
 
@@ -39,15 +42,17 @@ def _has_addmm_out_dtype() -> bool:
 def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
     """``main_grad += grad^T x``, summed in float32 (float64 beside float64 weights).
 
-    On CUDA in one product where torch has ``addmm(out_dtype=)``; before that the product is rounded to the operands'
-    dtype once. On the CPU low-precision operands are widened first.
+    On CUDA in one product where torch has ``addmm(out_dtype=)``; before that the product is rounded
+    to the operands' dtype once. On the CPU low-precision operands are widened first.
     """
     if grad_TO.dtype == main_grad_OI.dtype:
         main_grad_OI.addmm_(grad_TO.t(), x_TI)
     elif not grad_TO.is_cuda:
         main_grad_OI.addmm_(grad_TO.t().to(main_grad_OI.dtype), x_TI.to(main_grad_OI.dtype))
     elif _has_addmm_out_dtype():
-        torch.ops.aten.addmm.dtype_out(main_grad_OI, grad_TO.t(), x_TI, torch.float32, out=main_grad_OI)
+        torch.ops.aten.addmm.dtype_out(
+            main_grad_OI, grad_TO.t(), x_TI, torch.float32, out=main_grad_OI
+        )
     else:
         main_grad_OI.add_(grad_TO.t() @ x_TI)
 
@@ -59,12 +64,15 @@ def accumulate_bias_grad(main_grad_O: Tensor, grad_TO: Tensor) -> None:
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
-    """Forward ``x W^T + b``; backward gives dx and adds dW and db into the parameters' ``main_grad``."""
+    """Forward ``x W^T + b``; backward gives dx and adds dW and db into the parameters'
+    ``main_grad``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
+        # input.
         ctx.weight_main_grad, ctx.bias_main_grad = main_grad_of(weight_OI), main_grad_of(bias_O)
         return F.linear(x_TI, weight_OI, bias_O)
 
@@ -85,13 +93,16 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """Forward: gather all rows, then ``x W^T + b``. Backward: reduce-scatter of dx; dW from rows gathered again.
+    """Forward: gather all rows, then ``x W^T + b``. Backward: reduce-scatter of dx; dW from rows
+    gathered again.
 
     Only this rank's rows are kept from forward to backward: what sequence parallelism is for.
     """
 
     @staticmethod
-    def forward(ctx: Any, own_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, own_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group
+    ) -> Tensor:
         ctx.save_for_backward(own_TI, weight_OI)
         ctx.weight_main_grad, ctx.bias_main_grad = main_grad_of(weight_OI), main_grad_of(bias_O)
         ctx.group = group
@@ -99,7 +110,9 @@ class _GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad_TO: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         own_TI, weight_OI = ctx.saved_tensors
         own_grad_TI = grad_OI = grad_O = None
         if ctx.needs_input_grad[0]:
@@ -119,7 +132,8 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x W^T + b``; gradients go into ``weight.main_grad`` where the weight has one, else through autograd.
+    """``x W^T + b``; gradients go into ``weight.main_grad`` where the weight has one, else through
+    autograd.
 
     Args:
         x_TI: ``(T, I)`` in the weight's dtype.
@@ -144,7 +158,13 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, device: torch.device | str, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.weight = new_parameter(out_features, in_features, device=device, dtype=dtype)
@@ -157,9 +177,11 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """A projection whose outputs are split: each rank has rows of the weight, and its own columns of the result.
+    """A projection whose outputs are split: each rank has rows of the weight, and its own columns
+    of the result.
 
-    ``(T, I) -> (T, O of this rank)``, from the hidden state between layers (`TensorParallel.enter`).
+    ``(T, I) -> (T, O of this rank)``, from the hidden state between layers
+    (`TensorParallel.enter`).
 
     Args:
         rows: this rank's part of the output features.
@@ -189,10 +211,11 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A projection whose inputs are split: each rank has columns of the weight, and a term of the result.
+    """A projection whose inputs are split: each rank has columns of the weight, and a term of the
+    result.
 
-    ``(T, I of this rank) -> (T, O)``, into the hidden state between layers (`TensorParallel.leave`). The bias is added
-    once, to the sum.
+    ``(T, I of this rank) -> (T, O)``, into the hidden state between layers
+    (`TensorParallel.leave`). The bias is added once, to the sum.
 
     Args:
         columns: this rank's part of the input features, along dimension 1.
@@ -209,7 +232,9 @@ class RowParallelLinear(Linear):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(columns.local_length, out_features, bias=bias, device=device, dtype=dtype)
-        assert tp.group is not None or tp.size == 1 or not bias, "a bias belongs to the sum of all ranks"
+        assert tp.group is not None or tp.size == 1 or not bias, (
+            "a bias belongs to the sum of all ranks"
+        )
         self.tp = tp
         set_shard(self.weight, columns)
         if self.bias is not None:

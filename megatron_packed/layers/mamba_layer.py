@@ -36,7 +36,9 @@ class MambaLayer(nn.Module):
         super().__init__()
         self.dropout, self.recompute, self.offload = config.hidden_dropout, recompute, offload
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
-        self.mixer = MambaMixer(config, backends=backends, tp=tp, cp=cp, offload=offload, device=device, dtype=dtype)
+        self.mixer = MambaMixer(
+            config, backends=backends, tp=tp, cp=cp, offload=offload, device=device, dtype=dtype
+        )
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         draws, keep = draws_random_numbers(self), self.offload.keep_input

@@ -1,14 +1,16 @@
 """The Mamba-2 mixer on packed documents.
 
-Letters: T tokens, D hidden size, I inner size (N heads of P), C convolution channels, W convolution width, G groups,
-S state size, O width of the input projection. Source: Dao and Gu, arXiv:2405.21060; the arrangement is Nemotron-H's.
+Letters: T tokens, D hidden size, I inner size (N heads of P), C convolution channels, W convolution
+width, G groups, S state size, O width of the input projection. Source: Dao and Gu,
+arXiv:2405.21060; the arrangement is Nemotron-H's.
 
 [Note: Mamba across context-parallel ranks]
-Convolution and scan run along the pack and treat every head by itself (with the group of B and C that it reads); all
-else treats every row by itself. So of c ranks each exchanges T / c rows of all heads for T rows of N / c heads in front
-of the convolution, and back behind the scan: one exchange each way, for x, B, C and dt together. The gate z and the
-gated norm stay with the rows, where all channels of a norm's group are: nothing of them is sent, and nothing is summed.
-A rank uses its heads' part of the convolution's weights, A, D and dt's bias; the others' gradients are zeros there.
+Convolution and scan run along the pack and treat every head by itself (with the group of B and C
+that it reads); all else treats every row by itself. So of c ranks each exchanges T / c rows of all
+heads for T rows of N / c heads in front of the convolution, and back behind the scan: one exchange
+each way, for x, B, C and dt together. The gate z and the gated norm stay with the rows, where all
+channels of a norm's group are: nothing of them is sent, and nothing is summed. A rank uses its
+heads' part of the convolution's weights, A, D and dt's bias; the others' gradients are zeros there.
 """
 
 from __future__ import annotations
@@ -42,29 +44,42 @@ class CausalConv1d(nn.Module):
 
     Args:
         channels: this rank's part of the channels.
-        used: of these, the C that it convolves; the other context-parallel ranks convolve the others.
+        used: of these, the C that it convolves; the other context-parallel ranks convolve the
+        others.
         width: W.
     """
 
     def __init__(
-        self, channels: Shard, used: Shard, width: int, *, backend: str, device: torch.device | str, dtype: torch.dtype
+        self,
+        channels: Shard,
+        used: Shard,
+        width: int,
+        *,
+        backend: str,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.used, self.backend = used, backend
         self.weight = new_parameter(channels.local_length, width, device=device, dtype=dtype)
-        self.bias = no_weight_decay(new_parameter(channels.local_length, device=device, dtype=dtype))
+        self.bias = no_weight_decay(
+            new_parameter(channels.local_length, device=device, dtype=dtype)
+        )
         for parameter in (self.weight, self.bias):
             set_shard(parameter, channels)
 
     def forward(self, x_TC: Tensor, seq_idx_1T: Tensor) -> Tensor:
         weight_CW, bias_C = _take(self.used, self.weight), _take(self.used, self.bias)
-        return causal_conv1d(x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend)
+        return causal_conv1d(
+            x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend
+        )
 
 
 class GatedNorm(nn.Module):
     """RMSNorm of ``y * silu(z)`` within each of the G groups of heads.
 
-    Where there are fewer groups than tensor-parallel ranks, the ranks that share a group sum its squares.
+    Where there are fewer groups than tensor-parallel ranks, the ranks that share a group sum its
+    squares.
 
     Args:
         channels: this rank's part of the inner channels.
@@ -84,7 +99,9 @@ class GatedNorm(nn.Module):
         super().__init__()
         self.group_size, self.backend = channels.length // num_groups, backend
         self.tp, self.num_groups = tp, num_groups
-        self.weight = no_weight_decay(new_parameter(channels.local_length, device=device, dtype=dtype))
+        self.weight = no_weight_decay(
+            new_parameter(channels.local_length, device=device, dtype=dtype)
+        )
         set_shard(self.weight, channels)
 
     def forward(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
@@ -99,7 +116,9 @@ class GatedNorm(nn.Module):
         )
 
     def _sum_over_group(self, squares_T: Tensor) -> Tensor:
-        """The sum over the ranks of this rank's group, by one collective of all ranks with a place for each group."""
+        """The sum over the ranks of this rank's group, by one collective of all ranks with a place
+        for each group.
+        """
         group, last = self.tp.rank * self.num_groups // self.tp.size, self.num_groups - 1
         squares_GT = F.pad(squares_T.unsqueeze(0), (0, 0, group, last - group))
         return self.tp.sum_over_ranks(squares_GT)[group]
@@ -111,8 +130,9 @@ class MambaMixer(nn.Module):
     Rows of ``in_proj.weight``: ``[z | x | B | C | dt]``, of widths I, I, GS, GS, N. Channels of ``conv1d``:
     ``[x | B | C]``. Convolution and scan both restart where ``packed.seq_idx`` changes.
 
-    Tensor-parallel ranks share the heads, and each has the groups of its heads: rows and channels are split within each
-    of these segments. Context-parallel ranks share the rows, and the heads again while they need whole documents.
+    Tensor-parallel ranks share the heads, and each has the groups of its heads: rows and channels
+    are split within each of these segments. Context-parallel ranks share the rows, and the heads
+    again while they need whole documents.
 
     Args:
         config: sizes.
@@ -134,16 +154,28 @@ class MambaMixer(nn.Module):
         self.offload = offload
         x = Segment(noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim)
         dt = Segment(noun="Mamba heads", count=config.mamba_num_heads)
-        B = Segment(noun="Mamba groups", count=config.mamba_num_groups, width=config.mamba_state_dim, shareable=True)
+        B = Segment(
+            noun="Mamba groups",
+            count=config.mamba_num_groups,
+            width=config.mamba_state_dim,
+            shareable=True,
+        )
         self.tp, self.cp, self.per_head = tp, cp, tp.shard(dt)
         self.num_heads = tp.local_count(dt)
         self.chunk_size, self.backends = config.mamba_chunk_size, backends
         own_x, own_B, own_dt = (tp.local_segment(segment) for segment in (x, B, dt))
         self.used_heads, used_channels = cp.part(own_dt), cp.part(own_x, own_B, own_B)
         inner, channels = self.num_heads * x.width, tp.shard(x, B, B)
-        # In front of the exchange between context-parallel ranks, and behind it; the same where there is none.
+        # In front of the exchange between context-parallel ranks, and behind it; the same where
+        # there is none.
         group_states = (own_B.count, B.width)
-        self.row_shapes = ((inner,), (self.num_heads, x.width), group_states, group_states, (self.num_heads, 1))
+        self.row_shapes = (
+            (inner,),
+            (self.num_heads, x.width),
+            group_states,
+            group_states,
+            (self.num_heads, 1),
+        )
         self.zxBCdt_shapes = ((inner,), (channels.local_length,), (self.num_heads,))
         group_states = (cp.local_count(own_B), B.width)
         self.xBC_shapes = ((cp.local_count(own_dt), x.width), group_states, group_states)
@@ -158,11 +190,17 @@ class MambaMixer(nn.Module):
         self.A_log = self._per_head(device)
         self.D = self._per_head(device)
         self.dt_bias = self._per_head(device)
-        self.norm = GatedNorm(tp.shard(x), config.mamba_num_groups, backend=backends.gated_rms_norm, tp=tp, **options)
-        self.out_proj = parts.row_parallel(tp.shard(x, dim=1), config.hidden_size, bias=False, tp=tp, **options)
+        self.norm = GatedNorm(
+            tp.shard(x), config.mamba_num_groups, backend=backends.gated_rms_norm, tp=tp, **options
+        )
+        self.out_proj = parts.row_parallel(
+            tp.shard(x, dim=1), config.hidden_size, bias=False, tp=tp, **options
+        )
 
     def _per_head(self, device: torch.device | str) -> nn.Parameter:
-        parameter = keep_fp32(no_weight_decay(new_parameter(self.num_heads, device=device, dtype=torch.float32)))
+        parameter = keep_fp32(
+            no_weight_decay(new_parameter(self.num_heads, device=device, dtype=torch.float32))
+        )
         return set_shard(parameter, self.per_head)
 
     def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
@@ -195,7 +233,8 @@ class MambaMixer(nn.Module):
         return normed_TI
 
     def _split(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> tuple[Tensor, ...]:
-        """z ``(T / c, I)``, of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)``, of all rows for its heads.
+        """z ``(T / c, I)``, of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)``, of all rows
+        for its heads.
 
         See [Note: Mamba across context-parallel ranks].
         """

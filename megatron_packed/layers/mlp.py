@@ -17,13 +17,17 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 def fc1_width(inner_size: int, kind: str) -> int:
-    """Rows of the first projection: SwiGLU needs a gate and a value (``[gate | up]``), the others a value only."""
+    """Rows of the first projection: SwiGLU needs a gate and a value (``[gate | up]``), the others a
+    value only.
+    """
     return 2 * inner_size if kind == "swiglu" else inner_size
 
 
 def inner_segments(inner_size: int, kind: str) -> list[Segment]:
     """Rows of the first projection; a rank has the same channels of gate and value."""
-    return [Segment(noun="inner channels of an MLP", count=inner_size)] * (fc1_width(inner_size, kind) // inner_size)
+    return [Segment(noun="inner channels of an MLP", count=inner_size)] * (
+        fc1_width(inner_size, kind) // inner_size
+    )
 
 
 class MLP(nn.Module):
@@ -56,8 +60,12 @@ class MLP(nn.Module):
         segments = inner_segments(inner_size, kind)
         rows, columns = tp.shard(*segments), tp.shard(segments[0], dim=1)
         parts = implementation(backends.transformer_impl, device, dtype)
-        self.fc1 = parts.column_parallel(hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype)
-        self.fc2 = parts.row_parallel(columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype)
+        self.fc1 = parts.column_parallel(
+            hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype
+        )
+        self.fc2 = parts.row_parallel(
+            columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype
+        )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""

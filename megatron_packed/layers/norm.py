@@ -47,7 +47,9 @@ class Norm(nn.Module):
         return layer_norm(x_TD, self.weight, self.bias, self.eps)
 
     def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised x, and x for the residual connection: RMSNorm's backward then adds up both gradients."""
+        """The normalised x, and x for the residual connection: RMSNorm's backward then adds up both
+        gradients.
+        """
         if self.bias is None:
             return rms_norm_with_residual(x_TD, self.weight, self.eps, backend=self.backend)
         return self(x_TD), x_TD

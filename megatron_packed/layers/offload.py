@@ -1,4 +1,6 @@
-"""Where what a layer keeps for its backward pass waits: ``--offload-layer-inputs`` and ``--offload-modules``."""
+"""Where what a layer keeps for its backward pass waits: ``--offload-layer-inputs`` and
+``--offload-modules``.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ class LayerOffload:
     modules: frozenset[str] = frozenset()
     """The parts whose saved tensors travel."""
     scopes: SavedScopes | None = None
-    """Its own: what layers share (positions of a pack) travels with each of them. Else the backward pass of a later
-    layer would fetch all that an earlier one put away with it, and a graph would read what another one has fetched."""
+    """Its own: what layers share (positions of a pack) travels with each of them. Else the backward
+    pass of a later layer would fetch all that an earlier one put away with it, and a graph would
+    read what another one has fetched.
+    """
 
     @classmethod
     def of(cls, config: MemoryConfig, offload: Offload | None, number: int) -> LayerOffload:
@@ -35,11 +39,15 @@ class LayerOffload:
             return STAYS
         return cls(
             keep_input=offload.keep if config.offloads_input(number) else SavedByAutograd,
-            modules=frozenset(module for module in OFFLOADED_IN if config.offloads_module(module, number)),
+            modules=frozenset(
+                module for module in OFFLOADED_IN if config.offloads_module(module, number)
+            ),
             scopes=SavedScopes(offload.keep, offload.min_elements),
         )
 
-    def run(self, module: str, owner: nn.Module, function: Callable[..., Output], *args: object) -> Output:
+    def run(
+        self, module: str, owner: nn.Module, function: Callable[..., Output], *args: object
+    ) -> Output:
         """``function(*args)``, which is the part ``module`` of the layer.
 
         Args:

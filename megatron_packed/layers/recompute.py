@@ -1,7 +1,8 @@
 """What of a layer the backward pass computes again: ``--recompute-granularity`` and its friends.
 
-Random numbers are drawn by the layers alone (dropout of what a mixer adds to the hidden state), so whole layers rewind
-them; so does the core of attention, whose kernels move the generator without need.
+Random numbers are drawn by the layers alone (dropout of what a mixer adds to the hidden state), so
+whole layers rewind them; so does the core of attention, whose kernels move the generator without
+need.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from megatron_packed.config.memory import CORE_ATTENTION, EXPERT_ACTIVATION, LAYER_NORM, MIXERS, MemoryConfig
+from megatron_packed.config.memory import (
+    CORE_ATTENTION,
+    EXPERT_ACTIVATION,
+    LAYER_NORM,
+    MIXERS,
+    MemoryConfig,
+)
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.offload import LayerOffload
 from megatron_packed.memory.recompute import Keep, SavedByAutograd, checkpoint, regenerated
@@ -71,7 +78,10 @@ class Recompute:
         return checkpoint(layer, hidden_TD, packed, rewind=draws, keep=keep)
 
     def run_mixer(
-        self, mixer: Callable[[Tensor, PackedSeqParams], Output], x_TD: Tensor, packed: PackedSeqParams
+        self,
+        mixer: Callable[[Tensor, PackedSeqParams], Output],
+        x_TD: Tensor,
+        packed: PackedSeqParams,
     ) -> Output:
         """``mixer(x, packed)``."""
         return checkpoint(mixer, x_TD, packed) if self.mixer else mixer(x_TD, packed)

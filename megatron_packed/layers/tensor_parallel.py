@@ -1,8 +1,8 @@
 """How the layers of a model share their matrices among tensor-parallel ranks.
 
-Between the layers the hidden state is shared: equal on all ranks, or, with sequence parallelism, split by rows. Inside
-a layer each rank works on all tokens with its own heads or channels. ``enter`` and ``leave`` are the two borders; with
-one rank they do nothing.
+Between the layers the hidden state is shared: equal on all ranks, or, with sequence parallelism,
+split by rows. Inside a layer each rank works on all tokens with its own heads or channels.
+``enter`` and ``leave`` are the two borders; with one rank they do nothing.
 """
 
 from __future__ import annotations
@@ -34,36 +34,58 @@ class TensorParallel:
     """Whether the hidden state between layers is split by rows; it must divide among the ranks."""
 
     @classmethod
-    def of(cls, groups: ParallelGroups | None, *, sequence_parallel: bool = False) -> TensorParallel:
+    def of(
+        cls, groups: ParallelGroups | None, *, sequence_parallel: bool = False
+    ) -> TensorParallel:
         if groups is None or groups.tp_size == 1:
             return SINGLE
-        return cls(group=groups.tp_group, size=groups.tp_size, rank=groups.tp_rank, sequence_parallel=sequence_parallel)
+        return cls(
+            group=groups.tp_group,
+            size=groups.tp_size,
+            rank=groups.tp_rank,
+            sequence_parallel=sequence_parallel,
+        )
 
     def enter(self, x_TD: Tensor) -> Tensor:
-        """The hidden state of all tokens, for use by this rank's heads alone; backward sums over the ranks.
+        """The hidden state of all tokens, for use by this rank's heads alone; backward sums over
+        the ranks.
 
         Args:
             x_TD: ``(T, D)``, or ``(T / size, D)`` with sequence parallelism.
         Returns:
             ``(T, D)``.
         """
-        return gather_rows(x_TD, self.group) if self.sequence_parallel else copy_to(x_TD, self.group)
+        return (
+            gather_rows(x_TD, self.group) if self.sequence_parallel else copy_to(x_TD, self.group)
+        )
 
     def leave(self, y_TD: Tensor) -> Tensor:
         """The hidden state that is the sum of every rank's term: the counterpart of ``enter``."""
-        return scatter_rows(y_TD, self.group) if self.sequence_parallel else reduce_from(y_TD, self.group)
+        return (
+            scatter_rows(y_TD, self.group)
+            if self.sequence_parallel
+            else reduce_from(y_TD, self.group)
+        )
 
     def counted_once(self, x: Tensor) -> Tensor:
-        """``x``, found alike by every rank from entered values; each rank's gradient is its equal share of the one."""
+        """``x``, found alike by every rank from entered values; each rank's gradient is its equal
+        share of the one.
+        """
         size = self.size
-        return linear_map(x, self.group, lambda value, _: value.view_as(value), lambda dy, _: dy / size)
+        return linear_map(
+            x, self.group, lambda value, _: value.view_as(value), lambda dy, _: dy / size
+        )
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of every rank's own ``x``, for use by each rank on its own; backward sums as well."""
+        """The sum of every rank's own ``x``, for use by each rank on its own; backward sums as
+        well.
+        """
         return copy_to(reduce_from(x, self.group), self.group)
 
     def inside(self) -> TensorParallel:
-        """The same part of each matrix, for what lies between ``enter`` and ``leave`` and communicates by neither."""
+        """The same part of each matrix, for what lies between ``enter`` and ``leave`` and
+        communicates by neither.
+        """
         return replace(self, group=None, sequence_parallel=False)
 
     def shard(self, *segments: Segment, dim: int = 0) -> Shard:
@@ -78,20 +100,30 @@ class TensorParallel:
         """What this rank holds of a segment, as a segment of its own."""
         if self.size == 1:
             return segment
-        return replace(segment, noun=f"{segment.noun} of a tensor-parallel rank", count=self.local_count(segment))
+        return replace(
+            segment,
+            noun=f"{segment.noun} of a tensor-parallel rank",
+            count=self.local_count(segment),
+        )
 
     def use_on_rows(self, parameter: nn.Parameter) -> nn.Parameter:
         """Mark a parameter that every rank holds and applies to the hidden state between layers."""
         if self.size == 1:
             return parameter
-        shard = Shard.replicated(parameter.shape[0], self.size, own_gradients=self.sequence_parallel)
+        shard = Shard.replicated(
+            parameter.shape[0], self.size, own_gradients=self.sequence_parallel
+        )
         return set_shard(parameter, shard)
 
     def use_inside(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Mark a parameter that every rank holds and applies to entered values, so that its gradient is a sum."""
+        """Mark a parameter that every rank holds and applies to entered values, so that its
+        gradient is a sum.
+        """
         if self.size == 1:
             return parameter
-        return set_shard(parameter, Shard.replicated(parameter.shape[0], self.size, own_gradients=True))
+        return set_shard(
+            parameter, Shard.replicated(parameter.shape[0], self.size, own_gradients=True)
+        )
 
 
 SINGLE = TensorParallel()

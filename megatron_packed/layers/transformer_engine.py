@@ -3,13 +3,13 @@
 Letters: T tokens, I input width, O output width, D hidden size.
 
 [Note: parameters of TransformerEngine's modules]
-Each part is the local one, parameters, names and marks included, with a module of TransformerEngine in place of the
-arithmetic. That module is made without memory of its own (on the meta device) and is given the very same ``Parameter``
-objects. It is no submodule: its parameters would have second names, and a checkpoint an "extra state". Flat buffers
-move a parameter's data under both at once.
+Each part is the local one, parameters, names and marks included, with a module of TransformerEngine
+in place of the arithmetic. That module is made without memory of its own (on the meta device) and
+is given the very same ``Parameter`` objects. It is no submodule: its parameters would have second
+names, and a checkpoint an "extra state". Flat buffers move a parameter's data under both at once.
 
-A weight that has ``main_grad`` gets its gradient added there by the product itself, as in ``linear.py``; the gradients
-of biases and norms come by autograd. See [Note: main_grad protocol].
+A weight that has ``main_grad`` gets its gradient added there by the product itself, as in
+``linear.py``; the gradients of biases and norms come by autograd. See [Note: main_grad protocol].
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.sharding import Shard
 from megatron_packed.layers.implementation import Implementation
-from megatron_packed.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, main_grad_of
+from megatron_packed.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    main_grad_of,
+)
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
@@ -39,14 +44,16 @@ def _give_engine(linear: Linear, mode: str, tp: TensorParallel) -> None:
     """Make TransformerEngine's linear for the parameters of ``linear``.
 
     Args:
-        mode: ``column`` or ``row``; what lies between ``enter`` and ``leave`` (no group) communicates in neither.
+        mode: ``column`` or ``row``; what lies between ``enter`` and ``leave`` (no group)
+            communicates in neither.
     """
     outputs, inputs = linear.weight.shape
-    # It divides the whole width by the ranks. Ranks may share key-value heads or groups, so that their parts add up to
-    # more than the whole; told this, it comes to the part that there is.
+    # It divides the whole width by the ranks. Ranks may share key-value heads or groups, so that
+    # their parts add up to more than the whole; told this, it comes to the part that there is.
     size = 1 if tp.group is None else tp.size
     with warnings.catch_warnings():
-        # Of a variable that lets collectives run beside products more often; results do not depend on it.
+        # Of a variable that lets collectives run beside products more often; results do not depend
+        # on it.
         warnings.filterwarnings("ignore", message="To guarantee overlapping TP and SP collectives")
         engine = te.Linear(
             inputs * (size if mode == "row" else 1),
@@ -124,7 +131,9 @@ class EngineNorm(Norm):
         backend: str = "auto",
         tp: TensorParallel = SINGLE,
     ) -> None:
-        super().__init__(hidden_size, kind=kind, eps=eps, device=device, dtype=dtype, backend=backend, tp=tp)
+        super().__init__(
+            hidden_size, kind=kind, eps=eps, device=device, dtype=dtype, backend=backend, tp=tp
+        )
         made = te.RMSNorm if kind == "RMSNorm" else te.LayerNorm
         _share_parameters(made(hidden_size, eps=eps, dtype=dtype, device="meta"), self)
 

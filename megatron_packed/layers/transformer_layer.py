@@ -1,4 +1,5 @@
-"""Layers of the pattern symbols ``*``, ``-`` and ``E``: one norm, one mixer, one residual addition each.
+"""Layers of the pattern symbols ``*``, ``-`` and ``E``: one norm, one mixer, one residual addition
+each.
 
 Letters: T tokens, D hidden size.
 """
@@ -73,8 +74,17 @@ class TransformerLayer(nn.Module):
         self.norm = layer_norm_of(config, backends, device, dtype, tp)
         self.mixer: nn.Module
         if symbol == "*":
-            options = {"backends": backends, "tp": tp, "cp": cp, "offload": offload, "device": device, "dtype": dtype}
-            self.mixer = Attention(config, rotary=rotary, recompute_core=recompute.core_attention, **options)
+            options = {
+                "backends": backends,
+                "tp": tp,
+                "cp": cp,
+                "offload": offload,
+                "device": device,
+                "dtype": dtype,
+            }
+            self.mixer = Attention(
+                config, rotary=rotary, recompute_core=recompute.core_attention, **options
+            )
         else:
             assert symbol == "-", symbol
             self.mixer = MLP(

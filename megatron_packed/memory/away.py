@@ -1,4 +1,6 @@
-"""What is known of tensors that wait in host memory: how they look, where they lie, and which copies are under way."""
+"""What is known of tensors that wait in host memory: how they look, where they lie, and which
+copies are under way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from megatron_packed.memory.recompute import versions_of
 _ALIGNMENT = 512
 """Bytes: every tensor in a block begins at a multiple, whatever its dtype."""
 _ALIGNED = 256
-"""Bytes: kernels, and those who choose among them, may ask whether a tensor begins at a multiple of up to so many."""
+"""Bytes: kernels, and those who choose among them, may ask whether a tensor begins at a multiple of
+up to so many.
+"""
 
 
 class Layout(NamedTuple):

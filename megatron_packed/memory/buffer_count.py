@@ -1,4 +1,6 @@
-"""How many device buffers the backward pass loads into: more where there is room, fewer where there was none."""
+"""How many device buffers the backward pass loads into: more where there is room, fewer where there
+was none.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""How much of the machine's memory is left, for who pins some: where there is none, Linux ends a process that takes it,
-and no call fails."""
+"""How much of the machine's memory is left, for who pins some: where there is none, Linux ends a
+process that takes it, and no call fails.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ KEPT_FREE = 4 * 2**30
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """What processes of this one's control groups may still take, page cache counted as free; None where nobody says.
+    """What processes of this one's control groups may still take, page cache counted as free; None
+    where nobody says.
 
     Args:
         root: where ``proc`` and ``sys`` are.

@@ -1,4 +1,6 @@
-"""Blocks of pinned host memory that are used over and over: in a steady step none is pinned and none is freed."""
+"""Blocks of pinned host memory that are used over and over: in a steady step none is pinned and
+none is freed.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,14 @@ class HostPool:
         self._closed = False
 
     def lend(self, num_bytes: int, *, captured: bool = False) -> Tensor:
-        """A block of at least ``num_bytes``: the smallest free one that will do, else a new one, for which the largest
-        that will not do is given up, so that there are no more blocks than were needed at once. Where none can be
-        pinned nothing is given up, and for so many bytes it is not tried again before the next step.
+        """A block of at least ``num_bytes``: the smallest free one that will do, else a new one,
+        for which the largest that will not do is given up, so that there are no more blocks than
+        were needed at once. Where none can be pinned nothing is given up, and for so many bytes it
+        is not tried again before the next step.
 
         Args:
-            captured: a graph will copy to it, again and again: it comes from those that were set apart.
+            captured: a graph will copy to it, again and again: it comes from those that were set
+            apart.
         Raises:
             torch.OutOfMemoryError: no more memory can be pinned.
         """
@@ -51,7 +55,9 @@ class HostPool:
         if fitting:
             return among.pop(min(fitting, key=lambda place: among[place].block.numel())).block
         if captured:
-            raise torch.OutOfMemoryError("the passes before a capture had less in host memory than the capture needs")
+            raise torch.OutOfMemoryError(
+                "the passes before a capture had less in host memory than the capture needs"
+            )
         if self._refused is not None and num_bytes >= self._refused:
             raise torch.OutOfMemoryError(f"there was none for {self._refused / 2**20:,.0f} MiB")
         try:
@@ -83,8 +89,10 @@ class HostPool:
         self._refused = None
 
     def set_apart(self) -> None:
-        """All free blocks are those of graphs from now on: others, and graphs, may be in use at the same time. Those of
-        earlier graphs are given up; every copy must be done, and the graphs that know of them gone."""
+        """All free blocks are those of graphs from now on: others, and graphs, may be in use at the
+        same time. Those of earlier graphs are given up; every copy must be done, and the graphs
+        that know of them gone.
+        """
         self.num_bytes -= sum(free.block.numel() for free in self._free_of_graphs)
         self._free_of_graphs, self._free = self._free, []
         self._of_graphs = {free.block.data_ptr() for free in self._free_of_graphs}

@@ -1,24 +1,29 @@
-"""Activations that wait for their backward pass in the host's memory, and come back while others are computed.
+"""Activations that wait for their backward pass in the host's memory, and come back while others
+are computed.
 
 [Note: offload stream protocol]
-Three queues: the stream of computation (whichever is current), one of copies to the host, one of copies from it. Four
-waits keep them apart, and the host waits for nothing:
+Three queues: the stream of computation (whichever is current), one of copies to the host, one of
+copies from it. Four waits keep them apart, and the host waits for nothing:
 
-1. A copy to the host waits for what was queued on the current stream when it was asked for: its source is computed.
-2. The current stream waits for a copy to the host before its source is let go. The allocator gives that memory to the
-   next taker on the same stream, so it may be used at once. Until then the source is held; there are never more of
-   them than buffers.
-3. A copy from the host waits for what was queued on the current stream when its target was allocated: whoever had the
-   memory before is done with it. It need not wait for the copy to the host, as the current stream has (2).
-4. The current stream waits for a copy from the host before its target is handed out, or let go unused.
+1. A copy to the host waits for what was queued on the current stream when it was asked for: its
+  source is computed.
+2. The current stream waits for a copy to the host before its source is let go. The allocator gives
+   that memory to the next taker on the same stream, so it may be used at once. Until then the
+   source is held; there are never more of them than buffers.
+3. A copy from the host waits for what was queued on the current stream when its target was
+   allocated: whoever had the memory before is done with it. It need not wait for the copy to the
+   host, as the current stream has (2).
+4. The current stream waits for a copy from the host before its target is handed out, or let go
+  unused.
 
-A block of host memory may be used again as soon as its bundle was handed out or let go: the next copy to it waits for
-the current stream (1), which has waited for the last copy from it (4).
+A block of host memory may be used again as soon as its bundle was handed out or let go: the next
+copy to it waits for the current stream (1), which has waited for the last copy from it (4).
 
-Bundles come back in the reverse order of their leaving. With n buffers, n - 1 bundles in front of the one that is
-handed out are loaded ahead, while it is in use. A buffer is memory of the allocator like any other: it belongs to
-whoever holds the tensor, so it is never written to while somebody reads it, and between backward passes it serves the
-forward pass. What is still held when its turn comes is handed out as it is.
+Bundles come back in the reverse order of their leaving. With n buffers, n - 1 bundles in front of
+the one that is handed out are loaded ahead, while it is in use. A buffer is memory of the allocator
+like any other: it belongs to whoever holds the tensor, so it is never written to while somebody
+reads it, and between backward passes it serves the forward pass. What is still held when its turn
+comes is handed out as it is.
 """
 
 from __future__ import annotations
@@ -48,12 +53,14 @@ MIN_ELEMENTS = 2**20
 class Offload:
     """Puts tensors away in host memory: its `keep` is what ``memory/recompute.py`` calls a `Keep`.
 
-    One for each model and device. Between the forward and the backward pass of a micro-batch others may come; a forward
-    pass may go without its backward pass. Reads: [Note: offload stream protocol].
+    One for each model and device. Between the forward and the backward pass of a micro-batch others
+    may come; a forward pass may go without its backward pass. Reads: [Note: offload stream
+    protocol].
 
     Args:
         device: of the tensors.
-        buffers: to load into, at most; 1 in the first step. With 1 nothing is loaded ahead of its use.
+        buffers: to load into, at most; 1 in the first step. With 1 nothing is loaded ahead of its
+        use.
         headroom_mib: device memory that must stay free beside another buffer.
         min_elements: tensors with fewer stay on the device.
         forced: exactly so many buffers; 0 moves nothing.
@@ -82,7 +89,9 @@ class Offload:
         self._watch = Stopwatch(self.streams)
         self._away: dict[int, Away] = {}
         self._order: list[int] = []  # the numbers of what is away, sorted
-        self._held: deque[Away] = deque()  # of which the sources are still there, in the order of their leaving
+        self._held: deque[Away] = (
+            deque()
+        )  # of which the sources are still there, in the order of their leaving
         self._dropped: deque[int] = deque()  # written by finalizers, at any time
         self._number = self._loaded = 0
         self._largest = 0
@@ -92,7 +101,9 @@ class Offload:
             self.turn_off("host and device share their memory")
 
     @classmethod
-    def from_config(cls, config: MemoryConfig, device: torch.device | str, forced: int | None = None) -> Offload:
+    def from_config(
+        cls, config: MemoryConfig, device: torch.device | str, forced: int | None = None
+    ) -> Offload:
         """As ``--offload-buffers`` and its friends say."""
         return cls(
             torch.device(device),
@@ -102,16 +113,21 @@ class Offload:
             forced=forced,
         )
 
-    # ------------------------------------------------------------------------------------------------- there and back
+    # -------------------------------------------------------------------------------------------------
+    # there and back
 
     def keep(self, tensors: Sequence[Tensor]) -> Kept:
-        """Put tensors away; those that are too small, on another device, or find no host memory stay where they are.
+        """Put tensors away; those that are too small, on another device, or find no host memory
+        stay where they are.
 
         Args:
             tensors: detached; nobody writes to their memory before they were taken.
         """
         self._forget_dropped()
-        moved = [tensor.numel() >= self.min_elements and tensor.device.type == self._device_type for tensor in tensors]
+        moved = [
+            tensor.numel() >= self.min_elements and tensor.device.type == self._device_type
+            for tensor in tensors
+        ]
         if self.off is not None or not any(moved):
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
@@ -148,7 +164,8 @@ class Offload:
         return away
 
     def take(self, number: int) -> list[Tensor]:
-        """What was put away under a number; then those in front of it are on their way. `_Bundle` asks.
+        """What was put away under a number; then those in front of it are on their way. `_Bundle`
+        asks.
 
         Raises:
             torch.OutOfMemoryError: no memory to load it into; it may be asked for again.
@@ -210,7 +227,9 @@ class Offload:
 
     def _load(self, away: Away) -> None:
         streams = self.streams
-        targets = [streams.empty(layout.lead + layout.span, layout.dtype) for layout in away.layouts]
+        targets = [
+            streams.empty(layout.lead + layout.span, layout.dtype) for layout in away.layouts
+        ]
         free = streams.mark()
         with streams.inward(), torch.no_grad():
             streams.wait(free)  # (3)
@@ -233,10 +252,14 @@ class Offload:
         assert away.sources is not None
         self.streams.wait(away.copied)  # (2)
         sources, away.sources = away.sources, None
-        away.spoiled = versions_of(sources) != away.versions  # told to who asks for it, as autograd does
+        away.spoiled = (
+            versions_of(sources) != away.versions
+        )  # told to who asks for it, as autograd does
 
     def _forget_dropped(self) -> None:
-        """Bundles that nobody asks for any more: a graph that was dropped, an exception in mid-forward."""
+        """Bundles that nobody asks for any more: a graph that was dropped, an exception in
+        mid-forward.
+        """
         while self._dropped:
             number = self._dropped.popleft()
             if number in self._away:
@@ -248,10 +271,13 @@ class Offload:
         del self._order[bisect_left(self._order, number)]
         return self._away.pop(number)
 
-    # ---------------------------------------------------------------------------------------------- between the steps
+    # ----------------------------------------------------------------------------------------------
+    # between the steps
 
     def join(self) -> None:
-        """The current stream waits for all copies. Behind a backward pass: what comes next may use another stream."""
+        """The current stream waits for all copies. Behind a backward pass: what comes next may use
+        another stream.
+        """
         self._forget_dropped()
         while self._held:
             self._let_go(self._held.popleft())
@@ -276,8 +302,10 @@ class Offload:
             self.turn_off(f"{reason}, and the device has room for what was moved")
 
     def settle(self) -> None:
-        """Before graphs are captured, behind a pass of all that will be: the number of buffers stays, and host memory
-        is set apart for the graphs. `reset` and `close` only after they are gone."""
+        """Before graphs are captured, behind a pass of all that will be: the number of buffers
+        stays, and host memory is set apart for the graphs. `reset` and `close` only after they are
+        gone.
+        """
         self._forget_dropped()
         self._watch.forget()
         self.buffers.settle(self._largest, self.streams.free_bytes)
@@ -286,7 +314,9 @@ class Offload:
         self.pool.set_apart()
 
     def seam(self) -> None:
-        """The current stream waits for all copies; what is loaded ahead stays. See [Note: copies between graphs]."""
+        """The current stream waits for all copies; what is loaded ahead stays. See [Note: copies
+        between graphs].
+        """
         self._forget_dropped()
         while self._held:
             self._let_go(self._held.popleft())
@@ -296,7 +326,9 @@ class Offload:
                 away.arrival = None
 
     def loaded_ahead(self) -> Callable[[], None] | None:
-        """Copies what is loaded ahead once more, into the same memory, on the current stream; None if nothing is."""
+        """Copies what is loaded ahead once more, into the same memory, on the current stream; None
+        if nothing is.
+        """
         pairs = [
             (loaded[layout.lead :], layout.part_of(away.block))
             for away in self._away.values()
@@ -311,8 +343,9 @@ class Offload:
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
-        """Around a forward pass and its backward pass: behind it the current stream has waited for all copies, so that
-        what comes next may use another stream, and a capture may end."""
+        """Around a forward pass and its backward pass: behind it the current stream has waited for
+        all copies, so that what comes next may use another stream, and a capture may end.
+        """
         try:
             yield
         except BaseException:
@@ -321,9 +354,10 @@ class Offload:
         self.join()
 
     def abandon(self) -> None:
-        """A pass has failed, perhaps inside a capture, whose marks nobody may wait for: the current stream waits for
-        new ones, behind all copies, unless these were only recorded. The host waits for nothing: a collective may be
-        queued in front of them that no other rank comes to."""
+        """A pass has failed, perhaps inside a capture, whose marks nobody may wait for: the current
+        stream waits for new ones, behind all copies, unless these were only recorded. The host
+        waits for nothing: a collective may be queued in front of them that no other rank comes to.
+        """
         copied = None if self.streams.capturing() else self._all_copied()
         for away in self._away.values():
             away.sources, away.loaded, away.arrival = None, None, None
@@ -363,13 +397,17 @@ class Offload:
         self.pool.reset()
 
     def close(self) -> None:
-        """As `reset`, for good: what is put away now stays on the device, and blocks in use go when they come back."""
+        """As `reset`, for good: what is put away now stays on the device, and blocks in use go when
+        they come back.
+        """
         self.off = self.off or "it was closed"
         self.reset()
         self.pool.close()
 
     def _say_buffers(self) -> None:
-        self._say_once(f"offload: {self.buffers.now} device buffer(s) of {self._largest / 2**20:,.1f} MiB")
+        self._say_once(
+            f"offload: {self.buffers.now} device buffer(s) of {self._largest / 2**20:,.1f} MiB"
+        )
 
     def _run_short(self, to: int) -> None:
         self.buffers.shrink(to)

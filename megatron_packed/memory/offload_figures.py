@@ -1,4 +1,6 @@
-"""What offload costs and how much of it lies under computation, measured on the device and read one step late."""
+"""What offload costs and how much of it lies under computation, measured on the device and read one
+step late.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ ENOUGH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFigures:
-    """Of one step on one rank. Times are means of single copies, by the device's clock; None where it has none."""
+    """Of one step on one rank. Times are means of single copies, by the device's clock; None where
+    it has none.
+    """
 
     buffers: int
     """Device buffers at the end of the step."""
@@ -38,9 +42,7 @@ class OffloadFigures:
         """Why copies cannot hide under computation; None if they can, or nothing is known."""
         if self.load_ms is None or self.compute_ms is None or self.load_ms <= self.compute_ms:
             return None
-        return (
-            f"a copy back takes {self.load_ms:.2f} ms, and what it could hide under takes {self.compute_ms:.2f} ms"
-        )
+        return f"a copy back takes {self.load_ms:.2f} ms, and what it could hide under takes {self.compute_ms:.2f} ms"
 
 
 class _Timed(NamedTuple):
@@ -68,7 +70,9 @@ class Stopwatch:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.figures: OffloadFigures | None = None
-        """Of the last step whose times are known; None where nothing was moved, or by replays alone."""
+        """Of the last step whose times are known; None where nothing was moved, or by replays
+        alone.
+        """
         self._page, self._before = _Page(), _Page()
 
     def begin(self) -> Any:
@@ -90,7 +94,9 @@ class Stopwatch:
             where.append(_Timed(begin, self._streams.clock()))
 
     def end_step(self, buffers: int) -> int:
-        """Turns the page, and reads the one before, where the device should be through; bytes put away in the step."""
+        """Turns the page, and reads the one before, where the device should be through; bytes put
+        away in the step.
+        """
         self._page.buffers = buffers
         if self._before.moved:
             self._read(self._before)
@@ -117,9 +123,14 @@ class Stopwatch:
             times["hidden"] = max(0.0, 1 - waited / max(total, 1e-6))
         if len(page.waits) > ENOUGH:
             gaps = [(before.end, after.begin) for before, after in zip(page.waits, page.waits[1:])]
-            times["compute_ms"] = sorted(self._streams.milliseconds(*gap) for gap in gaps)[len(gaps) // 2]
+            times["compute_ms"] = sorted(self._streams.milliseconds(*gap) for gap in gaps)[
+                len(gaps) // 2
+            ]
         self.figures = OffloadFigures(
-            buffers=page.buffers, moved_mib=page.moved / 2**20, loaded_mib=page.loaded / 2**20, **times
+            buffers=page.buffers,
+            moved_mib=page.moved / 2**20,
+            loaded_mib=page.loaded / 2**20,
+            **times,
         )
 
     def _sum(self, timed: Sequence[_Timed]) -> float:

@@ -1,27 +1,30 @@
 """Tensors that the backward pass computes again instead of keeping.
 
 [Note: how a function is recomputed]
-`checkpoint` runs a function as it is, gradients and all, but of the tensors that autograd would save in it keeps none:
-a `_Place` is saved for each. The first place that the backward pass looks into runs the function once more, from its
-inputs, and fills all of them; autograd goes on with the graph of the first run. So nothing else differs from a pass
-without recomputation: gradients reach ``.grad``, ``main_grad`` and hooks in the same order and exactly once, whether a
-layer adds them itself or autograd does, within ``torch.autograd.grad`` too, and outputs may be of any structure. The
-second run ends as soon as the last place is filled: what comes behind it (the last sum over ranks, dropout) is not
-repeated. It runs on the stream and in the thread of the backward pass, asks the device nothing, and so can be captured
-in a CUDA graph together with it.
+`checkpoint` runs a function as it is, gradients and all, but of the tensors that autograd would
+save in it keeps none: a `_Place` is saved for each. The first place that the backward pass looks
+into runs the function once more, from its inputs, and fills all of them; autograd goes on with the
+graph of the first run. So nothing else differs from a pass without recomputation: gradients reach
+``.grad``, ``main_grad`` and hooks in the same order and exactly once, whether a layer adds them
+itself or autograd does, within ``torch.autograd.grad`` too, and outputs may be of any structure.
+The second run ends as soon as the last place is filled: what comes behind it (the last sum over
+ranks, dropout) is not repeated. It runs on the stream and in the thread of the backward pass, asks
+the device nothing, and so can be captured in a CUDA graph together with it.
 
-torch.utils.checkpoint does the same and more; a checkpoint of it has no say in where its inputs are kept, and looks for
-random states and autocast in every call.
+torch.utils.checkpoint does the same and more; a checkpoint of it has no say in where its inputs are
+kept, and looks for random states and autocast in every call.
 
 [Note: collectives that run again]
-Ranks that share a collective run the same functions with the same shapes, so each saves as many tensors in them as the
-others. Places are looked into in the order of the backward pass, which is one for all ranks. So they repeat the same
-collectives in the same order, and leave the same ones out.
+Ranks that share a collective run the same functions with the same shapes, so each saves as many
+tensors in them as the others. Places are looked into in the order of the backward pass, which is
+one for all ranks. So they repeat the same collectives in the same order, and leave the same ones
+out.
 
 [Note: where inputs are kept]
-``keep`` decides what becomes of the tensors that a recomputation starts from: a function from them to a `Kept`, which
-is asked once, in the backward pass, and in reverse order of the forward pass. By default autograd saves them, on the
-device; as saved tensors they pass through whatever hooks are in force around the call.
+``keep`` decides what becomes of the tensors that a recomputation starts from: a function from them
+to a `Kept`, which is asked once, in the backward pass, and in reverse order of the forward pass. By
+default autograd saves them, on the device; as saved tensors they pass through whatever hooks are in
+force around the call.
 """
 
 from __future__ import annotations
@@ -54,22 +57,27 @@ Keep = Callable[[Sequence[Tensor]], Kept]
 
 
 WRITTEN_TO = (
-    "a tensor that waits for its backward pass has been modified by an inplace operation after it was put away."
+    "a tensor that waits for its backward pass has been modified by an inplace operation after it "
+    "was put away."
 )
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Autograd's counts of writes to them: equal at two moments if nobody has written to them in between."""
+    """Autograd's counts of writes to them: equal at two moments if nobody has written to them in
+    between.
+    """
     return [tensor._version for tensor in tensors]
 
 
 class SavedByAutograd:
-    """Kept as autograd keeps what a function saves: on the device, through the hooks in force, and guarded against
-    being written to."""
+    """Kept as autograd keeps what a function saves: on the device, through the hooks in force, and
+    guarded against being written to.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         anchor = torch.empty(0, requires_grad=True)
-        # The output, and not its node: up to torch 2.11 a node that only Python holds has let go of what it saved.
+        # The output, and not its node: up to torch 2.11 a node that only Python holds has let go of
+        # what it saved.
         self._output: Any = _Save.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
     def take(self) -> Sequence[Tensor]:
@@ -90,17 +98,20 @@ class _Save(torch.autograd.Function):
         raise AssertionError("nothing depends on what it returns")
 
 
-def checkpoint(function: Callable[..., T], *args: Any, rewind: bool = False, keep: Keep = SavedByAutograd) -> T:
+def checkpoint(
+    function: Callable[..., T], *args: Any, rewind: bool = False, keep: Keep = SavedByAutograd
+) -> T:
     """``function(*args)``, of which the backward pass needs nothing but ``args``.
 
     Reads: [Note: how a function is recomputed].
 
     Args:
-        function: its result depends on ``args``, parameters, buffers and, with ``rewind``, the default random
-            generators; none of it changes before the backward pass is done.
+        function: its result depends on ``args``, parameters, buffers and, with ``rewind``, the
+            default random generators; none of it changes before the backward pass is done.
         args: tensors, which ``keep`` puts away, and anything else, which is held as it is.
-        rewind: ``function`` draws random numbers, of the host's generator or of the one of the first tensor's device.
-            When it runs again it draws the same, and nobody else notices. Not inside a CUDA graph.
+        rewind: ``function`` draws random numbers, of the host's generator or of the one of the
+            first tensor's device. When it runs again it draws the same, and nobody else notices.
+            Not inside a CUDA graph.
         keep: see [Note: where inputs are kept].
     Returns:
         what ``function`` returns; without gradients asked for it is an ordinary call.
@@ -115,11 +126,17 @@ def checkpoint(function: Callable[..., T], *args: Any, rewind: bool = False, kee
 
 
 class _Call:
-    """One call of a checkpointed function. Its places hold it; it holds them weakly, as they belong to autograd."""
+    """One call of a checkpointed function. Its places hold it; it holds them weakly, as they belong
+    to autograd.
+    """
 
-    def __init__(self, function: Callable[..., object], args: tuple[Any, ...], rewind: bool, keep: Keep) -> None:
+    def __init__(
+        self, function: Callable[..., object], args: tuple[Any, ...], rewind: bool, keep: Keep
+    ) -> None:
         self._function: Callable[..., object] | None = function
-        self._tensors = {n: arg.requires_grad for n, arg in enumerate(args) if isinstance(arg, Tensor)}
+        self._tensors = {
+            n: arg.requires_grad for n, arg in enumerate(args) if isinstance(arg, Tensor)
+        }
         """Positions of the tensors among the arguments -> whether they ask for gradients."""
         self._others = [None if n in self._tensors else arg for n, arg in enumerate(args)]
         self._kept: Kept | None = keep([args[n].detach() for n in self._tensors])
@@ -134,12 +151,19 @@ class _Call:
         return made
 
     def fill(self) -> None:
-        """Run the function again, and leave in every place that is still wanted what is saved there."""
+        """Run the function again, and leave in every place that is still wanted what is saved
+        there.
+        """
         function, args = self._function, self._take_args()
         assert function is not None, "all places were filled before"
         filling = _Filling(self._places)
         states = nullcontext() if self._random is None else self._random.rewound()
-        with states, torch.enable_grad(), saved_tensors_hooks(filling.put, _never_asked), suppress(_Full):
+        with (
+            states,
+            torch.enable_grad(),
+            saved_tensors_hooks(filling.put, _never_asked),
+            suppress(_Full),
+        ):
             function(*args)
         if filling.number != len(self._places):
             raise RecomputeError(
@@ -152,7 +176,11 @@ class _Call:
         if self._kept is not None:
             for n, tensor in zip(self._tensors, self._kept.take(), strict=True):
                 args[n] = tensor.detach().requires_grad_(self._tensors[n])
-        self._function, self._others, self._kept = None, [], None  # nothing of it is needed a second time
+        self._function, self._others, self._kept = (
+            None,
+            [],
+            None,
+        )  # nothing of it is needed a second time
         return args
 
 
@@ -206,7 +234,9 @@ def _never_asked(nothing: None) -> Tensor:
 
 
 class RandomStates(NamedTuple):
-    """States of the generators that functions on a device draw from. Reading and setting them is host work alone."""
+    """States of the generators that functions on a device draw from. Reading and setting them is
+    host work alone.
+    """
 
     device: torch.device
     host: Tensor
@@ -239,10 +269,12 @@ class RandomStates(NamedTuple):
 def regenerated(
     output: Tensor, function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = SavedByAutograd
 ) -> Iterator[None]:
-    """Inside, whatever saves ``output`` or a part of it saves a way to compute it again, by ``function(*inputs)``.
+    """Inside, whatever saves ``output`` or a part of it saves a way to compute it again, by
+    ``function(*inputs)``.
 
-    For a cheap function whose output is large and whose inputs are kept anyway (a norm, an activation): call what
-    reads the output in here, then drop it. Everything else is saved as it would be outside, by hooks too.
+    For a cheap function whose output is large and whose inputs are kept anyway (a norm, an
+    activation): call what reads the output in here, then drop it. Everything else is saved as it
+    would be outside, by hooks too.
 
     Args:
         output: ``function(*inputs)``, in memory of its own.
@@ -251,12 +283,16 @@ def regenerated(
     if not torch.is_grad_enabled():
         yield
         return
-    source = _Source(output, function, keep([tensor.detach() for tensor in inputs]), hooks_in_force())
+    source = _Source(
+        output, function, keep([tensor.detach() for tensor in inputs]), hooks_in_force()
+    )
     with saved_tensors_hooks(source.save, _regenerate):
         yield
 
 
-def without_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], T], x: Tensor) -> T:
+def without_output(
+    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], T], x: Tensor
+) -> T:
     """``second(first(x))``, which keeps nothing of what ``first`` returns. Reads: `regenerated`."""
     y = first(x)
     with regenerated(y, first, x):
@@ -274,8 +310,13 @@ def hooks_in_force() -> Hooks | None:
 class _Source:
     """Where an output comes from, and what has been saved of it."""
 
-    def __init__(self, output: Tensor, function: Callable[..., Tensor], kept: Kept, around: Hooks | None) -> None:
-        self._storage, self._looks = output.untyped_storage().data_ptr(), (output.shape, output.stride(), output.dtype)
+    def __init__(
+        self, output: Tensor, function: Callable[..., Tensor], kept: Kept, around: Hooks | None
+    ) -> None:
+        self._storage, self._looks = (
+            output.untyped_storage().data_ptr(),
+            (output.shape, output.stride(), output.dtype),
+        )
         self._offset = int(output.storage_offset())
         self._function, self._kept, self._around = function, kept, around
         self._parts: list[weakref.ref[_Part]] = []
@@ -283,18 +324,29 @@ class _Source:
     def save(self, tensor: Tensor) -> Tensor | _Part | SavedAround:
         ours = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._storage
         if not ours or tensor.dtype != self._looks[2]:
-            return tensor if self._around is None else SavedAround(self._around[1], self._around[0](tensor))
-        part = _Part(self, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offset)
+            return (
+                tensor
+                if self._around is None
+                else SavedAround(self._around[1], self._around[0](tensor))
+            )
+        part = _Part(
+            self, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offset
+        )
         self._parts.append(weakref.ref(part))
         return part
 
     def fill(self) -> None:
         """Compute the output again, for all parts that are still wanted."""
-        inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in self._kept.take()]
+        inputs = [
+            tensor.detach().requires_grad_(tensor.is_floating_point())
+            for tensor in self._kept.take()
+        ]
         with torch.enable_grad():  # the way that it was computed
             output = self._function(*inputs).detach()
         if (output.shape, output.stride(), output.dtype) != self._looks:
-            raise RecomputeError("a function returns another shape, dtype or layout when it runs again.")
+            raise RecomputeError(
+                "a function returns another shape, dtype or layout when it runs again."
+            )
         for reference in self._parts:
             part = reference()
             if part is not None:
@@ -306,7 +358,9 @@ class _Part:
 
     __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
 
-    def __init__(self, source: _Source, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+    def __init__(
+        self, source: _Source, shape: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> None:
         self.source, self.shape, self.stride, self.offset = source, shape, stride, offset
         self.output: Tensor | None = None
 
@@ -326,4 +380,6 @@ def _regenerate(saved: Tensor | _Part | SavedAround) -> Tensor:
     if saved.output is None:
         saved.source.fill()
     assert saved.output is not None
-    return saved.output.as_strided(saved.shape, saved.stride, saved.output.storage_offset() + saved.offset)
+    return saved.output.as_strided(
+        saved.shape, saved.stride, saved.output.storage_offset() + saved.offset
+    )

@@ -1,10 +1,12 @@
-"""What a part of a forward pass saves for its backward pass, put away together when the part is done.
+"""What a part of a forward pass saves for its backward pass, put away together when the part is
+done.
 
 [Note: saved tensors that travel]
-Inside a scope autograd saves places in the stead of tensors. A place knows its tensor's shape and where it lies in a
-storage; storages that are saved several times, by views or by the next scope, travel once. When the scope ends, all
-that was found in it goes to ``keep`` as one bundle; the first place of the bundle that the backward pass looks into
-takes all of it back. Memory goes as it would without scopes: with the last place that needs it.
+Inside a scope autograd saves places in the stead of tensors. A place knows its tensor's shape and
+where it lies in a storage; storages that are saved several times, by views or by the next scope,
+travel once. When the scope ends, all that was found in it goes to ``keep`` as one bundle; the first
+place of the bundle that the backward pass looks into takes all of it back. Memory goes as it would
+without scopes: with the last place that needs it.
 """
 
 from __future__ import annotations
@@ -19,11 +21,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_packed.memory.recompute import WRITTEN_TO, Hooks, Keep, Kept, SavedAround, hooks_in_force
+from megatron_packed.memory.recompute import (
+    WRITTEN_TO,
+    Hooks,
+    Keep,
+    Kept,
+    SavedAround,
+    hooks_in_force,
+)
 
 
 class SavedScopes:
-    """Scopes whose saved tensors travel. One for each layer: what it puts away is asked for by its own backward pass.
+    """Scopes whose saved tensors travel. One for each layer: what it puts away is asked for by its
+    own backward pass.
 
     Args:
         keep: where they are put, see [Note: where inputs are kept].
@@ -37,8 +47,8 @@ class SavedScopes:
     def scope(self, owner: nn.Module) -> AbstractContextManager[None]:
         """Around a part of a forward pass; parameters and buffers of ``owner`` stay where they are.
 
-        Without gradients, and where the backward pass computes something again, it does nothing. Scopes do not nest:
-        what an inner one is around belongs to it alone.
+        Without gradients, and where the backward pass computes something again, it does nothing.
+        Scopes do not nest: what an inner one is around belongs to it alone.
         """
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return nullcontext()
@@ -53,13 +63,18 @@ class SavedScopes:
         scope.put_away(self._keep)
 
     def storage_of(self, tensor: Tensor, here: _Bundle) -> _Storage:
-        """The record of a tensor's storage: of this scope, or of an earlier one that has put away all of the tensor;
-        of the same values, which nobody has written over since."""
+        """The record of a tensor's storage: of this scope, or of an earlier one that has put away
+        all of the tensor; of the same values, which nobody has written over since.
+        """
         storage = tensor.untyped_storage()
         known = self._known.get(storage.data_ptr())
         if known is not None and not known.alive.expired():  # type: ignore[no-untyped-call]
             found = known.record()
-            if found is not None and found.is_of(tensor) and (found.bundle is here or found.covers(tensor)):
+            if (
+                found is not None
+                and found.is_of(tensor)
+                and (found.bundle is here or found.covers(tensor))
+            ):
                 return found
         record = _Storage(tensor, here)
         self._known[storage.data_ptr()] = _Known(StorageWeakRef(storage), weakref.ref(record))  # type: ignore[no-untyped-call]
@@ -68,7 +83,11 @@ class SavedScopes:
     def tidy(self) -> None:
         """Forget storages that are gone."""
         if len(self._known) > 256:
-            self._known = {address: known for address, known in self._known.items() if known.record() is not None}
+            self._known = {
+                address: known
+                for address, known in self._known.items()
+                if known.record() is not None
+            }
 
 
 class _Known(NamedTuple):
@@ -120,8 +139,13 @@ class _Storage:
     def leave(self) -> Tensor:
         """The range, which it holds no longer."""
         assert self.memory is not None
-        self.spoiled = self.memory._version != self._version  # told to who asks for it, as autograd does
-        tensor, self.memory = self.memory.as_strided((self.end - self.begin,), (1,), self.begin), None
+        self.spoiled = (
+            self.memory._version != self._version
+        )  # told to who asks for it, as autograd does
+        tensor, self.memory = (
+            self.memory.as_strided((self.end - self.begin,), (1,), self.begin),
+            None,
+        )
         return tensor
 
 
@@ -143,8 +167,16 @@ class _Scope:
         self._records: list[_Storage] = []
 
     def save(self, tensor: Tensor) -> Tensor | _Place | SavedAround:
-        if tensor.numel() < self._scopes.min_elements or not _plain(tensor) or _address(tensor) in self._apart:
-            return tensor if self._around is None else SavedAround(self._around[1], self._around[0](tensor))
+        if (
+            tensor.numel() < self._scopes.min_elements
+            or not _plain(tensor)
+            or _address(tensor) in self._apart
+        ):
+            return (
+                tensor
+                if self._around is None
+                else SavedAround(self._around[1], self._around[0](tensor))
+            )
         record = self._scopes.storage_of(tensor, self._bundle)
         if record.bundle is self._bundle:
             record.extend(tensor)
@@ -186,4 +218,6 @@ def _address(tensor: Tensor) -> int:
 def _range(tensor: Tensor) -> tuple[int, int]:
     """First and last element in its storage, the last one excluded."""
     begin = int(tensor.storage_offset())
-    return begin, begin + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return begin, begin + 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())
+    )

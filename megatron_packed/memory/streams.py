@@ -1,7 +1,8 @@
-"""Queues of copies beside the stream of computation: what moves activations asks for, on a GPU and on a CPU.
+"""Queues of copies beside the stream of computation: what moves activations asks for, on a GPU and
+on a CPU.
 
-The current stream is looked up at every use, so the same code serves eager steps on any stream, the autograd engine's
-thread, and captures.
+The current stream is looked up at every use, so the same code serves eager steps on any stream, the
+autograd engine's thread, and captures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron_packed.memory.host_memory import KEPT_FREE, available_bytes
 
 
 class Streams(Protocol):
-    """The current stream, one for copies to the host and one for copies from it. Nothing here waits for the device."""
+    """The current stream, one for copies to the host and one for copies from it. Nothing here waits
+    for the device.
+    """
 
     def mark(self) -> Any:
         """A moment: everything that is queued on the current stream by now."""
@@ -30,7 +33,9 @@ class Streams(Protocol):
         """Whether the device has come to ``mark``."""
 
     def clock(self) -> Any:
-        """A mark that knows its time; None where there is none to be had (in a capture, without a GPU)."""
+        """A mark that knows its time; None where there is none to be had (in a capture, without a
+        GPU).
+        """
 
     def milliseconds(self, begin: Any, end: Any) -> float:
         """Between two marks of `clock` that are done."""
@@ -42,7 +47,9 @@ class Streams(Protocol):
         """Inside, the current stream is the one of copies from the host."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy on the current stream; both stay valid until it is done, which is the caller's business."""
+        """Queue a copy on the current stream; both stay valid until it is done, which is the
+        caller's business.
+        """
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """``(count,)`` on the device; the memory belongs to the current stream.
@@ -62,8 +69,9 @@ class Streams(Protocol):
         """Whether what is queued on the current stream is recorded for a graph, and not run."""
 
     def free_bytes(self) -> int:
-        """What the device's memory has left at the worst moment since the start, counting what the allocator holds
-        without using it."""
+        """What the device's memory has left at the worst moment since the start, counting what the
+        allocator holds without using it.
+        """
 
     def unified(self) -> bool:
         """Whether host and device share their memory, so that moving something there frees nothing."""
@@ -122,7 +130,9 @@ class CudaStreams:
     """Of one GPU. The streams of copies are made when they are first used."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
         self._out: torch.cuda.Stream | None = None
         self._in: torch.cuda.Stream | None = None
 
@@ -164,8 +174,9 @@ class CudaStreams:
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def host(self, num_bytes: int) -> Tensor:
-        """Pages of its own, pinned by registering them: torch's own allocator of pinned memory rounds up to a power of
-        two, and a page that two blocks share can be registered once only."""
+        """Pages of its own, pinned by registering them: torch's own allocator of pinned memory
+        rounds up to a power of two, and a page that two blocks share can be registered once only.
+        """
         if self.capturing():
             raise torch.OutOfMemoryError("no host memory can be pinned while a graph is captured")
         left = available_bytes()
@@ -178,7 +189,9 @@ class CudaStreams:
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise torch.OutOfMemoryError(f"no {num_bytes / 2**20:,.0f} MiB of host memory: {error}") from error
+            raise torch.OutOfMemoryError(
+                f"no {num_bytes / 2**20:,.0f} MiB of host memory: {error}"
+            ) from error
         block = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
         runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(address, size, 0))
@@ -186,7 +199,8 @@ class CudaStreams:
             self._forget_error()
             text = f"cudaHostRegister of {num_bytes / 2**20:,.0f} MiB failed with error {code}"
             raise torch.OutOfMemoryError(text) if code == _NO_MEMORY else RuntimeError(text)
-        # Before the memory goes back to the system, where it might be used for something else while still registered.
+        # Before the memory goes back to the system, where it might be used for something else while
+        # still registered.
         weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False
         return block
 
@@ -200,14 +214,18 @@ class CudaStreams:
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(
+            self.device
+        )
         return int(free + unused)
 
     def unified(self) -> bool:
         return bool(torch.cuda.get_device_properties(self.device).is_integrated)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)  # graphs have their copies done on no stream that anybody knows
+        torch.cuda.synchronize(
+            self.device
+        )  # graphs have their copies done on no stream that anybody knows
 
 
 _NO_MEMORY = 2

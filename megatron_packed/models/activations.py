@@ -1,16 +1,19 @@
-"""Bytes that a rank's layers hold between forward and backward, and those that come on top while one of them runs.
+"""Bytes that a rank's layers hold between forward and backward, and those that come on top while
+one of them runs.
 
-Read off what the layers and their GPU kernels save; `docs/memory.md` has the formulas in a table. Sizes of a rank
-(heads, channels, experts, rows of a buffer) are asked of its modules, which may be on the meta device, so no rule of
-sharing is written down twice.
+Read off what the layers and their GPU kernels save; `docs/memory.md` has the formulas in a table.
+Sizes of a rank (heads, channels, experts, rows of a buffer) are asked of its modules, which may be
+on the meta device, so no rule of sharing is written down twice.
 
-Letters: T tokens of a pack that this rank works on inside a layer, R rows of the hidden state that it has between
-layers (T, or T / tp_size with sequence parallelism), D hidden size, b bytes of an element.
+Letters: T tokens of a pack that this rank works on inside a layer, R rows of the hidden state that
+it has between layers (T, or T / tp_size with sequence parallelism), D hidden size, b bytes of an
+element.
 
 [Note: moments]
-A layer's forward and backward pass are a few moments each. At a moment some of the saved tensors do not exist, not yet
-or not any more, and other tensors exist beside the rest. Both passes of a layer happen with all that the layers before
-it have saved in place, and nothing of those behind it. The peak is the largest sum over all moments of all layers.
+A layer's forward and backward pass are a few moments each. At a moment some of the saved tensors do
+not exist, not yet or not any more, and other tensors exist beside the rest. Both passes of a layer
+happen with all that the layers before it have saved in place, and nothing of those behind it. The
+peak is the largest sum over all moments of all layers.
 """
 
 from __future__ import annotations
@@ -101,7 +104,8 @@ class Work:
         tokens: slots of a pack.
         documents: room for documents in it.
         element: bytes of an activation.
-        even: rows of experts whose number follows the routing are those of balanced experts; otherwise the most.
+        even: rows of experts whose number follows the routing are those of balanced experts;
+            otherwise the most.
     """
 
     tokens: int
@@ -116,16 +120,22 @@ def footprints(model: HybridModel, work: Work) -> list[Footprint]:
     rank = _Rank(model, work)
     return [
         makers[symbol](rank, f"layers.{number}", layer)
-        for number, (symbol, layer) in enumerate(zip(model.config.layer_types, model.layers, strict=True))
+        for number, (symbol, layer) in enumerate(
+            zip(model.config.layer_types, model.layers, strict=True)
+        )
     ]
 
 
 def ends(model: HybridModel, work: Work) -> Footprint:
-    """Final norm, output projection and loss; the embedding's result is the first layer's saved input."""
+    """Final norm, output projection and loss; the embedding's result is the first layer's saved
+    input.
+    """
     rank = _Rank(model, work)
     rows, hidden, entered = rank.rows_bytes, rank.hidden, rank.inside_bytes
     vocabulary = model.output_weight.shape[0]
-    logits = min(default_chunk_tokens(rank.tokens, vocabulary), rank.tokens) * vocabulary * rank.element
+    logits = (
+        min(default_chunk_tokens(rank.tokens, vocabulary), rank.tokens) * vocabulary * rank.element
+    )
     loss = FP32 * 4 * rank.tokens  # labels, mask, losses
     gathered = entered if rank.sequence_parallel else 0
     saved = {
@@ -134,9 +144,15 @@ def ends(model: HybridModel, work: Work) -> Footprint:
         "loss.hidden_gradient": Term(entered, Kind.LOSS),
     }
     moments = (
-        Moment("loss", {Kind.ACTIVATIONS: rows, Kind.COMMUNICATION: gathered, Kind.LOSS: logits + loss}),
+        Moment(
+            "loss", {Kind.ACTIVATIONS: rows, Kind.COMMUNICATION: gathered, Kind.LOSS: logits + loss}
+        ),
         Moment("backward of the loss", {Kind.COMMUNICATION: gathered, Kind.LOSS: loss}),
-        Moment("backward of the final norm", {Kind.GRADIENTS: 2 * rows}, frozenset({"loss.hidden_gradient"})),
+        Moment(
+            "backward of the final norm",
+            {Kind.GRADIENTS: 2 * rows},
+            frozenset({"loss.hidden_gradient"}),
+        ),
         Moment(
             "backward of the embedding",
             {Kind.GRADIENTS: rows + FP32 * rank.tokens * hidden},  # added up in fp32
@@ -151,7 +167,12 @@ class _Rank:
 
     def __init__(self, model: HybridModel, work: Work) -> None:
         tp, cp = model.tp, model.cp
-        self.config, self.documents, self.element, self.even = model.config, work.documents, work.element, work.even
+        self.config, self.documents, self.element, self.even = (
+            model.config,
+            work.documents,
+            work.element,
+            work.even,
+        )
         self.hidden, self.tp, self.cp = model.config.hidden_size, tp, cp
         self.sequence_parallel = tp.group is not None and tp.sequence_parallel
         self.pack = work.tokens
@@ -171,16 +192,27 @@ class _Rank:
 
     def forward_end(self) -> Moment:
         """The mixer's result and its sum with the residual stream, before the former goes."""
-        extra = {Kind.GRADIENTS: 0, Kind.ACTIVATIONS: 2 * self.rows_bytes, Kind.COMMUNICATION: self.moved}
+        extra = {
+            Kind.GRADIENTS: 0,
+            Kind.ACTIVATIONS: 2 * self.rows_bytes,
+            Kind.COMMUNICATION: self.moved,
+        }
         return Moment("forward", extra)
 
     def backward_start(self, **more: int) -> Amounts:
         """The gradient of the layer's output, which waits for the norm's, and others."""
-        return {Kind.GRADIENTS: self.rows_bytes + sum(more.values()), Kind.COMMUNICATION: self.moved}
+        return {
+            Kind.GRADIENTS: self.rows_bytes + sum(more.values()),
+            Kind.COMMUNICATION: self.moved,
+        }
 
     def norm_end(self, saved: Mapping[str, Term]) -> Moment:
         keeps = {"norm.input", "norm.statistics"}
-        return Moment("backward of the norm", {Kind.GRADIENTS: 3 * self.rows_bytes}, frozenset(set(saved) - keeps))
+        return Moment(
+            "backward of the norm",
+            {Kind.GRADIENTS: 3 * self.rows_bytes},
+            frozenset(set(saved) - keeps),
+        )
 
     def dropped(self, saved: dict[str, Term]) -> dict[str, Term]:
         """With dropout a mask, one byte for each element of the result."""
@@ -204,8 +236,14 @@ def _mlp(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     moments = (
         rank.forward_end(),
         Moment("backward of fc2", rank.backward_start(activation=inner)),
-        Moment("backward of the activation", rank.backward_start(activation=inner, fc1=first), done),
-        Moment("backward of fc1", rank.backward_start(fc1=first, x=rank.inside_bytes), done | {"fc1.output"}),
+        Moment(
+            "backward of the activation", rank.backward_start(activation=inner, fc1=first), done
+        ),
+        Moment(
+            "backward of fc1",
+            rank.backward_start(fc1=first, x=rank.inside_bytes),
+            done | {"fc1.output"},
+        ),
         rank.norm_end(saved),
     )
     return Footprint(name, MLP, saved, moments)
@@ -249,22 +287,30 @@ def _attention(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     if heads > groups:
         accumulated += 2 * padded * groups * rounded * FP32  # dk and dv
     travelling = 0
-    if rank.cp.size > 1 and not by_heads:  # keys and values of all ranks, or of this one and the next
+    if (
+        rank.cp.size > 1 and not by_heads
+    ):  # keys and values of all ranks, or of this one and the next
         travelling = 2 * key * (rank.cp.size if rank.cp.comm_type == "all_gather" else 2)
     exchanged = query + 2 * key if by_heads else 0
     inside = rank.backward_start(output=attended, qkv=attended + 2 * keys, accumulated=accumulated)
     inside[Kind.COMMUNICATION] += travelling
     # From rotated heads to the fused projection's gradient.
-    joined = rank.backward_start(heads=query + 2 * key + (query + key if rank.rope else 0), qkv=whole)
+    joined = rank.backward_start(
+        heads=query + 2 * key + (query + key if rank.rope else 0), qkv=whole
+    )
     joined[Kind.COMMUNICATION] += exchanged
     done = frozenset(key for key in saved if key.startswith("attention.") or key == "proj.input")
-    rotating = rank.forward_end().extra | {Kind.COMMUNICATION: rank.moved + max(exchanged, travelling)}
+    rotating = rank.forward_end().extra | {
+        Kind.COMMUNICATION: rank.moved + max(exchanged, travelling)
+    }
     moments = (
         Moment("forward", rotating),
         Moment("backward of attention", inside, done & {"proj.input"}),
         Moment("backward of queries, keys and values", joined, done),
         Moment(
-            "backward of qkv", rank.backward_start(qkv=whole, x=rank.inside_bytes), done | {"qkv.output"} & set(saved)
+            "backward of qkv",
+            rank.backward_start(qkv=whole, x=rank.inside_bytes),
+            done | {"qkv.output"} & set(saved),
         ),
         rank.norm_end(saved),
     )
@@ -289,7 +335,9 @@ def _mamba(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
         "in_proj.output": Term(projected),
     }
     if rank.cp.group is not None:
-        saved["conv1d.input"] = Term(rows * (channels + heads) * b)  # what was exchanged, dt with it
+        saved["conv1d.input"] = Term(
+            rows * (channels + heads) * b
+        )  # what was exchanged, dt with it
     saved |= {
         "conv1d.output": Term(convolved),
         "scan.steps": Term(2 * FP32 * heads * scanned),
@@ -309,25 +357,53 @@ def _mamba(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     exchange = rows * (channels + heads) * b if rank.cp.group is not None else 0
     late = frozenset({"scan.output", "gated_norm.statistics", "out_proj.input"})
     scan = rank.backward_start(
-        projected=projected, dy=y, convolved=convolved, scores=scores * (1 + in_parts), parts=projections * in_parts,
+        projected=projected,
+        dy=y,
+        convolved=convolved,
+        scores=scores * (1 + in_parts),
+        parts=projections * in_parts,
         partial=partial,
-    )  # fmt: skip
-    scan[Kind.STATES] = states * (2 * FP32 + 2 * b)  # and their gradients, both in fp32 and in the kernels' dtype
+    )
+    scan[Kind.STATES] = states * (
+        2 * FP32 + 2 * b
+    )  # and their gradients, both in fp32 and in the kernels' dtype
     of_convolution = rank.backward_start(projected=projected, convolved=convolved)
     of_convolution[Kind.COMMUNICATION] += 2 * exchange
     end = rank.forward_end().extra
     moments = (
-        Moment("forward of the scan", {Kind.STATES: states * (FP32 + b), Kind.GRADIENTS: scores,
-                                       Kind.COMMUNICATION: exchange}, late),
-        Moment("forward", {**end, Kind.COMMUNICATION: end[Kind.COMMUNICATION] + (y if exchange else 0)}),
-        Moment("backward of the gated norm", rank.backward_start(normed=normed, y=normed, projected=projected,
-               parts=FP32 * min(_GATED_NORM_PROGRAMS, tokens) * inner), frozenset({"out_proj.input"})),
+        Moment(
+            "forward of the scan",
+            {
+                Kind.STATES: states * (FP32 + b),
+                Kind.GRADIENTS: scores,
+                Kind.COMMUNICATION: exchange,
+            },
+            late,
+        ),
+        Moment(
+            "forward", {**end, Kind.COMMUNICATION: end[Kind.COMMUNICATION] + (y if exchange else 0)}
+        ),
+        Moment(
+            "backward of the gated norm",
+            rank.backward_start(
+                normed=normed,
+                y=normed,
+                projected=projected,
+                parts=FP32 * min(_GATED_NORM_PROGRAMS, tokens) * inner,
+            ),
+            frozenset({"out_proj.input"}),
+        ),
         Moment("backward of the scan", scan, late),
         Moment("backward of the convolution", of_convolution, late | {"scan.steps"}),
-        Moment("backward of in_proj", rank.backward_start(projected=projected, x=rank.inside_bytes),
-               frozenset(set(saved) - {"norm.input", "norm.statistics", "in_proj.input", "dropout.mask"})),
+        Moment(
+            "backward of in_proj",
+            rank.backward_start(projected=projected, x=rank.inside_bytes),
+            frozenset(
+                set(saved) - {"norm.input", "norm.statistics", "in_proj.input", "dropout.mask"}
+            ),
+        ),
         rank.norm_end(saved),
-    )  # fmt: skip
+    )
     return Footprint(name, MAMBA, saved, moments)
 
 
@@ -365,13 +441,19 @@ def _moe(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     saved = rank.dropped(saved)
 
     gathers = isinstance(dispatcher, AllGatherDispatcher)
-    moved = 2 * entered * dispatcher.ep.size * row if gathers else 0  # tokens of all ranks, and their results
+    moved = (
+        2 * entered * dispatcher.ep.size * row if gathers else 0
+    )  # tokens of all ranks, and their results
     exchanged = 0
     if isinstance(dispatcher, AllToAllDispatcher | PaddedAllToAllDispatcher):
-        exchanged = (returned + 2 * rows) * row  # rows before they leave, as they come, and on their way back
+        exchanged = (
+            returned + 2 * rows
+        ) * row  # rows before they leave, as they come, and on their way back
     of_shared = {name for name in saved if name.startswith("shared.")}
     weights = [mixer.experts.fc2.numel() * b, mixer.experts.fc1.numel() * b]
-    x = entered * row if shared is not None else 0  # the shared expert's gradient of the input waits
+    x = (
+        entered * row if shared is not None else 0
+    )  # the shared expert's gradient of the input waits
 
     def backward(what: str, rows_bytes: int, moving: int, *absent: str, more: int = 0) -> Moment:
         amounts = {
@@ -384,21 +466,55 @@ def _moe(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     of_exchange = (returned + rows) * row if exchanged else 0
     forward = rank.forward_end().extra
     moments = (
-        Moment("forward of the experts", {Kind.ACTIVATIONS: rank.inside_bytes, Kind.EXPERTS: exchanged,
-               Kind.COMMUNICATION: moved}, frozenset(of_shared)),
+        Moment(
+            "forward of the experts",
+            {
+                Kind.ACTIVATIONS: rank.inside_bytes,
+                Kind.EXPERTS: exchanged,
+                Kind.COMMUNICATION: moved,
+            },
+            frozenset(of_shared),
+        ),
         Moment("forward", forward),
-        Moment("backward of the shared expert", rank.backward_start(a=shared_inner, fc1=shared_first)),
+        Moment(
+            "backward of the shared expert", rank.backward_start(a=shared_inner, fc1=shared_first)
+        ),
         backward("the combination", returned * row, of_exchange + moved // 2),
-        backward("the experts' fc2", rows * (row + inner * b), 0, "experts.output", more=weights[0]),
-        backward("the experts' activation", rows * (first + inner) * b, 0, "experts.output", "experts.activation"),
-        backward("the experts' fc1", rows * (first * b + row), 0, "experts.output", "experts.activation", "experts.fc1",
-                 more=weights[1]),
-        backward("the dispatch", rows * row, of_exchange + moved // 2,
-                 *(key for key in saved if key.startswith("experts.")), more=entered * row),
-        backward("the router", 0, 0, *(key for key in saved if key.startswith("experts.")),
-                 more=(FP32 + b) * entered * rank.hidden),
+        backward(
+            "the experts' fc2", rows * (row + inner * b), 0, "experts.output", more=weights[0]
+        ),
+        backward(
+            "the experts' activation",
+            rows * (first + inner) * b,
+            0,
+            "experts.output",
+            "experts.activation",
+        ),
+        backward(
+            "the experts' fc1",
+            rows * (first * b + row),
+            0,
+            "experts.output",
+            "experts.activation",
+            "experts.fc1",
+            more=weights[1],
+        ),
+        backward(
+            "the dispatch",
+            rows * row,
+            of_exchange + moved // 2,
+            *(key for key in saved if key.startswith("experts.")),
+            more=entered * row,
+        ),
+        backward(
+            "the router",
+            0,
+            0,
+            *(key for key in saved if key.startswith("experts.")),
+            more=(FP32 + b) * entered * rank.hidden,
+        ),
         rank.norm_end(saved),
-    )  # fmt: skip
+    )
     return Footprint(name, MOE, saved, moments)
 
 
@@ -408,6 +524,8 @@ def _expert_rows(dispatcher: Dispatcher, tokens: int, *, even: bool) -> tuple[in
     if isinstance(dispatcher, PaddedAllToAllDispatcher):
         return dispatcher.buffer_rows(tokens), dispatcher.num_experts * dispatcher.capacity(tokens)
     if isinstance(dispatcher, AllToAllDispatcher):
-        return (min(routes, dispatcher.worst_rows(tokens)) if even else dispatcher.worst_rows(tokens)), routes
+        return (
+            min(routes, dispatcher.worst_rows(tokens)) if even else dispatcher.worst_rows(tokens)
+        ), routes
     rows = dispatcher.buffer_rows(tokens)
     return rows, rows

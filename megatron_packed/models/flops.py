@@ -1,24 +1,28 @@
 """Floating-point operations of a packed micro-batch, from the real lengths of its documents.
 
-A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. Counted are matrix products, attention,
-the state-space scan and its convolution; not norms, activations and other elementwise work, nor the tail of a pack, nor
-what a kernel repeats or computes only to mask it. Per token, forward, with h the hidden size:
+A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. Counted are matrix
+products, attention, the state-space scan and its convolution; not norms, activations and other
+elementwise work, nor the tail of a pack, nor what a kernel repeats or computes only to mask it. Per
+token, forward, with h the hidden size:
 
-* ``*``  projections ``2 h (N + 2 K) H + 2 N H h``; scores and weighted sum ``4 N H`` per visible pair, of which a
-  document of L tokens has ``L^2 / 2`` (the causal half). The pairs of 8 documents of 1,024 tokens are so an eighth of
-  those of one of 8,192, and counting the pack as one document would report too high an MFU.
+* ``*``  projections ``2 h (N + 2 K) H + 2 N H h``; scores and weighted sum ``4 N H`` per visible
+  pair, of which a document of L tokens has ``L^2 / 2`` (the causal half). The pairs of 8 documents
+  of 1,024 tokens are so an eighth of those of one of 8,192, and counting the pack as one document
+  would report too high an MFU.
 * ``-``  ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
 * ``E``  router ``2 h E``, K experts like ``-``, and the shared expert.
-* ``M``  projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; the scan in chunks of Q:
-  ``2 G S + 2 I`` per pair of tokens within a chunk (``q^2 / 2`` pairs for a piece of q tokens), ``4 I S`` per token
-  into and out of the chunk states, ``2 I S`` per chunk to carry a state on, ``2 I`` per token for the skip.
+* ``M``  projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; the scan in
+  chunks of Q: ``2 G S + 2 I`` per pair of tokens within a chunk (``q^2 / 2`` pairs for a piece of q
+  tokens), ``4 I S`` per token into and out of the chunk states, ``2 I S`` per chunk to carry a
+  state on, ``2 I`` per token for the skip.
 * output ``2 h V`` with V the padded vocabulary.
 
-The backward pass has two products for each of the forward's: twice its operations. What it computes again
-(``--recompute-granularity``) does not count: these are the model's operations, as Megatron counts them.
+The backward pass has two products for each of the forward's: twice its operations. What it computes
+again (``--recompute-granularity``) does not count: these are the model's operations, as Megatron
+counts them.
 
-``six_n_t`` is the usual estimate ``6 N T`` for comparison: N active parameters that are multiplied with, T tokens; it
-knows no attention and no scan.
+``six_n_t`` is the usual estimate ``6 N T`` for comparison: N active parameters that are multiplied
+with, T tokens; it knows no attention and no scan.
 """
 
 from __future__ import annotations
@@ -67,13 +71,21 @@ class FlopCounter:
         symbols = config.layer_types
         count = {symbol: symbols.count(symbol) for symbol in (ATTENTION, MAMBA, MLP, MOE)}
         hidden, inner = config.hidden_size, config.d_inner if MAMBA in symbols else 0
-        self.projections_per_token = sum(2 * projection_weights(config, symbol) for symbol in symbols)
+        self.projections_per_token = sum(
+            2 * projection_weights(config, symbol) for symbol in symbols
+        )
         self.output_per_token = 2 * hidden * config.padded_vocab_size(vocab_size)
-        attention_width = config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
+        attention_width = (
+            config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
+        )
         self.attention_per_pair = count[ATTENTION] * 4 * attention_width
         states = config.mamba_num_groups * config.mamba_state_dim
         self.scan_per_pair = count[MAMBA] * (2 * states + 2 * inner)
-        per_token = 4 * inner * config.mamba_state_dim + 2 * inner + 2 * config.mamba_d_conv * (inner + 2 * states)
+        per_token = (
+            4 * inner * config.mamba_state_dim
+            + 2 * inner
+            + 2 * config.mamba_d_conv * (inner + 2 * states)
+        )
         self.scan_per_token = count[MAMBA] * per_token
         self.scan_per_chunk = count[MAMBA] * 2 * inner * config.mamba_state_dim
         self.multiplied_parameters = count_parameters(config, vocab_size).multiplied
@@ -89,7 +101,9 @@ class FlopCounter:
         return Flops(
             projections=self.projections_per_token * tokens,
             attention=self.attention_per_pair * pairs,
-            scan=self.scan_per_pair * chunk_pairs + self.scan_per_token * tokens + self.scan_per_chunk * chunks,
+            scan=self.scan_per_pair * chunk_pairs
+            + self.scan_per_token * tokens
+            + self.scan_per_chunk * chunks,
             output=self.output_per_token * tokens,
         )
 
@@ -98,8 +112,15 @@ class FlopCounter:
 
         Chunks of the scan are taken for full; a document shorter than one costs less.
         """
-        scan = self.scan_per_token + self.scan_per_pair * self.chunk / 2 + self.scan_per_chunk / self.chunk
-        return self.projections_per_token + self.output_per_token + scan, self.attention_per_pair / 2
+        scan = (
+            self.scan_per_token
+            + self.scan_per_pair * self.chunk / 2
+            + self.scan_per_chunk / self.chunk
+        )
+        return (
+            self.projections_per_token + self.output_per_token + scan,
+            self.attention_per_pair / 2,
+        )
 
     def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
         """Operations of forward and backward pass: three times the forward's."""
@@ -110,13 +131,17 @@ class FlopCounter:
         return 6.0 * self.multiplied_parameters * tokens
 
 
-def model_flops(config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]) -> float:
+def model_flops(
+    config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]
+) -> float:
     """Operations of forward and backward pass over documents of ``lengths`` tokens, in one number."""
     return FlopCounter(config, vocab_size).training(lengths).total
 
 
 def projection_weights(config: ModelConfig, symbol: str) -> int:
-    """Weights of one layer that every token is multiplied with; of the routed experts the K that it visits."""
+    """Weights of one layer that every token is multiplied with; of the routed experts the K that it
+    visits.
+    """
     hidden = config.hidden_size
     if symbol == ATTENTION:
         return hidden * (qkv_rows(config) + config.num_attention_heads * config.head_dim)

@@ -16,8 +16,9 @@ def generate(
 ) -> list[int]:
     """The most likely next token, again and again, each time over the whole prefix.
 
-    Simple and exact: it runs the training forward pass, with no state to carry and no second implementation to trust.
-    The cost grows with the square of the length, which a demonstration can afford.
+    Simple and exact: it runs the training forward pass, with no state to carry and no second
+    implementation to trust. The cost grows with the square of the length, which a demonstration can
+    afford.
 
     Args:
         prompt_tokens: at least one token.
@@ -29,7 +30,9 @@ def generate(
         ValueError: an empty prompt, or a prefix that grows longer than the rotary tables.
     """
     if not prompt_tokens:
-        raise ValueError("The prompt is empty; give at least one token, for instance the tokenizer's first.")
+        raise ValueError(
+            "The prompt is empty; give at least one token, for instance the tokenizer's first."
+        )
     device = model.embedding.weight.device
     tokens = list(prompt_tokens)
     was_training = model.training

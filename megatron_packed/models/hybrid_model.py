@@ -1,9 +1,11 @@
 """The hybrid Mamba-Transformer-MoE language model on packed documents.
 
-Letters: T tokens, D hidden size, V entries of the vocabulary, P positions, L mixture-of-experts layers, E experts.
+Letters: T tokens, D hidden size, V entries of the vocabulary, P positions, L mixture-of-experts
+layers, E experts.
 
-Nothing in here asks the device a question, and no shape depends on the documents of a pack: forward and backward can be
-captured in a CUDA graph and replayed over another pack of the same T and capacity.
+Nothing in here asks the device a question, and no shape depends on the documents of a pack: forward
+and backward can be captured in a CUDA graph and replayed over another pack of the same T and
+capacity.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_s
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlap import Stage
-from megatron_packed.distributed.sharding import ShardedParameter, SharedGradients, sharded_parameters
+from megatron_packed.distributed.sharding import (
+    ShardedParameter,
+    SharedGradients,
+    sharded_parameters,
+)
 from megatron_packed.layers.attention import Rotary, attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
@@ -36,7 +42,11 @@ from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.offload import LayerOffload
 from megatron_packed.layers.recompute import Recompute, draws_random_numbers
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.layers.transformer_layer import MoETransformerLayer, TransformerLayer, layer_norm_of
+from megatron_packed.layers.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    layer_norm_of,
+)
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
 from megatron_packed.models.init import initialize
@@ -50,24 +60,30 @@ from megatron_packed.packed.params import PackedSeqParams
 class HybridModel(nn.Module):
     """Embedding, one layer for each symbol of the pattern, final norm, output projection.
 
-    Parameter names: ``embedding.weight``, ``layers.N.norm.weight``, ``layers.N.mixer.*``, ``final_norm.weight``, and
-    ``output.weight`` where it is not tied to the embedding.
+    Parameter names: ``embedding.weight``, ``layers.N.norm.weight``, ``layers.N.mixer.*``,
+    ``final_norm.weight``, and ``output.weight`` where it is not tied to the embedding.
 
     Args:
         config: the model; its layer pattern decides what is built.
-        vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size, tp_size)`` rows;
-            rows beyond ``vocab_size`` take no part in the loss.
+        vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size,
+            tp_size)`` rows; rows beyond ``vocab_size`` take no part in the loss.
         max_positions: longest document, P; only rotary positions need it.
-        groups: of this rank. Tensor- and context-parallel ranks get the same micro-batch: the former share every
-            matrix (parameters are those of one process, cut), the latter its tokens.
-        cp_comm_type: how context-parallel ranks see whole documents in attention: ``a2a``, ``all_gather`` (also spelt
-            ``allgather``) or ``p2p``. With the latter two documents lie in packs padded to multiples of 2 cp_size.
-        sequence_parallel: between the layers, each tensor-parallel rank has its rows of the hidden state only.
+        groups: of this rank. Tensor- and context-parallel ranks get the same micro-batch: the
+            former share every matrix (parameters are those of one process, cut), the latter its
+            tokens.
+        cp_comm_type: how context-parallel ranks see whole documents in attention: ``a2a``,
+            ``all_gather`` (also spelt ``allgather``) or ``p2p``. With the latter two documents lie
+            in packs padded to multiples of 2 cp_size.
+        sequence_parallel: between the layers, each tensor-parallel rank has its rows of the hidden
+        state only.
         device: where parameters live.
-        dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias, router).
+        dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias,
+        router).
         seed: of the initial values.
-        backends: which implementation of each op, by op name; the fastest that fits where not named.
-        memory: what the backward pass computes again, and what waits for it on the host; by default nothing.
+        backends: which implementation of each op, by op name; the fastest that fits where not
+        named.
+        memory: what the backward pass computes again, and what waits for it on the host; by default
+        nothing.
         offload: moves what waits on the host; by default one as ``memory`` says.
     Raises:
         ValueError: a layout that is not built.
@@ -91,19 +107,34 @@ class HybridModel(nn.Module):
     ) -> None:
         super().__init__()
         self.memory = memory or MemoryConfig()
-        self.offload = (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
-        """Moves what waits on the host; None where nothing does. It is told of every step (`Offload.end_step`)."""
+        self.offload = (
+            (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
+        )
+        """Moves what waits on the host; None where nothing does. It is told of every step
+        (`Offload.end_step`).
+        """
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
         self.ep = ExpertParallel.of(groups, self.tp)
-        self.config, self.vocab_size, self.max_positions, self.dtype = config, vocab_size, max_positions, dtype
+        self.config, self.vocab_size, self.max_positions, self.dtype = (
+            config,
+            vocab_size,
+            max_positions,
+            dtype,
+        )
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size, self.tp.size)
-        options = {"stored_rows": config.padded_vocab_size(vocab_size), "tp": self.tp, "device": device, "dtype": dtype}
+        options = {
+            "stored_rows": config.padded_vocab_size(vocab_size),
+            "tp": self.tp,
+            "device": device,
+            "dtype": dtype,
+        }
         self.embedding = Embedding(num_rows, config.hidden_size, **options)
         self.rotary = self._build_rotary(device)
         self.layers = nn.ModuleList(
-            self._build_layer(number, symbol, device) for number, symbol in enumerate(config.layer_types)
+            self._build_layer(number, symbol, device)
+            for number, symbol in enumerate(config.layer_types)
         )
         self.final_norm = layer_norm_of(config, self.backends, device, dtype, self.tp)
         self.output: Output | None = None
@@ -130,7 +161,13 @@ class HybridModel(nn.Module):
         )
 
     def _build_layer(self, number: int, symbol: str, device: torch.device | str) -> nn.Module:
-        options = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "device": device, "dtype": self.dtype}
+        options = {
+            "backends": self.backends,
+            "tp": self.tp,
+            "cp": self.cp,
+            "device": device,
+            "dtype": self.dtype,
+        }
         options["recompute"] = Recompute.of(self.memory, symbol, number)
         options["offload"] = LayerOffload.of(self.memory, self.offload, number)
         if symbol == MAMBA:
@@ -151,21 +188,32 @@ class HybridModel(nn.Module):
         )
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
-        """Every parameter by its name: the shape of the whole, and which part of it this rank holds."""
+        """Every parameter by its name: the shape of the whole, and which part of it this rank
+        holds.
+        """
         return sharded_parameters(self, self.tp.rank, self.tp.size)
 
     def shared_gradients(self) -> SharedGradients:
-        """Sums over tensor-parallel ranks what each found of the gradients of parameters they hold together.
+        """Sums over tensor-parallel ranks what each found of the gradients of parameters they hold
+        together.
 
-        Its ``sum()`` belongs behind the last backward pass of a step and before the sum over data-parallel ranks.
+        Its ``sum()`` belongs behind the last backward pass of a step and before the sum over
+        data-parallel ranks.
         """
-        return SharedGradients(self.parameters(), self.tp.group, tp_rank=self.tp.rank, tp_size=self.tp.size)
+        return SharedGradients(
+            self.parameters(), self.tp.group, tp_rank=self.tp.rank, tp_size=self.tp.size
+        )
 
     @property
     def stages(self) -> list[Stage]:
-        """The modules that the hidden state goes through, and the parameters that are used from each on to the next."""
+        """The modules that the hidden state goes through, and the parameters that are used from
+        each on to the next.
+        """
         return [
-            *(Stage(module, list(module.parameters())) for module in (self.embedding, *self.layers)),
+            *(
+                Stage(module, list(module.parameters()))
+                for module in (self.embedding, *self.layers)
+            ),
             Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
         ]
 
@@ -184,10 +232,12 @@ class HybridModel(nn.Module):
         return self.embedding.weight if self.output is None else self.output.weight
 
     def prepare(self, packed: PackedSeqParams) -> PackedSeqParams:
-        """``packed`` with the tables that all layers share, derived once per micro-batch; itself if it has them.
+        """``packed`` with the tables that all layers share, derived once per micro-batch; itself if
+        it has them.
 
         Raises:
-            ValueError: a document is longer than the rotary tables, or the pack cannot be shared out.
+            ValueError: a document is longer than the rotary tables, or the pack cannot be shared
+                out.
         """
         if "prepared" in packed.tables:
             return packed
@@ -198,7 +248,8 @@ class HybridModel(nn.Module):
         """What `tables` cannot ask, because the answer differs from pack to pack.
 
         Raises:
-            ValueError: a document is longer than the rotary tables, or the pack cannot be shared out.
+            ValueError: a document is longer than the rotary tables, or the pack cannot be shared
+                out.
         """
         self.cp.partition.check(packed)
         if self.rotary is not None:
@@ -210,7 +261,9 @@ class HybridModel(nn.Module):
                 )
 
     def tables(self, packed: PackedSeqParams) -> dict[str, object]:
-        """What all layers share, by name; computed on the device from ``packed``'s tensors alone, so in a graph too."""
+        """What all layers share, by name; computed on the device from ``packed``'s tensors alone,
+        so in a graph too.
+        """
         config = self.config
         order = self.cp.order(packed)
         tables: dict[str, object] = {"prepared": True, **self.cp.tables(packed, order)}
@@ -228,26 +281,33 @@ class HybridModel(nn.Module):
             )
         if self.rotary is not None:
             # The tail may be longer than any document; where it rotates to matters to nobody.
-            tables["rope_position_ids"] = self.cp.partition.own(packed.position_ids * packed.valid, order)
+            tables["rope_position_ids"] = self.cp.partition.own(
+                packed.position_ids * packed.valid, order
+            )
         if self.moe_layers:
             tables["num_valid"] = count_valid(packed)
         return tables
 
     def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Of what has one entry for each of T slots, those of the rows that this rank's hidden state has."""
+        """Of what has one entry for each of T slots, those of the rows that this rank's hidden
+        state has.
+        """
         own_T = self.cp.own(x_T, packed)
         if not self.tp.sequence_parallel:
             return own_T
         rows = own_T.shape[0] // self.tp.size
         return own_T.narrow(0, self.tp.rank * rows, rows)
 
-    def hidden_states(self, tokens_T: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEReport]]:
+    def hidden_states(
+        self, tokens_T: Tensor, packed: PackedSeqParams
+    ) -> tuple[Tensor, list[MoEReport]]:
         """``(T, D)`` after the final norm, and what every E layer reported.
 
         With sequence parallelism the rows of this rank, ``(T / size, D)``.
 
         Args:
-            tokens_T: ``(T,)``; with context parallelism those of this rank, ``(T / size,)``, and so everything else.
+            tokens_T: ``(T,)``; with context parallelism those of this rank, ``(T / size,)``, and so
+                everything else.
         """
         hidden_TD = self.embedding(tokens_T)
         if self.memory.layers_per_group == 1:
@@ -256,7 +316,9 @@ class HybridModel(nn.Module):
             hidden_TD, reports = self._recompute_groups(hidden_TD, packed)
         return self.final_norm(hidden_TD), reports
 
-    def _recompute_groups(self, hidden_TD: Tensor, packed: PackedSeqParams) -> tuple[Tensor, list[MoEReport]]:
+    def _recompute_groups(
+        self, hidden_TD: Tensor, packed: PackedSeqParams
+    ) -> tuple[Tensor, list[MoEReport]]:
         """All layers, of which every group of so many keeps its input alone."""
         reports: list[MoEReport] = []
         size, draws = self.memory.layers_per_group, any(map(draws_random_numbers, self.layers))
@@ -264,7 +326,9 @@ class HybridModel(nn.Module):
         keep = self.offload.keep if moves else SavedByAutograd
         for first in range(0, len(self.layers), size):
             numbers = range(first, min(first + size, len(self.layers)))
-            hidden_TD, found = checkpoint(self._run_layers, hidden_TD, packed, numbers, rewind=draws, keep=keep)
+            hidden_TD, found = checkpoint(
+                self._run_layers, hidden_TD, packed, numbers, rewind=draws, keep=keep
+            )
             reports += found
         return hidden_TD, reports
 
@@ -284,12 +348,14 @@ class HybridModel(nn.Module):
     def forward(self, micro_batch: MicroBatch, *, grad_scale: Tensor | None = None) -> HybridOutput:
         """Return the losses of one pack.
 
-        ``loss``, ``loss_sum`` and ``aux_loss`` may be scaled, added to and combined before ``backward()``. Gradients
-        come from there alone: a forward pass without it leaves none. Where ``loss`` itself is differentiated,
-        `forward_backward` gives the same bits in less time.
+        ``loss``, ``loss_sum`` and ``aux_loss`` may be scaled, added to and combined before
+        ``backward()``. Gradients come from there alone: a forward pass without it leaves none.
+        Where ``loss`` itself is differentiated, `forward_backward` gives the same bits in less
+        time.
 
         Args:
-            grad_scale: the upstream gradient that ``loss_sum`` will get; see `linear_cross_entropy`.
+            grad_scale: the upstream gradient that ``loss_sum`` will get; see
+                `linear_cross_entropy`.
         """
         packed = self.prepare(micro_batch.packed)
         of_slots = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
@@ -320,15 +386,19 @@ class HybridModel(nn.Module):
         return HybridOutput(loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
-        """Add the gradients of one pack's ``loss``, bit for bit those of ``model(micro_batch).loss.backward()``.
+        """Add the gradients of one pack's ``loss``, bit for bit those of
+        ``model(micro_batch).loss.backward()``.
 
         It forms the logits once, where ``backward()`` forms them again.
 
         Returns:
             The losses, detached.
         """
-        # The loss's dtype, or autograd would convert the upstream gradient to it and pass on another tensor.
-        loss_scale, aux_scale = micro_batch.scales.to(torch.promote_types(self.dtype, torch.float32)).unbind()
+        # The loss's dtype, or autograd would convert the upstream gradient to it and pass on
+        # another tensor.
+        loss_scale, aux_scale = micro_batch.scales.to(
+            torch.promote_types(self.dtype, torch.float32)
+        ).unbind()
         with record_function("forward"):
             output: HybridOutput = self(micro_batch, grad_scale=loss_scale)
         with record_function("backward"):
@@ -340,7 +410,8 @@ class HybridModel(nn.Module):
         return HybridOutput(*(value.detach() for value in output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms them at once.
+        """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms
+        them at once.
 
         Raises:
             ValueError: context-parallel ranks have their own tokens only.
@@ -353,7 +424,9 @@ class HybridModel(nn.Module):
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
         if self.tp.group is None:
             return F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
-        logits_TV = gather_last(F.linear(self.tp.enter(hidden_TD), self.output_weight), self.tp.group)
+        logits_TV = gather_last(
+            F.linear(self.tp.enter(hidden_TD), self.output_weight), self.tp.group
+        )
         return logits_TV[:, : self.vocab_size].float()
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
@@ -380,9 +453,11 @@ class HybridModel(nn.Module):
 
     @contextmanager
     def full_expert_buffers(self) -> Iterator[None]:
-        """Inside, every expert buffer has its worst size, so that ``expert_overflow`` is always 0; eager passes only.
+        """Inside, every expert buffer has its worst size, so that ``expert_overflow`` is always 0;
+        eager passes only.
 
-        For micro-batches that overflowed: discard what they gave, and run them again in here, on all ranks.
+        For micro-batches that overflowed: discard what they gave, and run them again in here, on
+        all ranks.
         """
         dispatchers = [layer.mixer.dispatcher for layer in self.moe_layers]
         for dispatcher in dispatchers:
@@ -397,8 +472,10 @@ class HybridModel(nn.Module):
         """Nudge the expert biases of all E layers after an optimizer step; nothing without them.
 
         Args:
-            tokens_per_expert: ``(L, E)`` or flat, assignments over the whole global batch (ranks and micro-batches).
-            skip: 0-d bool on the device; True leaves them as they are (the step was not taken either).
+            tokens_per_expert: ``(L, E)`` or flat, assignments over the whole global batch (ranks
+            and micro-batches).
+            skip: 0-d bool on the device; True leaves them as they are (the step was not taken
+                either).
         """
         biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
         if biases and biases[0] is not None:

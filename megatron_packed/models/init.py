@@ -1,14 +1,16 @@
 """Initial values of all parameters, as Megatron draws them.
 
-Weights are normal with standard deviation ``init_method_std``; projections that write into the residual stream divide
-it by the square root of the number of layers, so that the variance of the stream does not grow with depth. A layer of a
-hybrid pattern adds to the stream once, so Megatron divides by ``sqrt(L)`` here; a classical Transformer block is two of
-these layers and adds twice, hence the ``sqrt(2 L)`` of GPT-2, which is the same number.
-Biases are 0 and norms 1. Mamba-2: ``A`` uniform in [1, 16], ``D`` 1, the step ``softplus(dt_bias)`` log-uniform in
-[0.001, 0.1], the convolution uniform in +-1/sqrt(width).
+Weights are normal with standard deviation ``init_method_std``; projections that write into the
+residual stream divide it by the square root of the number of layers, so that the variance of the
+stream does not grow with depth. A layer of a hybrid pattern adds to the stream once, so Megatron
+divides by ``sqrt(L)`` here; a classical Transformer block is two of these layers and adds twice,
+hence the ``sqrt(2 L)`` of GPT-2, which is the same number. Biases are 0 and norms 1. Mamba-2: ``A``
+uniform in [1, 16], ``D`` 1, the step ``softplus(dt_bias)`` log-uniform in [0.001, 0.1], the
+convolution uniform in +-1/sqrt(width).
 
-Every parameter has a generator of its own, on the CPU, seeded by (seed, name): a value depends neither on the device
-nor on which other parameters exist, nor on how a parallel layout cuts the tensor.
+Every parameter has a generator of its own, on the CPU, seeded by (seed, name): a value depends
+neither on the device nor on which other parameters exist, nor on how a parallel layout cuts the
+tensor.
 """
 
 from __future__ import annotations
@@ -111,12 +113,14 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     return value
 
 
-def initialize(model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1) -> None:
+def initialize(
+    model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1
+) -> None:
     """Fill every parameter of ``model``, in place, with this rank's part of the whole tensor.
 
-    Tensors are drawn side by side, each by one thread: a generator cannot be shared out, and billions of values take
-    minutes one after another. No more than a few whole tensors exist at a time.
-    On the meta device, where there are no values, nothing is drawn.
+    Tensors are drawn side by side, each by one thread: a generator cannot be shared out, and
+    billions of values take minutes one after another. No more than a few whole tensors exist at a
+    time. On the meta device, where there are no values, nothing is drawn.
     """
     if all(parameter.is_meta for parameter in model.parameters()):
         return

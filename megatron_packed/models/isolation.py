@@ -1,10 +1,11 @@
 """Do the documents of a pack stay apart, with the kernels that are about to train?
 
-A small model for each kind of layer, with the head and state sizes that choose kernels, sees a pack twice: as it is,
-and with every token of one document changed. Everything that belongs to the other documents (outputs, losses, gradients
-of the inputs) must stay as it was. More runs keep the check honest: the same pack again, which shows what a kernel that
-is not deterministic changes by itself, and the pack with its boundaries removed, where the change must be seen; a check
-that cannot see that would see no leak either.
+A small model for each kind of layer, with the head and state sizes that choose kernels, sees a pack
+twice: as it is, and with every token of one document changed. Everything that belongs to the other
+documents (outputs, losses, gradients of the inputs) must stay as it was. More runs keep the check
+honest: the same pack again, which shows what a kernel that is not deterministic changes by itself,
+and the pack with its boundaries removed, where the change must be seen; a check that cannot see
+that would see no leak either.
 
 Letters: T tokens, D hidden size.
 """
@@ -39,10 +40,14 @@ CHUNKS_TO_TUNE = 64
 CHANGED = 1
 """The document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
-"""A grouped product may split its sums by how many rows an expert has, so other documents' rows may round anew."""
+"""A grouped product may split its sums by how many rows an expert has, so other documents' rows may
+round anew.
+"""
 ULPS_OF_UNORDERED_SUMS = 2
-"""Attention kernels that are not asked to be deterministic add gradients in a changing order, which rounds some values
-to their neighbours: a pair of equal runs may show no such value and the next pair some."""
+"""Attention kernels that are not asked to be deterministic add gradients in a changing order, which
+rounds some values to their neighbours: a pair of equal runs may show no such value and the next
+pair some.
+"""
 NOISE_FACTOR = 4
 """How far beyond one observed run-to-run difference another may lie."""
 LEAK_FACTOR = 10
@@ -95,7 +100,10 @@ class IsolationResult:
                 f"{self.allowed:.1e} that is allowed, so a leak could not be seen with these kernels."
             )
         seen = "" if self.leak is None else f"; a removed boundary moves them by {self.leak:.1e}"
-        return measured + f"other documents moved by {self.difference:.1e}, allowed {self.allowed:.1e}{seen}."
+        return (
+            measured
+            + f"other documents moved by {self.difference:.1e}, allowed {self.allowed:.1e}{seen}."
+        )
 
 
 def check_isolation(
@@ -110,11 +118,13 @@ def check_isolation(
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
-    Under 2 seconds once kernels are compiled and tuned; waits for the device, so call it before training and not in it.
-    A collective of the ranks of ``groups``, which share these layers as they share those of the model.
+    Under 2 seconds once kernels are compiled and tuned; waits for the device, so call it before
+    training and not in it. A collective of the ranks of ``groups``, which share these layers as
+    they share those of the model.
 
     Returns:
-        Three results for each kind of layer; refuse to train unless all ``passed``, and print those that did not.
+        Three results for each kind of layer; refuse to train unless all ``passed``, and print those
+        that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
     tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
@@ -125,17 +135,31 @@ def check_isolation(
     for symbol in dict.fromkeys(model_config.layer_types):
         small = small_config(symbol, model_config, ranks, 1 if groups is None else groups.ep_size)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
-        slots = total if cp.exchanges_heads else total + BLOCK * ranks  # room for the padding of documents
+        slots = (
+            total if cp.exchanges_heads else total + BLOCK * ranks
+        )  # room for the padding of documents
         model = HybridModel(
-            small, vocab_size=VOCAB, max_positions=slots, groups=groups, cp_comm_type=cp_comm_type,
-            sequence_parallel=sequence_parallel, device=device, dtype=dtype, backends=backends, seed=1,
-        )  # fmt: skip
+            small,
+            vocab_size=VOCAB,
+            max_positions=slots,
+            groups=groups,
+            cp_comm_type=cp_comm_type,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+            backends=backends,
+            seed=1,
+        )
         results += _check_layer(symbol, model, total, slots, device)
     return results
 
 
-def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, ranks: int) -> None:
-    """Tiles are chosen once for packs of any size: by sizes as in training, not by the small packs of this check."""
+def _tune_the_scan(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, ranks: int
+) -> None:
+    """Tiles are chosen once for packs of any size: by sizes as in training, not by the small packs
+    of this check.
+    """
     heads, groups = config.mamba_num_heads // ranks, max(config.mamba_num_groups // ranks, 1)
     inputs = ssd.Inputs(
         tokens=CHUNKS_TO_TUNE * config.mamba_chunk_size,
@@ -152,9 +176,11 @@ def _tune_the_scan(config: ModelConfig, device: torch.device, dtype: torch.dtype
 
 
 def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
-    """A one-layer model of one kind, with the sizes that choose kernels and as little else as possible.
+    """A one-layer model of one kind, with the sizes that choose kernels and as little else as
+    possible.
 
-    Of the ranks that share heads each has these sizes, and they share groups of heads where those of ``config`` do.
+    Of the ranks that share heads each has these sizes, and they share groups of heads where those
+    of ``config`` do.
     """
     is_moe = symbol == MOE
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
@@ -177,20 +203,24 @@ def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int 
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
     }
-    # Sizes of layers that the pattern does not have are not numbers (no attention heads, a width without Mamba heads).
+    # Sizes of layers that the pattern does not have are not numbers (no attention heads, a width
+    # without Mamba heads).
     if symbol == ATTENTION:
         groups = min(config.num_query_groups, ranks)
         heads_per_group = config.num_attention_heads // config.num_query_groups
         changes |= {"num_query_groups": groups, "num_attention_heads": groups * heads_per_group}
     elif symbol == MAMBA:
         groups = min(config.mamba_num_groups, 2 * ranks)
-        heads_per_group = min(config.mamba_num_heads // config.mamba_num_groups, 2 * max(ranks // groups, 1))
+        heads_per_group = min(
+            config.mamba_num_heads // config.mamba_num_groups, 2 * max(ranks // groups, 1)
+        )
         changes |= {"mamba_num_groups": groups, "mamba_num_heads": groups * heads_per_group}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
 def coupled_by_design(config: ModelConfig) -> list[str]:
-    """Return the options of ``config`` through which documents of a pack affect each other; the checks leave them out.
+    """Return the options of ``config`` through which documents of a pack affect each other; the
+    checks leave them out.
 
     Example:
         ``["--moe-expert-capacity-factor 1.25 (all of them compete for the room of an expert)"]``.
@@ -200,9 +230,13 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
     found = []
     if config.moe_expert_capacity_factor is not None:
         factor = config.moe_expert_capacity_factor
-        found.append(f"--moe-expert-capacity-factor {factor:g} (all of them compete for the room of an expert)")
+        found.append(
+            f"--moe-expert-capacity-factor {factor:g} (all of them compete for the room of an expert)"
+        )
     if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
-        found.append(f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff:g} (a loss of the whole pack)")
+        found.append(
+            f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff:g} (a loss of the whole pack)"
+        )
     return found
 
 
@@ -210,7 +244,8 @@ def _check_layer(
     symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:
     chunk = model.config.mamba_chunk_size
-    # One document inside a chunk; one that crosses into the next and shares it with others; a long one; the tail.
+    # One document inside a chunk; one that crosses into the next and shares it with others; a long
+    # one; the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
     alignment = model.cp.partition.alignment
     packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
@@ -222,14 +257,17 @@ def _check_layer(
     results = []
     for quantity, value in before.items():
         noise = _moved(value, again[quantity], others_T)
-        leak = None if joined is None else _moved(joined[0][quantity], joined[1][quantity], others_T)
+        leak = (
+            None if joined is None else _moved(joined[0][quantity], joined[1][quantity], others_T)
+        )
         results.append(
             IsolationResult(
                 symbol=symbol,
                 quantity=quantity,
                 difference=_moved(value, after[quantity], others_T),
                 allowed=max(
-                    _ulps_allowed(symbol, quantity, device, model.backends) * torch.finfo(model.dtype).eps,
+                    _ulps_allowed(symbol, quantity, device, model.backends)
+                    * torch.finfo(model.dtype).eps,
                     NOISE_FACTOR * noise,
                 ),
                 noise=noise,
@@ -240,7 +278,9 @@ def _check_layer(
 
 
 def _ulps_allowed(symbol: str, quantity: str, device: torch.device, backends: Backends) -> int:
-    """Of the largest value: what kernels on a GPU may move in other documents without having seen each other's."""
+    """Of the largest value: what kernels on a GPU may move in other documents without having seen
+    each other's.
+    """
     if device.type == "cpu":
         return 0
     if symbol == MOE and backends.grouped_mlp != "reference":
@@ -268,7 +308,9 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens.cpu(),
         seq_idx=torch.zeros_like(packed.seq_idx),
-        position_ids=torch.arange(packed.total_tokens, dtype=torch.int32, device=packed.position_ids.device),
+        position_ids=torch.arange(
+            packed.total_tokens, dtype=torch.int32, device=packed.position_ids.device
+        ),
         valid=torch.ones_like(packed.valid),
         max_seqlen=packed.total_tokens,
         num_seqs=1,
@@ -280,8 +322,12 @@ def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     """Outputs, losses and input gradients of all slots."""
     captured: list[Tensor] = []
     handles = [
-        model.embedding.register_forward_hook(lambda _module, _inputs, output: captured.append(output)),
-        model.final_norm.register_forward_hook(lambda _module, _inputs, output: captured.append(output)),
+        model.embedding.register_forward_hook(
+            lambda _module, _inputs, output: captured.append(output)
+        ),
+        model.final_norm.register_forward_hook(
+            lambda _module, _inputs, output: captured.append(output)
+        ),
     ]
     try:
         output = model(pack)
@@ -292,9 +338,17 @@ def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     (input_grad_TD,) = torch.autograd.grad(output.loss, [embedded_TD])
     normed_TD = normed_TD.detach()
     if model.tp.sequence_parallel:
-        normed_TD, input_grad_TD = (all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD))
-    found = {"outputs": normed_TD, "loss": output.per_token_loss_T, "input gradients": input_grad_TD}
-    return {quantity: model.cp.gather(value.detach(), pack.packed) for quantity, value in found.items()}
+        normed_TD, input_grad_TD = (
+            all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD)
+        )
+    found = {
+        "outputs": normed_TD,
+        "loss": output.per_token_loss_T,
+        "input gradients": input_grad_TD,
+    }
+    return {
+        quantity: model.cp.gather(value.detach(), pack.packed) for quantity, value in found.items()
+    }
 
 
 def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:

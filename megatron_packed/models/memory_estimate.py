@@ -1,8 +1,9 @@
 """GPU memory of one rank, without a GPU: what it holds all the time, and the peak of a micro-batch.
 
-Parameters, gradients and optimizer state are those of the flat buffers, padding included: exact. The rest is a walk
-over the moments of all layers (`activations.py`). Not known here are the allocator's fragmentation, and what lies
-outside of it: for CUDA's context and NCCL's buffers there are assumptions, `CONTEXT` and `COMMUNICATOR`.
+Parameters, gradients and optimizer state are those of the flat buffers, padding included: exact.
+The rest is a walk over the moments of all layers (`activations.py`). Not known here are the
+allocator's fragmentation, and what lies outside of it: for CUDA's context and NCCL's buffers there
+are assumptions, `CONTEXT` and `COMMUNICATOR`.
 """
 
 from __future__ import annotations
@@ -29,33 +30,39 @@ CONTEXT = 600 * MIB
 COMMUNICATOR = 256 * MIB
 """Assumed: NCCL's buffers for each communicator of a rank."""
 DETERMINISTIC_WORKSPACES = 2 * 32 * MIB
-"""``CUBLAS_WORKSPACE_CONFIG=:4096:8``, for the thread of the forward and for that of the backward pass; without
-``--deterministic-mode`` there are none (``:0:0``)."""
+"""``CUBLAS_WORKSPACE_CONFIG=:4096:8``, for the thread of the forward and for that of the backward
+pass; without ``--deterministic-mode`` there are none (``:0:0``).
+"""
 BYTES_PER_SLOT = 64
-"""Of a micro-batch on the device: tokens, labels, mask, positions, document numbers, tables, rounded up."""
+"""Of a micro-batch on the device: tokens, labels, mask, positions, document numbers, tables,
+rounded up.
+"""
 
 
 class Keeping(Protocol):
     """Which saved tensors stay on the device from forward to backward.
 
     [Note: keeping]
-    What does not stay (it is computed again, or comes back from the host) exists again while its layer's own backward
-    pass runs, and those of the layers behind it that come back together with it, and nowhere else. Whoever gives it up
-    says here what takes its place.
+    What does not stay (it is computed again, or comes back from the host) exists again while its
+    layer's own backward pass runs, and those of the layers behind it that come back together with
+    it, and nowhere else. Whoever gives it up says here what takes its place.
     """
 
     def keeps(self, layer: int, symbol: str, term: str) -> bool:
         """Whether a term of `activations.Footprint.saved` stays."""
 
     def together(self, layer: int) -> int:
-        """The first of the layers up to this one that come back with it; itself where each comes by itself."""
+        """The first of the layers up to this one that come back with it; itself where each comes by
+        itself.
+        """
 
     def instead(self, layers: Sequence[Footprint]) -> int:
         """Bytes that are held all the time in place of what does not stay."""
 
     def beside(self, layer: int) -> int:
-        """Bytes of the layers before this one that are there while it runs, on their way; also of what comes behind
-        the last layer, under the next number."""
+        """Bytes of the layers before this one that are there while it runs, on their way; also of
+        what comes behind the last layer, under the next number.
+        """
 
     @property
     def host_bytes(self) -> int:
@@ -106,7 +113,9 @@ class Estimate:
 
     @property
     def allocated(self) -> int:
-        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()``, and the pool of graphs."""
+        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()``, and the pool of
+        graphs.
+        """
         return self.static.bytes + self.peak.bytes
 
     @property
@@ -140,11 +149,14 @@ def estimate(
         graphs: what is captured; None: nothing.
         with_optimizer: whether there are masters and moments.
         communicators: of this rank.
-        keeping: which activations stay on the device; by default what the model neither recomputes nor offloads.
+        keeping: which activations stay on the device; by default what the model neither recomputes
+            nor offloads.
     """
     layers, around = footprints(model, work), ends(model, work)
     keeping = keeping or keeping_of(model, work, layers)
-    captured = _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
+    captured = (
+        _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
+    )
     peak, pool = _peak(layers, around, keeping, captured, graphs)
     return Estimate(
         static=Static(
@@ -168,7 +180,9 @@ def parameter_bytes(layout: FlatLayout) -> int:
 
 
 def optimizer_bytes(layout: FlatLayout) -> int:
-    """Masters of what this rank owns in bf16, and moments of all that it owns; the same for every owner."""
+    """Masters of what this rank owns in bf16, and moments of all that it owns; the same for every
+    owner.
+    """
     total = 0
     for bucket in layout.buckets:
         start, end = layout.owned_span(bucket, 0)
@@ -179,7 +193,11 @@ def optimizer_bytes(layout: FlatLayout) -> int:
 
 def _wide(layout: FlatLayout) -> torch.dtype:
     """Of gradients and moments."""
-    return torch.float64 if any(part.dtype == torch.float64 for part in layout.parts) else torch.float32
+    return (
+        torch.float64
+        if any(part.dtype == torch.float64 for part in layout.parts)
+        else torch.float32
+    )
 
 
 def _rotary_bytes(rotary: Rotary | None) -> int:
@@ -187,9 +205,17 @@ def _rotary_bytes(rotary: Rotary | None) -> int:
 
 
 def communicators_of(groups: ParallelGroups) -> int:
-    """Communicators of this rank: groups of the same ranks share one, but not gradients with what a pass waits for."""
-    passes = (groups.tp_group, groups.cp_group, groups.tp_cp_group, groups.ep_group, groups.expert_tp_group,
-              groups.expert_tp_ep_group)  # fmt: skip
+    """Communicators of this rank: groups of the same ranks share one, but not gradients with what a
+    pass waits for.
+    """
+    passes = (
+        groups.tp_group,
+        groups.cp_group,
+        groups.tp_cp_group,
+        groups.ep_group,
+        groups.expert_tp_group,
+        groups.expert_tp_ep_group,
+    )
     gradients = (groups.dp_group, groups.dp_cp_group, groups.expert_dp_group)
     return sum(len({group for group in kind if group is not None}) for kind in (passes, gradients))
 
@@ -210,7 +236,8 @@ def _peak(
 ) -> tuple[Peak, int]:
     """The worst moment, and what of it is the pool of graphs.
 
-    Graphs hold the worst moment of what they captured all the time, beside the worst of what runs eagerly.
+    Graphs hold the worst moment of what they captured all the time, beside the worst of what runs
+    eagerly.
     """
     everything = [*enumerate(layers), (len(layers), around)]
     held = keeping.instead(layers)
@@ -222,10 +249,13 @@ def _peak(
     else:
         inside = _walk([item for item in everything if item[0] in captured], keeping)
         outside = _walk([item for item in everything if item[0] not in captured], keeping)
-        # The first input and the last gradient are copied to places of their own; TransformerEngine's inputs all are.
+        # The first input and the last gradient are copied to places of their own;
+        # TransformerEngine's inputs all are.
         hidden = layers[0].saved["norm.input"].bytes
         copies = hidden * (1 + len(captured) if graphs is not None and graphs.by_engine else 2)
-        amounts = Counter(inside.amounts) + Counter(outside.amounts) + Counter({Kind.ACTIVATIONS: copies})
+        amounts = (
+            Counter(inside.amounts) + Counter(outside.amounts) + Counter({Kind.ACTIVATIONS: copies})
+        )
         where = f"graphs: {inside.where}; eager: {outside.where}"
         peak, pool = Peak(where=where, amounts=amounts), inside.bytes
     amounts = {kind: peak.amounts.get(kind, 0) for kind in Kind}
@@ -256,7 +286,11 @@ def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
                     amounts[term.kind] += term.bytes
             total = sum(amounts.values())
             if total > worst[0]:
-                worst = (total, f"{moment.name} in {part.name}" if part.symbol else moment.name, dict(amounts))
+                worst = (
+                    total,
+                    f"{moment.name} in {part.name}" if part.symbol else moment.name,
+                    dict(amounts),
+                )
         before += kept
         back += given_up
     return Peak(where=worst[1], amounts=worst[2])

@@ -19,12 +19,14 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 class HybridOutput(NamedTuple):
     """What one micro-batch gives; all of it on the device.
 
-    Context-parallel ranks have T / cp_size tokens of the pack each: losses and counts are theirs, and the sum over the
-    ranks is the pack's.
+    Context-parallel ranks have T / cp_size tokens of the pack each: losses and counts are theirs,
+    and the sum over the ranks is the pack's.
     """
 
     loss: Tensor
-    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's share of the step's."""
+    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's
+    share of the step's.
+    """
     loss_sum: Tensor
     """0-d float32, differentiable: cross-entropy in nats, summed over the target tokens."""
     aux_loss: Tensor
@@ -32,12 +34,17 @@ class HybridOutput(NamedTuple):
     per_token_loss_T: Tensor
     """``(T,)`` float32, detached; 0 where there is no target."""
     tokens_per_expert: Tensor
-    """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without any."""
+    """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without
+    any.
+    """
     dropped_assignments: Tensor
-    """``(L,)`` float32: those of them that found no room in their expert's capacity; ``(0,)`` without E layers."""
+    """``(L,)`` float32: those of them that found no room in their expert's capacity; ``(0,)``
+    without E layers.
+    """
     expert_overflow: Tensor
-    """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same on all ranks that
-    share experts or the pack. See `HybridModel.full_expert_buffers`."""
+    """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same
+    on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
+    """
 
 
 class Output(nn.Module):
@@ -55,4 +62,6 @@ class Output(nn.Module):
     ) -> None:
         super().__init__()
         rows = vocab_shard(num_rows, tp, stored_rows)
-        self.weight = set_shard(new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows)
+        self.weight = set_shard(
+            new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows
+        )

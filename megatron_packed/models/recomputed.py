@@ -1,4 +1,6 @@
-"""Which saved tensors of `activations.py` stay on the device where the backward pass computes some again."""
+"""Which saved tensors of `activations.py` stay on the device where the backward pass computes some
+again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed.config.layer_pattern import ATTENTION, MOE
-from megatron_packed.config.memory import CORE_ATTENTION, EXPERT_ACTIVATION, LAYER_NORM, MIXERS, MemoryConfig
+from megatron_packed.config.memory import (
+    CORE_ATTENTION,
+    EXPERT_ACTIVATION,
+    LAYER_NORM,
+    MIXERS,
+    MemoryConfig,
+)
 from megatron_packed.models.activations import Footprint, Work
 from megatron_packed.models.hybrid_model import HybridModel
 
@@ -29,7 +37,9 @@ class Recomputed:
         self._model, self._work = model, work
         self._mixers = {MIXERS[module] for module in self._modules if module in MIXERS}
         self._by_heads = model.cp.size > 1 and model.cp.exchanges_heads
-        gathered = model.tp.group is not None and model.tp.sequence_parallel and not model.ep.whole_experts
+        gathered = (
+            model.tp.group is not None and model.tp.sequence_parallel and not model.ep.whole_experts
+        )
         # The shared expert reads the norm's output, unless rows are gathered for it.
         self._norm_outputs = _NORM_OUTPUTS | (set() if gathered else {"shared.input"})
 

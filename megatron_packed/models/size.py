@@ -20,7 +20,9 @@ class ParameterCount:
 
     @property
     def multiplied(self) -> int:
-        """Active parameters that a token is multiplied with: without an embedding table that is only looked up."""
+        """Active parameters that a token is multiplied with: without an embedding table that is
+        only looked up.
+        """
         return self.active - self.embedding
 
 
@@ -73,7 +75,8 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
     """Parameters of the whole model.
 
     Args:
-        vocab_size: entries of the tokenizer; the tables have ``config.padded_vocab_size(vocab_size)`` rows.
+        vocab_size: entries of the tokenizer; the tables have
+            ``config.padded_vocab_size(vocab_size)`` rows.
     """
     table = config.padded_vocab_size(vocab_size) * config.hidden_size
     total = table + config.hidden_size * (2 if config.normalization == "LayerNorm" else 1)

@@ -1,11 +1,12 @@
 """Cut a tensor into column slices whose gradients land in one tensor, without a copy.
 
 A Mamba layer projects to [z | x | B | C | dt] at once and hands the slices to different kernels. Autograd would
-allocate a gradient for each and concatenate them: one more read and write of the layer's widest tensor. Here the
-slices carry a ``GradientSlot``; an op whose backward kernel can write strided output asks ``gradient_like`` for its
-place in the common buffer. If every slice's gradient comes back in its place, the buffer is the gradient; if not
-(another consumer, a sum of two gradients, an op that knows nothing of this), the pieces are concatenated as always.
-Slots decide where a result is written, never what it is.
+allocate a gradient for each and concatenate them: one more read and write of the layer's widest
+tensor. Here the slices carry a ``GradientSlot``; an op whose backward kernel can write strided
+output asks ``gradient_like`` for its place in the common buffer. If every slice's gradient comes
+back in its place, the buffer is the gradient; if not (another consumer, a sum of two gradients, an
+op that knows nothing of this), the pieces are concatenated as always. Slots decide where a result
+is written, never what it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 
 
 class GradientBuffer:
-    """The gradient of a tensor that was cut into columns: allocated by the first taker, given up when collected."""
+    """The gradient of a tensor that was cut into columns: allocated by the first taker, given up
+    when collected.
+    """
 
     def __init__(self, x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
         self._shape, self._dtype, self._device = x_TC.shape, x_TC.dtype, x_TC.device
@@ -29,7 +32,9 @@ class GradientBuffer:
         self._taken: set[int] = set()
 
     def take(self, index: int) -> Tensor | None:
-        """The place of slice ``index``'s gradient; None for a second taker in one backward pass, who must not share."""
+        """The place of slice ``index``'s gradient; None for a second taker in one backward pass,
+        who must not share.
+        """
         if self._whole is None:
             self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._slices = column_views(self._whole, self._shapes)
@@ -39,7 +44,9 @@ class GradientBuffer:
         return self._slices[index]
 
     def collect(self, gradients: tuple[Tensor, ...]) -> Tensor:
-        """The gradient of the whole: the buffer itself when every slice lies in its place, else a concatenation."""
+        """The gradient of the whole: the buffer itself when every slice lies in its place, else a
+        concatenation.
+        """
         whole, slices = self._whole, self._slices
         self._whole, self._slices, self._taken = None, (), set()
         if whole is not None and all(map(_is_same_memory, gradients, slices)):
@@ -68,7 +75,9 @@ def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
         ``x, B, C = split_columns(xBC, (N, P), (G, S), (G, S))``
     """
     if sum(map(prod, shapes)) != x_TC.shape[1]:
-        raise ValueError(f"split_columns: {list(shapes)} hold {sum(map(prod, shapes))} columns of {x_TC.shape[1]}.")
+        raise ValueError(
+            f"split_columns: {list(shapes)} hold {sum(map(prod, shapes))} columns of {x_TC.shape[1]}."
+        )
     if not (torch.is_grad_enabled() and x_TC.requires_grad):
         return column_views(x_TC, shapes)
     buffer = GradientBuffer(x_TC, shapes)
@@ -79,14 +88,22 @@ def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def gradient_slot(tensor: Tensor) -> GradientSlot | None:
-    """The slot that ``split_columns`` gave this tensor, if it did; ask before the tensor is reshaped."""
+    """The slot that ``split_columns`` gave this tensor, if it did; ask before the tensor is
+    reshaped.
+    """
     return getattr(tensor, "gradient_slot", None)
 
 
 def gradient_like(tensor: Tensor, slot: GradientSlot | None) -> Tensor:
-    """Uninitialised memory for the gradient of ``tensor``: its place in the common buffer if free, else contiguous."""
+    """Uninitialised memory for the gradient of ``tensor``: its place in the common buffer if free,
+    else contiguous.
+    """
     gradient = slot.buffer.take(slot.place) if slot is not None else None
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if gradient is None else gradient
+    return (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if gradient is None
+        else gradient
+    )
 
 
 def column_views(x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
@@ -94,12 +111,15 @@ def column_views(x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> tuple[Ten
     widths = [prod(shape) for shape in shapes]
     starts = accumulate(widths, initial=0)
     return tuple(
-        x_TC.narrow(1, start, width).view(x_TC.shape[0], *shape) for start, width, shape in zip(starts, widths, shapes)
+        x_TC.narrow(1, start, width).view(x_TC.shape[0], *shape)
+        for start, width, shape in zip(starts, widths, shapes)
     )
 
 
 class _SplitColumns(torch.autograd.Function):
-    """Forward: views. Backward: the buffer that the slices' gradients were written into, or their concatenation."""
+    """Forward: views. Backward: the buffer that the slices' gradients were written into, or their
+    concatenation.
+    """
 
     @staticmethod
     def forward(
@@ -114,4 +134,9 @@ class _SplitColumns(torch.autograd.Function):
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape and a.dtype == b.dtype
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.stride() == b.stride()
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+    )

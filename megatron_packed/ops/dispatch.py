@@ -1,14 +1,16 @@
 """Which implementation of an op runs, and why the others do not.
 
-Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module that is imported
-only when it is asked for (so an optional package is imported in exactly one file), with
+Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module
+that is imported only when it is asked for (so an optional package is imported in exactly one file),
+with
 
-* ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``, else sentences. Cheap, host only.
+* ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``, else
+  sentences. Cheap, host only.
 * ``run(...)``: the implementation, with the signature of the op's public function.
 
-``inputs`` is a frozen, hashable dataclass of the op: shapes, dtypes, device type and options, never tensor values.
-The choice for equal ``inputs`` is made once and remembered, for a bounded number of them: a size that a kernel cannot
-reach may be part of ``inputs`` and differ from pack to pack.
+``inputs`` is a frozen, hashable dataclass of the op: shapes, dtypes, device type and options, never
+tensor values. The choice for equal ``inputs`` is made once and remembered, for a bounded number of
+them: a size that a kernel cannot reach may be part of ``inputs`` and differ from pack to pack.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _REMEMBERED = 1024
 
 
 class NoBackendError(ValueError):
-    """No backend, or not the one that was asked for, can serve these inputs; the message holds every reason."""
+    """No backend, or not the one that was asked for, can serve these inputs; the message holds
+    every reason.
+    """
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Backend:
     Args:
         name: what the user writes to force it, e.g. ``flash_attn_4``.
         module: dotted path, imported on first use.
-        automatic: whether 'auto' may choose it. A path that is slow or loose on purpose must be asked for.
+        automatic: whether 'auto' may choose it. A path that is slow or loose on purpose must be
+            asked for.
     """
 
     name: str
@@ -44,7 +49,9 @@ class Backend:
         return import_module(self.module)
 
     def reasons(self, inputs: Hashable) -> list[str]:
-        """Why this backend cannot serve ``inputs``; empty when it can. A package that does not import is a reason."""
+        """Why this backend cannot serve ``inputs``; empty when it can. A package that does not
+        import is a reason.
+        """
         try:
             module = self.load()
         except Exception as error:  # a broken optional package may raise anything at import
@@ -88,8 +95,12 @@ class Op:
 
     def _select(self, inputs: Hashable, backend: str) -> Backend:
         if backend != "auto" and backend not in self.names():
-            raise NoBackendError(f"{self.name} has no backend {backend!r}; choose one of {['auto', *self.names()]}.")
-        candidates = [b for b in self.backends if (b.automatic if backend == "auto" else b.name == backend)]
+            raise NoBackendError(
+                f"{self.name} has no backend {backend!r}; choose one of {['auto', *self.names()]}."
+            )
+        candidates = [
+            b for b in self.backends if (b.automatic if backend == "auto" else b.name == backend)
+        ]
         refusals = []
         for candidate in candidates:
             reasons = candidate.reasons(inputs)

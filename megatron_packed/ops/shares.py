@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The last step of a weight's gradient: the shares of a backward kernel's programs, added up in one fixed order.
+"""The last step of a weight's gradient: the shares of a backward kernel's programs, added up in one
+fixed order.
 
-Where the weight lives in flat buffers the sum is added, unrounded, to its float32 ``main_grad`` by the same kernel, and
-autograd gets None: no gradient in the weight's dtype, no second pass to accumulate it.
+Where the weight lives in flat buffers the sum is added, unrounded, to its float32 ``main_grad`` by
+the same kernel, and autograd gets None: no gradient in the weight's dtype, no second pass to
+accumulate it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def _sum_kernel(
     for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
         mask = (program < programs)[:, None] & real[None, :]
-        total += tl.load(shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0)
+        total += tl.load(
+            shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0
+        )
     result = tl.sum(total, axis=0)
     if ADD:
         result += tl.load(out_ptr + column, mask=real, other=0.0)

@@ -1,15 +1,17 @@
 """AdamW over flat slices: what an implementation receives, and which ones there are.
 
-The update of a parameter p with gradient g at step t, in float32 (decoupled weight decay, as in torch and Megatron)::
+The update of a parameter p with gradient g at step t, in float32 (decoupled weight decay, as in
+torch and Megatron)::
 
     g <- g / grad_divisor
     m <- beta1 m + (1 - beta1) g          v <- beta2 v + (1 - beta2) g^2
     p <- p - lr weight_decay p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
 [Note: predicated step]
-``skip`` is a device flag. When it is 1, p, m, v and t keep every bit: the host learns of a non-finite gradient one step
-late and finds clean weights. Learning rate, step and flag are device tensors, so one captured graph serves every step.
-An implementation that cannot be told so on the device is refused, not approximated.
+``skip`` is a device flag. When it is 1, p, m, v and t keep every bit: the host learns of a
+non-finite gradient one step late and finds clean weights. Learning rate, step and flag are device
+tensors, so one captured graph serves every step. An implementation that cannot be told so on the
+device is refused, not approximated.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch import Tensor
 from megatron_packed.ops.dispatch import Backend, Op
 
 MAX_SLICE_ELEMENTS = 2**30
-"""Kernels of TransformerEngine and apex count a tensor's elements in 32 bits; longer slices are passed in pieces."""
+"""Kernels of TransformerEngine and apex count a tensor's elements in 32 bits; longer slices are
+passed in pieces.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,4 +74,6 @@ OP = Op(
         Backend("reference", "megatron_packed.optim.adamw_reference", automatic=False),
     ),
 )
-"""``run(slices: Sequence[Slices], control: Control) -> None``. ``torch`` serves every device, so 'auto' chooses it."""
+"""``run(slices: Sequence[Slices], control: Control) -> None``. ``torch`` serves every device, so
+'auto' chooses it.
+"""

@@ -16,14 +16,23 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 @torch.no_grad()
 def run(slices: Sequence[Slices], control: Control) -> None:
-    """Reads: [Note: predicated step]. Uses several temporaries of a slice's size; gradients are left as they are."""
+    """Reads: [Note: predicated step]. Uses several temporaries of a slice's size; gradients are
+    left as they are.
+    """
     for group in slices:
-        for param, grad, exp_avg, exp_avg_sq in zip(group.params, group.grads, group.exp_avgs, group.exp_avg_sqs):
+        for param, grad, exp_avg, exp_avg_sq in zip(
+            group.params, group.grads, group.exp_avgs, group.exp_avg_sqs
+        ):
             _update(param, grad, exp_avg, exp_avg_sq, group.weight_decay, control)
 
 
 def _update(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weight_decay: float, control: Control
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight_decay: float,
+    control: Control,
 ) -> None:
     beta1, beta2 = control.beta1, control.beta2
     if control.grad_divisor is not None:

@@ -5,11 +5,13 @@
 * reads ``lr`` from a float32 tensor on the device (on the CPU it reads the value on the host);
 * returns without touching anything where ``found_inf`` is 1;
 * divides gradients by ``grad_scale`` and writes the quotients back, when one is given;
-* only reads ``state_steps``, which must already count this step. torch.optim adds 1 before the call and subtracts
-  ``found_inf`` after it; our ``step`` arrives with both done, and one tensor serves all slices.
+* only reads ``state_steps``, which must already count this step. torch.optim adds 1 before the call
+  and subtracts ``found_inf`` after it; our ``step`` arrives with both done, and one tensor serves
+  all slices.
 
-On CUDA (2.11, H200) its second moments with beta2 = 0.999 are up to 1.3e-5 off, relatively, and with a beta2 whose
-distance from 1 is exact in float32 they are not: the mark of ``1 - beta2`` taken in float32, as in ``multi_tensor``.
+On CUDA (2.11, H200) its second moments with beta2 = 0.999 are up to 1.3e-5 off, relatively, and
+with a beta2 whose distance from 1 is exact in float32 they are not: the mark of ``1 - beta2`` taken
+in float32, as in ``multi_tensor``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 @torch.no_grad()
 def run(slices: Sequence[Slices], control: Control) -> None:
-    """Reads: [Note: predicated step]. One call per weight decay; clipped gradients are written back."""
+    """Reads: [Note: predicated step]. One call per weight decay; clipped gradients are written
+    back.
+    """
     for group in slices:
         torch._fused_adamw_(
             list(group.params),

@@ -24,14 +24,16 @@ _EPSILON = 1e-6
 def global_norm(*grads: Tensor) -> Tensor:
     """L2 norm of the gradients of this rank, 0-d float64.
 
-    Two deterministic stages: float32 norms of rows of 4,096 elements, then their norm in float64. One reduction over
-    the whole buffer would add up millions of squares in float32: for 50 M elements torch 2.13's CPU kernel is off by
-    0.3 %, the rows by less than 1e-5 (both measured).
+    Two deterministic stages: float32 norms of rows of 4,096 elements, then their norm in float64.
+    One reduction over the whole buffer would add up millions of squares in float32: for 50 M
+    elements torch 2.13's CPU kernel is off by 0.3 %, the rows by less than 1e-5 (both measured).
 
     Args:
         grads: ``(numel,)`` float32 with zeros as padding, ``numel`` a multiple of 4,096.
     """
-    rows = torch.cat([torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), dim=1) for part in grads])
+    rows = torch.cat(
+        [torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), dim=1) for part in grads]
+    )
     norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
     return norm
 
@@ -42,7 +44,9 @@ def square(*parts: Tensor) -> Tensor:
 
 
 def nonzeros(*parts: Tensor) -> Tensor:
-    """How many elements are not exactly zero, inf and nan among them: 0-d float64. Arguments as of `global_norm`."""
+    """How many elements are not exactly zero, inf and nan among them: 0-d float64. Arguments as of
+    `global_norm`.
+    """
     rows = [torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), ord=0, dim=1) for part in parts]
     return torch.cat(rows).sum(dtype=torch.float64)
 
@@ -67,7 +71,8 @@ def share(of: Callable[..., Tensor], counted: Counted) -> Tensor:
     copies = counted.copies or [1] * len(counted.tensors)
     with _set_aside(counted.elsewhere):
         sums = [
-            of(*(part for part, its_copies in zip(counted.tensors, copies) if its_copies == number)) / number
+            of(*(part for part, its_copies in zip(counted.tensors, copies) if its_copies == number))
+            / number
             for number in dict.fromkeys(copies)
         ]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -76,10 +81,11 @@ def share(of: Callable[..., Tensor], counted: Counted) -> Tensor:
 def norm_and_flag(
     grads: Counted, must_be_finite: Tensor | None = None, *, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Norm of all gradients and non-finite flag, both 0-d float32 and the same on all ranks: one collective.
+    """Norm of all gradients and non-finite flag, both 0-d float32 and the same on all ranks: one
+    collective.
 
-    Ranks add up their squares in float64: the float32 norm does not depend on how many share the gradients, unless it
-    lies within 1e-15 of a tie in rounding.
+    Ranks add up their squares in float64: the float32 norm does not depend on how many share the
+    gradients, unless it lies within 1e-15 of a tie in rounding.
 
     Args:
         must_be_finite: any tensor; one inf or nan on one rank raises the flag on all.
@@ -112,5 +118,7 @@ def nonfinite_flag(values: Tensor) -> Tensor:
 
 
 def clip_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:
-    """0-d float32 ``max(1, (norm + 1e-6) / max_norm)``: what gradients are divided by, exactly 1 below the limit."""
+    """0-d float32 ``max(1, (norm + 1e-6) / max_norm)``: what gradients are divided by, exactly 1
+    below the limit.
+    """
     return ((grad_norm + _EPSILON) / max_norm).clamp(min=1.0)

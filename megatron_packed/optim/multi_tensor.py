@@ -1,7 +1,8 @@
 """The calling convention that apex's and TransformerEngine's capturable Adam kernels share.
 
-Both take beta1 and beta2 as float32 and subtract them from 1 in float32: for beta2 = 0.999 their second moments are off
-by 1.3e-5 of themselves against torch's. The bias correction carries the same error, so parameters hardly differ.
+Both take beta1 and beta2 as float32 and subtract them from 1 in float32: for beta2 = 0.999 their
+second moments are off by 1.3e-5 of themselves against torch's. The bias correction carries the same
+error, so parameters hardly differ.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ _DECOUPLED_WEIGHT_DECAY = 1
 _BIAS_CORRECTION = 1
 
 
-def launch(apply: Callable[..., Any], kernel: Callable[..., Any], slices: Sequence[Slices], control: Control) -> None:
-    """Call ``apply(kernel, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)`` once per weight decay.
+def launch(
+    apply: Callable[..., Any],
+    kernel: Callable[..., Any],
+    slices: Sequence[Slices],
+    control: Control,
+) -> None:
+    """Call ``apply(kernel, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)`` once per
+    weight decay.
 
-    The kernels want int32 for flag and step and one-element vectors throughout; the conversions are device work.
+    The kernels want int32 for flag and step and one-element vectors throughout; the conversions are
+    device work.
     """
     noop_flag = control.skip.to(torch.int32).reshape(1)
     step = control.step.to(torch.int32).reshape(1)

@@ -1,4 +1,6 @@
-"""One predicated optimizer step over flat buffers: norm, flag, AdamW, bf16 weights, without a host read."""
+"""One predicated optimizer step over flat buffers: norm, flag, AdamW, bf16 weights, without a host
+read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepStats:
-    """What a step reports; 0-d float32 on the device, the same memory every step (copy it before the next one)."""
+    """What a step reports; 0-d float32 on the device, the same memory every step (copy it before
+    the next one).
+    """
 
     grad_norm: Tensor
     """L2 norm of all gradients before clipping; inf or nan when they are."""
@@ -36,7 +40,9 @@ class StepStats:
     params_norm: Tensor
     """L2 norm of all parameters after the step; 0 where it is not asked for."""
     grad_zeros: Tensor
-    """``(2,)``: gradients that are exactly zero, as `Statistics` holds them; 0 where they are not counted."""
+    """``(2,)``: gradients that are exactly zero, as `Statistics` holds them; 0 where they are not
+    counted.
+    """
     spikes: Tensor
     """``(2,)``: `SpikeDetector.medians`; 0 where nothing is compared."""
 
@@ -44,26 +50,31 @@ class StepStats:
 class Optimizer:
     """AdamW with float32 masters, clipping and a device-side predicate.
 
-    bf16 parameters have a float32 master and are rewritten from it after each step by one copy; float32 parameters are
-    their own master. Learning rate, step count, flag and state live on the device at fixed addresses.
+    bf16 parameters have a float32 master and are rewritten from it after each step by one copy;
+    float32 parameters are their own master. Learning rate, step count, flag and state live on the
+    device at fixed addresses.
 
-    Among several owners (ZeRO-1) a rank keeps masters and moments of the parameters that it owns and updates those; all
-    ranks then gather the parameters. ``step``, ``write_params`` and ``load_state`` are collectives there.
-    Reads: [Note: ownership].
+    Among several owners (ZeRO-1) a rank keeps masters and moments of the parameters that it owns
+    and updates those; all ranks then gather the parameters. ``step``, ``write_params`` and
+    ``load_state`` are collectives there. Reads: [Note: ownership].
 
     Args:
-        buffers: parameters and gradients; gradients must be summed over ranks (``buffers.reduce``) before ``step``.
-        beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); weight decay skips parameters marked
-            ``no_weight_decay``.
+        buffers: parameters and gradients; gradients must be summed over ranks (``buffers.reduce``)
+        before ``step``.
+        beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); weight decay skips
+            parameters marked ``no_weight_decay``.
         clip_grad: largest global norm; 0 or less: no clipping.
         norm_group: ranks that together hold every gradient; by default the owners of ``buffers``.
-        copies: part of ``buffers`` -> how many ranks of ``norm_group`` own the same of it; 1 where not said.
-        counted_elsewhere: elements ``[start, end)`` of the gradient buffer that another rank of ``norm_group`` holds
-            too and counts.
+        copies: part of ``buffers`` -> how many ranks of ``norm_group`` own the same of it; 1 where
+        not said.
+        counted_elsewhere: elements ``[start, end)`` of the gradient buffer that another rank of
+            ``norm_group`` holds too and counts.
         params_norm: whether steps tell the norm of the parameters.
-        count_zeros_of: elements of the whole model, each once, if steps are to tell how many gradients are zero.
+        count_zeros_of: elements of the whole model, each once, if steps are to tell how many
+        gradients are zero.
         implementation: 'auto' or a name of ``adamw.OP``.
-        spikes: compares each step with those before it; None for no comparison. Steps need a ``loss`` then.
+        spikes: compares each step with those before it; None for no comparison. Steps need a
+        ``loss`` then.
     Raises:
         ValueError: a constant is out of range.
         NoBackendError: the implementation cannot serve; the message says why.
@@ -90,7 +101,9 @@ class Optimizer:
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
         if eps <= 0:
-            raise ValueError(f"adam_eps ({eps}) must be positive: padding has a zero second moment.")
+            raise ValueError(
+                f"adam_eps ({eps}) must be positive: padding has a zero second moment."
+            )
         if weight_decay < 0:
             raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")
         backend = OP.select(Inputs(device_type=buffers.device.type), implementation)
@@ -143,7 +156,9 @@ class Optimizer:
         self.reset_masters()
         ranges = buffers.owned_ranges()
         self._slices = [
-            self._slices_of([item for item in ranges if item.decay == decay], weight_decay if decay else 0.0)
+            self._slices_of(
+                [item for item in ranges if item.decay == decay], weight_decay if decay else 0.0
+            )
             for decay in (True, False)
             if any(item.decay == decay for item in ranges)
         ]
@@ -179,7 +194,9 @@ class Optimizer:
         )
 
     def set_lr(self, lr: float) -> None:
-        """Write the learning rate into its place on the device. Outside a captured region: a graph would freeze it."""
+        """Write the learning rate into its place on the device. Outside a captured region: a graph
+        would freeze it.
+        """
         self.lr.fill_(lr)  # the value travels as a kernel argument: no host memory to wait for
 
     @torch.no_grad()
@@ -192,7 +209,8 @@ class Optimizer:
 
         Args:
             lr: learning rate of this step; None keeps what ``set_lr`` wrote (for a captured step).
-            loss: any tensor on the device whose elements must all be finite, else the step is skipped.
+            loss: any tensor on the device whose elements must all be finite, else the step is
+            skipped.
             hold: 0-d on the device, the same on all ranks; above 0 the step is skipped too.
         """
         if lr is not None:
@@ -223,7 +241,9 @@ class Optimizer:
 
     @torch.no_grad()
     def write_params(self) -> None:
-        """Rewrite the parameters from their masters, a copy for each bucket. Call it after masters were loaded."""
+        """Rewrite the parameters from their masters, a copy for each bucket. Call it after masters
+        were loaded.
+        """
         self.buffers.wait_params()
         for bucket, master in self._low_masters():
             self.buffers.owned_params(bucket).copy_(master)
@@ -231,13 +251,17 @@ class Optimizer:
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Take the masters from the bf16 parameters. Call it after weights were loaded into the module without them."""
+        """Take the masters from the bf16 parameters. Call it after weights were loaded into the
+        module without them.
+        """
         self.buffers.wait_params()
         for bucket, master in self._low_masters():
             master.copy_(self.buffers.owned_params(bucket))
 
     def _master_of(self, bucket: Bucket) -> Tensor:
-        """What this rank updates of a bucket: float32 parameters themselves, or a copy of bf16 ones."""
+        """What this rank updates of a bucket: float32 parameters themselves, or a copy of bf16
+        ones.
+        """
         params = self.buffers.owned_params(bucket)
         return params.float() if bucket.part.dtype == torch.bfloat16 else params
 
@@ -247,12 +271,14 @@ class Optimizer:
         return [(bucket, master) for bucket, master in pairs if bucket.part.dtype == torch.bfloat16]
 
     def state_shards(self) -> dict[str, Tensor]:
-        """This rank's state as 1-D float32 views by global name; load by writing into them, then ``write_params()``.
+        """This rank's state as 1-D float32 views by global name; load by writing into them, then
+        ``write_params()``.
 
-        ``master/<name>`` (for a float32 parameter that is the parameter itself), ``exp_avg/<name>``,
-        ``exp_avg_sq/<name>`` and ``step`` (one element, alike on all ranks). Together those of all ranks also determine
-        every parameter. An only owner has every tensor whole; among several it begins where ``state_starts`` says, and
-        names of which the rank owns nothing are absent.
+        ``master/<name>`` (for a float32 parameter that is the parameter itself),
+        ``exp_avg/<name>``, ``exp_avg_sq/<name>`` and ``step`` (one element, alike on all ranks).
+        Together those of all ranks also determine every parameter. An only owner has every tensor
+        whole; among several it begins where ``state_starts`` says, and names of which the rank owns
+        nothing are absent.
         """
         shards = {}
         for slot in self.buffers.layout.slots:
@@ -277,7 +303,9 @@ class Optimizer:
         """Shape of each tensor of the whole state, whichever ranks own it."""
         shapes: dict[str, tuple[int, ...]] = {"step": (1,)}
         for slot in self.buffers.layout.slots:
-            shapes |= {f"{kind}/{slot.name}": slot.shape for kind in ("master", "exp_avg", "exp_avg_sq")}
+            shapes |= {
+                f"{kind}/{slot.name}": slot.shape for kind in ("master", "exp_avg", "exp_avg_sq")
+            }
         return shapes
 
     @torch.no_grad()
@@ -288,9 +316,14 @@ class Optimizer:
             ValueError: names are missing or unknown, or a size differs; nothing was changed then.
         """
         shapes = self.global_shapes()
-        missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
+        missing, unknown = (
+            sorted(shapes.keys() - state.keys()),
+            sorted(state.keys() - shapes.keys()),
+        )
         if missing or unknown:
-            raise ValueError(f"the optimizer state does not fit: missing {missing}, unknown {unknown}.")
+            raise ValueError(
+                f"the optimizer state does not fit: missing {missing}, unknown {unknown}."
+            )
         for name, shape in shapes.items():
             if state[name].numel() != math.prod(shape):
                 raise ValueError(
@@ -302,7 +335,9 @@ class Optimizer:
         self.write_params()
 
     def _owned_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """What this rank owns of elements ``[start, end)`` of the gradient buffer: bucket, first and last element."""
+        """What this rank owns of elements ``[start, end)`` of the gradient buffer: bucket, first
+        and last element.
+        """
         return [
             (bucket, max(start, first), min(end, last))
             for start, end in ranges

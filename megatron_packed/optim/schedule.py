@@ -1,7 +1,7 @@
 """The learning rate of a step: a pure host function, with Megatron's formulas.
 
-Steps are counted from 0: ``at(k)`` is the rate of the optimizer step that follows k finished ones, so with a warm-up
-the first step runs at ``warmup_init``, as in Megatron. Weight decay is constant.
+Steps are counted from 0: ``at(k)`` is the rate of the optimizer step that follows k finished ones,
+so with a warm-up the first step runs at ``warmup_init``, as in Megatron. Weight decay is constant.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class Schedule:
     min_lr: float = 0.0
     """Rate at the end of the decay and after it (not used by ``constant``)."""
     decay_style: str = "linear"
-    """One of ``DECAY_STYLES``. WSD: warm-up, stable at ``lr``, decay in the last ``wsd_decay_steps``."""
+    """One of ``DECAY_STYLES``. WSD: warm-up, stable at ``lr``, decay in the last
+    ``wsd_decay_steps``.
+    """
     decay_steps: float
     """Step at which ``min_lr`` is reached; the warm-up is part of it."""
     warmup_steps: float = 0.0
-    """Steps of the warm-up. Here and elsewhere, a fraction of a step may come from ``lr_warmup_fraction`` and from
-    lengths in samples."""
+    """Steps of the warm-up. Here and elsewhere, a fraction of a step may come from
+    ``lr_warmup_fraction`` and from lengths in samples.
+    """
     warmup_init: float = 0.0
     """Rate of step 0 when there is a warm-up."""
     wsd_decay_steps: float | None = None
@@ -43,7 +46,9 @@ class Schedule:
     wsd_decay_style: str = "exponential"
     """One of ``WSD_DECAY_STYLES``."""
     ahead: float = 0.0
-    """Steps that count as done beyond the finished ones, where these had another batch size and samples count."""
+    """Steps that count as done beyond the finished ones, where these had another batch size and
+    samples count.
+    """
 
     def __post_init__(self) -> None:
         if self.decay_style not in DECAY_STYLES:
@@ -53,7 +58,9 @@ class Schedule:
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) must lie between 0 and lr ({self.lr}).")
         if not 0 <= self.warmup_init <= self.lr:
-            raise ValueError(f"lr_warmup_init ({self.warmup_init}) must lie between 0 and lr ({self.lr}).")
+            raise ValueError(
+                f"lr_warmup_init ({self.warmup_init}) must lie between 0 and lr ({self.lr})."
+            )
         if not 0 <= self.warmup_steps < self.decay_steps:
             raise ValueError(
                 f"the warm-up ({self.warmup_steps} steps) must end before the decay does ({self.decay_steps} steps); "
@@ -62,7 +69,9 @@ class Schedule:
         if self.decay_style == "WSD":
             if self.wsd_decay_style not in WSD_DECAY_STYLES:
                 known = ", ".join(WSD_DECAY_STYLES)
-                raise ValueError(f"lr_wsd_decay_style {self.wsd_decay_style!r} is unknown; choose one of {known}.")
+                raise ValueError(
+                    f"lr_wsd_decay_style {self.wsd_decay_style!r} is unknown; choose one of {known}."
+                )
             if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.decay_steps:
                 raise ValueError(
                     f"lr_wsd_decay_iters ({self.wsd_decay_steps}) must lie between 1 and lr_decay_iters "
@@ -71,10 +80,12 @@ class Schedule:
 
     @classmethod
     def from_config(cls, run: RunConfig, origin: int = 0) -> Schedule:
-        """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's steps.
+        """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's
+        steps.
 
         Args:
-            origin: packs trained on beyond ``packs_per_step`` in every step; it counts where lengths are in samples.
+            origin: packs trained on beyond ``packs_per_step`` in every step; it counts where
+                lengths are in samples.
         """
         config = run.optim
         return cls(
@@ -106,8 +117,14 @@ class Schedule:
         if self.decay_style == "WSD":
             assert self.wsd_decay_steps is not None
             into_decay = step - (self.decay_steps - self.wsd_decay_steps)
-            return 1.0 if into_decay <= 0 else _fall(self.wsd_decay_style, into_decay / self.wsd_decay_steps)
-        return _fall(self.decay_style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+            return (
+                1.0
+                if into_decay <= 0
+                else _fall(self.wsd_decay_style, into_decay / self.wsd_decay_steps)
+            )
+        return _fall(
+            self.decay_style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        )
 
 
 def _fall(style: str, ratio: float) -> float:

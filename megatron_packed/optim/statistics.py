@@ -1,8 +1,9 @@
-"""What a step tells beside the norm of its gradients, if asked: zeros among them, and the norm of the parameters.
+"""What a step tells beside the norm of its gradients, if asked: zeros among them, and the norm of
+the parameters.
 
-Computed on the device, at the end of the step: sums of this rank, and one all-reduce of as many numbers as are asked
-for. As in Megatron-LM, gradients are those after the sum over ranks, and parameters those after the update: the float32
-masters where weights are bf16.
+Computed on the device, at the end of the step: sums of this rank, and one all-reduce of as many
+numbers as are asked for. As in Megatron-LM, gradients are those after the sum over ranks, and
+parameters those after the update: the float32 masters where weights are bf16.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Statistics:
 
     Args:
         gradients, masters: what this rank owns.
-        elements: of all gradients of the model, each once; None: zeros are not counted. What pads a buffer is zero, and
-            no element.
+        elements: of all gradients of the model, each once; None: zeros are not counted. What pads a
+            buffer is zero, and no element.
         params_norm: whether the norm of the parameters is wanted.
         group: ranks that together hold all of both.
     """

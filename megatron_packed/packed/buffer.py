@@ -1,7 +1,8 @@
 """Several tensors in one byte buffer, so that they travel to the device in one copy.
 
-A layout is fixed by shapes alone, so the views of two buffers with equal layouts lie at equal offsets: copying the
-bytes of one over the other refreshes every tensor at its address (what a CUDA graph replay needs).
+A layout is fixed by shapes alone, so the views of two buffers with equal layouts lie at equal
+offsets: copying the bytes of one over the other refreshes every tensor at its address (what a CUDA
+graph replay needs).
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class BufferLayout:
         return cls(sections=tuple(sections), num_bytes=end)
 
     def allocate(self) -> Tensor:
-        """A zeroed buffer on the host, ``(num_bytes,)`` uint8. Zeroed so that the gaps between sections are the same in
-        every process and buffers can be compared byte by byte."""
+        """A zeroed buffer on the host, ``(num_bytes,)`` uint8. Zeroed so that the gaps between
+        sections are the same in every process and buffers can be compared byte by byte.
+        """
         return torch.zeros(self.num_bytes, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:

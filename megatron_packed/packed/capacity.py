@@ -1,8 +1,10 @@
-"""How many documents a pack needs room for: percentiles, coverage, and the ladder of static sizes that graphs have.
+"""How many documents a pack needs room for: percentiles, coverage, and the ladder of static sizes
+that graphs have.
 
-A CUDA graph is captured for a cell: a capacity in documents and a bound of the longest row. A pack replays the smallest
-cell that holds it; one that no cell holds runs eagerly. These functions turn a list of documents per pack (of a data
-set, an epoch, or a run so far) into the numbers by which to choose.
+A CUDA graph is captured for a cell: a capacity in documents and a bound of the longest row. A pack
+replays the smallest cell that holds it; one that no cell holds runs eagerly. These functions turn a
+list of documents per pack (of a data set, an epoch, or a run so far) into the numbers by which to
+choose.
 """
 
 from __future__ import annotations
@@ -14,20 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 DOCUMENT_COST = 1e-3
-"""Cost of room for one more document, as a share of a pack's time. On an H200, with 8,192 tokens and attention a fifth
-of the step, 116 more rows cost 2e-4 of a step each with flash-attention 4 and cuDNN, 2e-3 with flash-attention 2."""
+"""Cost of room for one more document, as a share of a pack's time. On an H200, with 8,192 tokens
+and attention a fifth of the step, 116 more rows cost 2e-4 of a step each with flash-attention 4 and
+cuDNN, 2e-3 with flash-attention 2.
+"""
 
 RUNG_COST = 0.01
-"""Cost of one more capacity: the share of a pack's mean time that it must save to be worth its capture. A choice, not a
-measurement: a hundredth of a run pays for capturing every layer once more (seconds) and for the graphs' memory."""
+"""Cost of one more capacity: the share of a pack's mean time that it must save to be worth its
+capture. A choice, not a measurement: a hundredth of a run pays for capturing every layer once more
+(seconds) and for the graphs' memory.
+"""
 
 MOST_RUNGS = 4
-"""Capacities at most: the graphs of each hold memory, and warm-up and capture go through all of them."""
+"""Capacities at most: the graphs of each hold memory, and warm-up and capture go through all of
+them.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One static size that graphs are captured for. Smaller ones come first: fewer documents, then shorter rows.
+    """One static size that graphs are captured for. Smaller ones come first: fewer documents, then
+    shorter rows.
 
     Raises:
         ValueError: a size below 1.
@@ -46,7 +55,9 @@ class Cell:
             )
 
     def holds(self, num_seqs: int, longest: int) -> bool:
-        """Whether a pack of so many documents, whose longest row (tail included) has so many tokens, fits."""
+        """Whether a pack of so many documents, whose longest row (tail included) has so many
+        tokens, fits.
+        """
         return num_seqs <= self.capacity and longest <= self.max_seqlen
 
 
@@ -57,7 +68,8 @@ class Ladder:
     Raises:
         ValueError: no cells.
     Example:
-        ``Ladder.of([64, 16], 8192)``: a pack of 9 documents has the cell of 16, one of 17 that of 64, one of 65 none.
+        ``Ladder.of([64, 16], 8192)``: a pack of 9 documents has the cell of 16, one of 17 that of
+        64, one of 65 none.
     """
 
     cells: tuple[Cell, ...]
@@ -65,12 +77,16 @@ class Ladder:
 
     def __post_init__(self) -> None:
         if not self.cells:
-            raise ValueError("a ladder needs at least one cell; give a capacity in documents, such as 64.")
+            raise ValueError(
+                "a ladder needs at least one cell; give a capacity in documents, such as 64."
+            )
         object.__setattr__(self, "cells", tuple(sorted(set(self.cells))))
 
     @classmethod
     def of(cls, capacities: Iterable[int], total_tokens: int) -> Ladder:
-        """Cells of several capacities, each for rows of any length up to the ``total_tokens`` of a pack."""
+        """Cells of several capacities, each for rows of any length up to the ``total_tokens`` of a
+        pack.
+        """
         return cls(tuple(Cell(capacity, total_tokens) for capacity in capacities))
 
     @property
@@ -100,14 +116,17 @@ def choose_capacities(
     rung_cost: float = RUNG_COST,
     most_rungs: int = MOST_RUNGS,
 ) -> tuple[int, ...]:
-    """The capacities that cover every pack at least expected cost, smallest first; the fewest of those that tie.
+    """The capacities that cover every pack at least expected cost, smallest first; the fewest of
+    those that tie.
 
-    A pack costs ``1 + document_cost * capacity``, with the smallest capacity that holds it; to the mean of that over
-    the packs comes ``rung_cost`` for each capacity. The largest capacity is the largest count (at least 1).
+    A pack costs ``1 + document_cost * capacity``, with the smallest capacity that holds it; to the
+    mean of that over the packs comes ``rung_cost`` for each capacity. The largest capacity is the
+    largest count (at least 1).
 
-    Method: a capacity that is no count that occurs could be lowered to one. Over the sorted distinct counts ``c_j``, of
-    which ``n_j`` packs do not exceed ``c_j``, the least total room with k capacities for the packs up to ``c_j`` is
-    ``room_k(j) = min_(i < j) room_(k-1)(i) + c_j (n_j - n_i)``: whole numbers, so that all machines choose alike.
+    Method: a capacity that is no count that occurs could be lowered to one. Over the sorted
+    distinct counts ``c_j``, of which ``n_j`` packs do not exceed ``c_j``, the least total room with
+    k capacities for the packs up to ``c_j`` is ``room_k(j) = min_(i < j) room_(k-1)(i) + c_j (n_j -
+    n_i)``: whole numbers, so that all machines choose alike.
 
     Args:
         documents_per_pack: ``(packs,)`` real documents of each pack.
@@ -115,7 +134,8 @@ def choose_capacities(
     Raises:
         ValueError: no packs, a negative count or cost, or no capacity allowed.
     Example:
-        Counts [3, 3, 3, 3, 100] with the default costs: ``(3, 100)``; the second capacity saves 0.097 for 4 of 5 packs.
+        Counts [3, 3, 3, 3, 100] with the default costs: ``(3, 100)``; the second capacity saves
+        0.097 for 4 of 5 packs.
     """
     counts = np.asarray(documents_per_pack, dtype=np.int64)
     if counts.size == 0:
@@ -127,7 +147,9 @@ def choose_capacities(
             f"negative, and there must be at least one rung (most_rungs is {most_rungs})."
         )
     distinct, packs = np.unique(np.maximum(counts, 1), return_counts=True)
-    below = np.concatenate([[0], np.cumsum(packs)])  # (D + 1,) packs with one of the first j distinct counts
+    below = np.concatenate(
+        [[0], np.cumsum(packs)]
+    )  # (D + 1,) packs with one of the first j distinct counts
     room = distinct * below[1:]  # one capacity
     steps: list[NDArray[np.int64]] = []  # steps[k - 2][j]: the capacity under c_j, of k
     best, chosen = float("inf"), 1
@@ -153,7 +175,9 @@ _UNREACHABLE = np.iinfo(np.int64).max // 4
 def _one_rung_more(
     room: NDArray[np.int64], distinct: NDArray[np.int64], below: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``room_k`` of ``room_(k-1)``, and where the capacity under the last one stands; both ``(D,)``."""
+    """``room_k`` of ``room_(k-1)``, and where the capacity under the last one stands; both
+    ``(D,)``.
+    """
     more = np.full_like(room, _UNREACHABLE)
     under = np.zeros_like(room)
     for j in range(1, distinct.size):
@@ -164,10 +188,11 @@ def _one_rung_more(
 
 
 def percentile(documents_per_pack: NDArray[np.integer], share: float) -> int:
-    """The smallest count that at least ``share`` of the packs do not exceed (nearest rank, so a count that occurs).
+    """The smallest count that at least ``share`` of the packs do not exceed (nearest rank, so a
+    count that occurs).
 
-    ``share`` 0.5 is the median, 0.99 the P99, 1.0 the maximum: also the smallest capacity that covers ``share`` of
-    the packs.
+    ``share`` 0.5 is the median, 0.99 the P99, 1.0 the maximum: also the smallest capacity that
+    covers ``share`` of the packs.
 
     Raises:
         ValueError: no packs, or ``share`` outside (0, 1].
@@ -181,7 +206,9 @@ def percentile(documents_per_pack: NDArray[np.integer], share: float) -> int:
     return int(counts[max(rank, 1) - 1])
 
 
-def coverage(documents_per_pack: NDArray[np.integer], capacities: Iterable[int]) -> dict[int, float]:
+def coverage(
+    documents_per_pack: NDArray[np.integer], capacities: Iterable[int]
+) -> dict[int, float]:
     """Share of the packs that each capacity covers (packs with at most that many documents).
 
     Example:
@@ -192,4 +219,7 @@ def coverage(documents_per_pack: NDArray[np.integer], capacities: Iterable[int])
     counts = np.sort(np.asarray(documents_per_pack))
     if counts.size == 0:
         raise ValueError("there are no packs to cover.")
-    return {capacity: int(np.searchsorted(counts, capacity, side="right")) / counts.size for capacity in capacities}
+    return {
+        capacity: int(np.searchsorted(counts, capacity, side="right")) / counts.size
+        for capacity in capacities
+    }

@@ -1,16 +1,19 @@
 """Which token slots of a pack each context-parallel rank holds.
 
-Every rank gets the same micro-batch: offsets, ``seq_idx`` and positions are those of the whole pack on all of them. Of
-what has one entry for each token, a rank keeps its own T / c rows (c ranks), in one of two partitions:
+Every rank gets the same micro-batch: offsets, ``seq_idx`` and positions are those of the whole pack
+on all of them. Of what has one entry for each token, a rank keeps its own T / c rows (c ranks), in
+one of two partitions:
 
-* **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. Documents are cut wherever a border falls, and need no
-  padding. For mixers that see whole sequences of some heads, which costs every rank the same.
-* **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and 2c - 1 - r of each, in
-  the order of documents. So in causal attention by rows all ranks have equally many pairs of query and visible key.
-  Lengths are multiples of 2c (``MicroBatch.build(alignment=...)`` pads documents at their end).
+* **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. Documents are cut wherever a border
+  falls, and need no padding. For mixers that see whole sequences of some heads, which costs every
+  rank the same.
+* **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and 2c -
+  1 - r of each, in the order of documents. So in causal attention by rows all ranks have equally
+  many pairs of query and visible key. Lengths are multiples of 2c
+  (``MicroBatch.build(alignment=...)`` pads documents at their end).
 
-The order of a zigzag is computed from a pack's device tensors, by the same few operations for every pack: shapes
-depend on T alone, and nothing asks the device.
+The order of a zigzag is computed from a pack's device tensors, by the same few operations for every
+pack: shapes depend on T alone, and nothing asks the device.
 
 Source of the zigzag: Llama 3, arXiv:2407.21783, section 3.3.2.
 """
@@ -28,7 +31,9 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 class RankOrder(NamedTuple):
-    """The slots of a pack in the order of the ranks that hold them: all rows of rank 0, all of rank 1, and so on."""
+    """The slots of a pack in the order of the ranks that hold them: all rows of rank 0, all of rank
+    1, and so on.
+    """
 
     slots_T: Tensor
     """``(T,)`` int64: the slot that lies at each place."""
@@ -41,8 +46,8 @@ class Partition:
     """The rows of one rank.
 
     Example:
-        Documents of 8 and 4 tokens, 2 ranks. Contiguous: rank 0 has slots 0 to 5. Zigzag: rank 0 has slots
-        ``[0, 1, 6, 7, 8, 11]``.
+        Documents of 8 and 4 tokens, 2 ranks. Contiguous: rank 0 has slots 0 to 5. Zigzag: rank 0
+        has slots ``[0, 1, 6, 7, 8, 11]``.
     """
 
     size: int = 1
@@ -59,7 +64,8 @@ class Partition:
         """Host only.
 
         Raises:
-            ValueError: the slots of the pack, or of a document in a zigzag, do not divide among the ranks.
+            ValueError: the slots of the pack, or of a document in a zigzag, do not divide among the
+                ranks.
         """
         tokens = packed.total_tokens
         if tokens % self.size:
@@ -90,9 +96,12 @@ class Partition:
         number_T = position_T // chunk_T
         rank_T = torch.minimum(number_T, self.alignment - 1 - number_T)
         second_T = (number_T >= self.size).long()
-        # Offsets on a rank are those of the pack divided by c: it has 2 of the 2c chunks of every earlier document.
+        # Offsets on a rank are those of the pack divided by c: it has 2 of the 2c chunks of every
+        # earlier document.
         begin_T = (slot_T - position_T) // self.size + second_T * chunk_T
-        places_T = rank_T * (packed.total_tokens // self.size) + begin_T + position_T - number_T * chunk_T
+        places_T = (
+            rank_T * (packed.total_tokens // self.size) + begin_T + position_T - number_T * chunk_T
+        )
         return RankOrder(torch.empty_like(slot_T).scatter_(0, places_T, slot_T), places_T)
 
     def own(self, x_T: Tensor, order: RankOrder | None) -> Tensor:

@@ -1,9 +1,10 @@
 """Document lengths <-> cumulative offsets <-> document numbers <-> positions, on the host.
 
-Everything here is a pure function of numpy arrays. A pack has ``total_tokens`` (T) slots and room for ``capacity`` (N)
-real documents. Its offsets are always ``N + 2`` long: 0, the document ends, then T (the end of the tail, a document of
-its own that holds the slots nobody filled and may be empty), then T repeated. So every slot belongs to exactly one
-document, no kernel leaves a row unwritten, and padding never belongs to a real document.
+Everything here is a pure function of numpy arrays. A pack has ``total_tokens`` (T) slots and room
+for ``capacity`` (N) real documents. Its offsets are always ``N + 2`` long: 0, the document ends,
+then T (the end of the tail, a document of its own that holds the slots nobody filled and may be
+empty), then T repeated. So every slot belongs to exactly one document, no kernel leaves a row
+unwritten, and padding never belongs to a real document.
 
 Example (T = 10, documents of 3 and 5 tokens, so a tail of 2)::
 
@@ -11,8 +12,9 @@ Example (T = 10, documents of 3 and 5 tokens, so a tail of 2)::
     capacity 4   cu_seqlens [0, 3, 8, 10, 10, 10]
     both         seq_idx    [0 0 0 1 1 1 1 1 2 2]     position_ids [0 1 2 0 1 2 3 4 0 1]
 
-With an ``alignment`` every document has slots for its tokens rounded up to a multiple of it. The padding trails the
-document and belongs to it (no token sees what comes later), but is not valid: it counts as little as the tail.
+With an ``alignment`` every document has slots for its tokens rounded up to a multiple of it. The
+padding trails the document and belongs to it (no token sees what comes later), but is not valid: it
+counts as little as the tail.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64
     """
     array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
     if array.ndim != 1:
-        raise ValueError(f"document lengths must be one list of integers, got an array of shape {array.shape}.")
+        raise ValueError(
+            f"document lengths must be one list of integers, got an array of shape {array.shape}."
+        )
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"document lengths must be integers, got {array.dtype}; convert them before packing.")
+        raise ValueError(
+            f"document lengths must be integers, got {array.dtype}; convert them before packing."
+        )
     return array.astype(np.int64)
 
 
@@ -46,7 +52,8 @@ def check_pack(lengths: NDArray[np.int64], total_tokens: int, capacity: int | No
     """Refuse documents that do not fit into one pack; nothing is ever cut off to make them fit.
 
     Raises:
-        ValueError: a document without tokens, more tokens than slots, or more documents than ``capacity``.
+        ValueError: a document without tokens, more tokens than slots, or more documents than
+            ``capacity``.
     """
     if not 1 <= total_tokens <= MAX_TOTAL_TOKENS:
         raise ValueError(
@@ -55,7 +62,9 @@ def check_pack(lengths: NDArray[np.int64], total_tokens: int, capacity: int | No
         )
     if lengths.size and np.min(lengths) < 1:
         at = int(np.argmin(lengths))
-        raise ValueError(f"document {at} has length {lengths[at]}; every document needs 1 token or more, leave it out.")
+        raise ValueError(
+            f"document {at} has length {lengths[at]}; every document needs 1 token or more, leave it out."
+        )
     num_tokens = int(lengths.sum())
     if num_tokens > total_tokens:
         raise ValueError(
@@ -108,18 +117,24 @@ def aligned(lengths: Sequence[int] | NDArray[np.integer], alignment: int) -> NDA
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Int32Array, num_seqs: int | None = None) -> Int32Array:
-    """Lengths of the first ``num_seqs`` documents; None for every row, the tail and the empty rows included."""
+    """Lengths of the first ``num_seqs`` documents; None for every row, the tail and the empty rows
+    included.
+    """
     lengths: Int32Array = np.diff(cu_seqlens)
     return lengths if num_seqs is None else lengths[:num_seqs]
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
-    """Document number of every slot, ``(T,)`` int32; the tail has its own, the number of real documents."""
+    """Document number of every slot, ``(T,)`` int32; the tail has its own, the number of real
+    documents.
+    """
     return np.repeat(np.arange(cu_seqlens.size - 1, dtype=np.int32), np.diff(cu_seqlens))
 
 
 def position_ids_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
-    """Position of every slot in its own document, ``(T,)`` int32, from 0; the tail counts from 0 too."""
+    """Position of every slot in its own document, ``(T,)`` int32, from 0; the tail counts from 0
+    too.
+    """
     starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
     return np.arange(starts.size, dtype=np.int32) - starts
 
@@ -127,7 +142,8 @@ def position_ids_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
 def cu_seqlens_from_position_ids(position_ids: NDArray[np.integer]) -> Int32Array:
     """Offsets ``(D + 1,)`` int32 of the D runs that start at position 0.
 
-    The inverse of `position_ids_from_cu_seqlens` but for empty documents, which leave no trace in the positions.
+    The inverse of `position_ids_from_cu_seqlens` but for empty documents, which leave no trace in
+    the positions.
     """
     starts = np.flatnonzero(np.asarray(position_ids) == 0)
     return np.append(starts, len(position_ids)).astype(np.int32)
@@ -143,6 +159,7 @@ def cu_seqlens_from_seq_idx(seq_idx: NDArray[np.integer]) -> Int32Array:
 
 
 def longest_document(cu_seqlens: Int32Array) -> int:
-    """Tokens of the longest row, **the tail included**: kernels run over the tail as over any document, and a smaller
-    bound would leave its last rows unwritten."""
+    """Tokens of the longest row, **the tail included**: kernels run over the tail as over any
+    document, and a smaller bound would leave its last rows unwritten.
+    """
     return int(np.diff(cu_seqlens).max())

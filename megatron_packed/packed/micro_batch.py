@@ -1,8 +1,10 @@
-"""`MicroBatch`: one pack of tokens with all that a training step needs, in one byte buffer and one copy to the device.
+"""`MicroBatch`: one pack of tokens with all that a training step needs, in one byte buffer and one
+copy to the device.
 
-A document of L tokens gives at most L - 1 targets: ``labels[t]`` is the token after ``t`` in the same document, and
-counts (``loss_mask[t]`` is 1) where that token is marked as a target. The last token of a document predicts nothing, so
-no label ever crosses a boundary; the tail predicts nothing.
+A document of L tokens gives at most L - 1 targets: ``labels[t]`` is the token after ``t`` in the
+same document, and counts (``loss_mask[t]`` is 1) where that token is marked as a target. The last
+token of a document predicts nothing, so no label ever crosses a boundary; the tail predicts
+nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +21,17 @@ from torch import Tensor
 
 from megatron_packed.packed import metadata
 from megatron_packed.packed.buffer import BufferLayout
-from megatron_packed.packed.params import PackedSeqParams, bounded_max_seqlen, packed_fields, write_packed
+from megatron_packed.packed.params import (
+    PackedSeqParams,
+    bounded_max_seqlen,
+    packed_fields,
+    write_packed,
+)
 
 NO_LABEL = 0
-"""Label of a slot that predicts nothing: a real token number, so that no kernel indexes out of range."""
+"""Label of a slot that predicts nothing: a real token number, so that no kernel indexes out of
+range.
+"""
 
 _FIT_INT32 = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))
 
@@ -33,7 +42,9 @@ class Document(NamedTuple):
     tokens: NDArray[np.integer]
     """``(L,)`` token numbers, L >= 1."""
     target_mask: NDArray[np.integer] | None = None
-    """``(L,)``, nonzero where a token is to be predicted; None for every token. Nothing predicts token 0."""
+    """``(L,)``, nonzero where a token is to be predicted; None for every token. Nothing predicts
+    token 0.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,12 +84,16 @@ class MicroBatch:
     tokens: Tensor
     """``(T,)`` int32, 0 on the tail and on padding."""
     labels: Tensor
-    """``(T,)`` int32, the token to predict at each slot, already shifted; `NO_LABEL` where there is none."""
+    """``(T,)`` int32, the token to predict at each slot, already shifted; `NO_LABEL` where there is
+    none.
+    """
     loss_mask: Tensor
     """``(T,)`` float32, 1 where the label counts, else 0."""
     packed: PackedSeqParams
     scales: Tensor
-    """``(2,)`` float32: 1 / target tokens and 1 / non-empty packs of what is summed, for training the whole step."""
+    """``(2,)`` float32: 1 / target tokens and 1 / non-empty packs of what is summed, for training
+    the whole step.
+    """
     num_real_tokens: int
     """Tokens of real documents, host integer."""
     num_target_tokens: int
@@ -95,28 +110,37 @@ class MicroBatch:
         alignment: int = 1,
         vocab_size: int | None = None,
     ) -> MicroBatch:
-        """Lay ``documents`` out in order in ``total_tokens`` slots, on the host; no documents give an all-tail pack.
+        """Lay ``documents`` out in order in ``total_tokens`` slots, on the host; no documents give
+        an all-tail pack.
 
         Args:
             capacity: real documents to leave room for; None for exactly as many as there are.
-            scales: see the field; None for those of this pack alone, so that its loss is a mean over its targets.
+            scales: see the field; None for those of this pack alone, so that its loss is a mean
+            over its targets.
             max_seqlen: upper bound to report instead of the exact longest row.
-            alignment: documents begin and end at multiples of it; what a document does not fill is padding.
-            vocab_size: the model's; with it, a token number that the model does not have is refused. Without it such a
-                token gives a NaN loss, since the device cannot raise an error.
+            alignment: documents begin and end at multiples of it; what a document does not fill is
+            padding.
+            vocab_size: the model's; with it, a token number that the model does not have is
+                refused. Without it such a token gives a NaN loss, since the device cannot raise an
+                error.
         Raises:
-            ValueError: the documents do not fit, one is empty, a mask has another length than its tokens or other
-                entries than 0 and 1, or a token is no integer from 0 to ``vocab_size``, or to 2^31, exclusive.
+            ValueError: the documents do not fit, one is empty, a mask has another length than its
+                tokens or other entries than 0 and 1, or a token is no integer from 0 to
+                ``vocab_size``, or to 2^31, exclusive.
         """
         lengths = [len(tokens) for tokens, _ in documents]
-        cu_seqlens = metadata.cu_seqlens_from_lengths(metadata.aligned(lengths, alignment), total_tokens, capacity)
+        cu_seqlens = metadata.cu_seqlens_from_lengths(
+            metadata.aligned(lengths, alignment), total_tokens, capacity
+        )
         layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
         buffer = layout.buffer.allocate()
         views = layout.buffer.views(buffer)
         write_packed(views, cu_seqlens, metadata.as_lengths(lengths))
         _write_documents(views, documents, cu_seqlens, vocab_size)
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
-        views["scales"].numpy()[:] = (1 / max(num_target_tokens, 1), 1.0) if scales is None else scales
+        views["scales"].numpy()[:] = (
+            (1 / max(num_target_tokens, 1), 1.0) if scales is None else scales
+        )
         return cls._from_buffer(
             buffer,
             layout,
@@ -162,7 +186,8 @@ class MicroBatch:
         )
 
     def with_buffer(self, buffer: Tensor) -> MicroBatch:
-        """The same micro-batch through another buffer that holds (or will hold) the same bytes; without kernel tables.
+        """The same micro-batch through another buffer that holds (or will hold) the same bytes;
+        without kernel tables.
 
         Raises:
             ValueError: ``buffer`` has another size or dtype.
@@ -182,7 +207,8 @@ class MicroBatch:
         return self.with_buffer(self.buffer.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """This micro-batch on ``device``: exactly one copy, or none (the same object) when it is already there.
+        """This micro-batch on ``device``: exactly one copy, or none (the same object) when it is
+        already there.
 
         Kernel tables do not travel: they are derived on the device, once per micro-batch.
         """
@@ -196,7 +222,9 @@ def _write_documents(
     cu_seqlens: metadata.Int32Array,
     vocab_size: int | None,
 ) -> None:
-    """Tokens, shifted labels and loss mask of every document; the buffer is zeroed: padding and tail need nothing."""
+    """Tokens, shifted labels and loss mask of every document; the buffer is zeroed: padding and
+    tail need nothing.
+    """
     tokens_T, labels_T, mask_T = (views[name].numpy() for name in ("tokens", "labels", "loss_mask"))
     for number, (given, target_mask) in enumerate(documents):
         tokens = np.asarray(given)
@@ -232,14 +260,19 @@ def _write_documents(
 def _check_tokens(number: int, tokens: NDArray[Any], vocab_size: int | None) -> None:
     """
     Raises:
-        ValueError: the tokens of document ``number`` are no row of integers, or one is out of range.
+        ValueError: the tokens of document ``number`` are no row of integers, or one is out of
+            range.
     """
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
             f"document {number} has tokens of type {tokens.dtype} and shape {tokens.shape}, beginning with "
             f"{tokens.flat[0]}; token numbers are one row of integers."
         )
-    limit, rule = (2**31, "is stored as int32") if vocab_size is None else (vocab_size, f"is below {vocab_size=}")
+    limit, rule = (
+        (2**31, "is stored as int32")
+        if vocab_size is None
+        else (vocab_size, f"is below {vocab_size=}")
+    )
     outside = (tokens < 0) | (tokens >= limit)
     if outside.any():
         at = int(outside.argmax())

@@ -1,7 +1,8 @@
 """`PackedSeqParams`: how the token slots of one micro-batch divide into documents.
 
-Built once per micro-batch on the host, outside anything captured, and shared by all layers. Nothing in it asks the
-device a question: what Python needs to know is a host integer, what kernels need is a tensor.
+Built once per micro-batch on the host, outside anything captured, and shared by all layers. Nothing
+in it asks the device a question: what Python needs to know is a host integer, what kernels need is
+a tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from megatron_packed.packed import metadata
 from megatron_packed.packed.buffer import BufferLayout
 
 
-def packed_fields(total_tokens: int, capacity: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+def packed_fields(
+    total_tokens: int, capacity: int
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order.
 
-    ``cu_seqlens`` comes last: it alone depends on the capacity, so every other tensor has the same offset for all
-    capacities, and one buffer at a fixed address serves the graphs of all of them.
+    ``cu_seqlens`` comes last: it alone depends on the capacity, so every other tensor has the same
+    offset for all capacities, and one buffer at a fixed address serves the graphs of all of them.
     """
     return [
         ("seq_idx", torch.int32, (1, total_tokens)),
@@ -36,16 +39,20 @@ def packed_fields(total_tokens: int, capacity: int) -> list[tuple[str, torch.dty
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedSeqParams:
-    """The documents of one pack of T slots with room for N documents (see `metadata` for the layout and an example).
+    """The documents of one pack of T slots with room for N documents (see `metadata` for the layout
+    and an example).
 
-    Immutable: the tensors are never written after construction, except by a CUDA-graph slot that owns its own copy.
+    Immutable: the tensors are never written after construction, except by a CUDA-graph slot that
+    owns its own copy.
     """
 
     cu_seqlens: Tensor
     """``(N + 2,)`` int32, on the device: 0, document ends, T, T repeated."""
     max_seqlen: int
-    """Upper bound of the longest row in tokens, at least 1. **The tail counts**, since kernels run over it like over
-    any document. Exact unless a larger bound was asked for (under capture it must be constant)."""
+    """Upper bound of the longest row in tokens, at least 1. **The tail counts**, since kernels run
+    over it like over any document. Exact unless a larger bound was asked for (under capture it must
+    be constant).
+    """
     seq_idx: Tensor
     """``(1, T)`` int32, document number of each slot; the tail's is ``num_seqs``."""
     position_ids: Tensor
@@ -55,7 +62,9 @@ class PackedSeqParams:
     num_seqs: int
     """Real documents, between 0 and N; the tail is not one."""
     cu_seqlens_cpu: Tensor
-    """``(N + 2,)`` int32, host twin of ``cu_seqlens`` in memory of its own, so that it outlives a reused buffer."""
+    """``(N + 2,)`` int32, host twin of ``cu_seqlens`` in memory of its own, so that it outlives a
+    reused buffer.
+    """
     total_tokens: int
     """Token slots T of the pack."""
     tables: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
@@ -89,7 +98,8 @@ class PackedSeqParams:
         device: torch.device | str = "cpu",
         alignment: int = 1,
     ) -> PackedSeqParams:
-        """Pack documents of ``lengths`` tokens, in this order, into ``total_tokens`` slots; an empty list is all tail.
+        """Pack documents of ``lengths`` tokens, in this order, into ``total_tokens`` slots; an
+        empty list is all tail.
 
         The tensors share one buffer and reach ``device`` in one copy.
 
@@ -100,7 +110,9 @@ class PackedSeqParams:
         Raises:
             ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
         """
-        cu_seqlens = metadata.cu_seqlens_from_lengths(metadata.aligned(lengths, alignment), total_tokens, capacity)
+        cu_seqlens = metadata.cu_seqlens_from_lengths(
+            metadata.aligned(lengths, alignment), total_tokens, capacity
+        )
         layout = BufferLayout.of(packed_fields(total_tokens, cu_seqlens.size - 2))
         buffer = layout.allocate()
         write_packed(layout.views(buffer), cu_seqlens, metadata.as_lengths(lengths))
@@ -134,9 +146,9 @@ class PackedSeqParams:
     def to_megatron_core(self) -> Any:
         """This pack as megatron.core's class of the same name, without a device synchronisation.
 
-        Its constructor would compute ``seq_idx`` on the device with a data-dependent size, so ours is set afterwards.
-        There is no padding between documents (theirs is a part of them), and we say so; TransformerEngine would else
-        compare offsets on device.
+        Its constructor would compute ``seq_idx`` on the device with a data-dependent size, so ours
+        is set afterwards. There is no padding between documents (theirs is a part of them), and we
+        say so; TransformerEngine would else compare offsets on device.
         """
         from megatron.core.packed_seq_params import PackedSeqParams as MegatronPackedSeqParams
 
@@ -153,14 +165,22 @@ class PackedSeqParams:
         return params
 
 
-def write_packed(views: Mapping[str, Tensor], cu_seqlens: metadata.Int32Array, lengths: NDArray[np.integer]) -> None:
-    """Fill the host tensors named in `packed_fields` from the offsets and the documents' tokens, padding excluded."""
+def write_packed(
+    views: Mapping[str, Tensor], cu_seqlens: metadata.Int32Array, lengths: NDArray[np.integer]
+) -> None:
+    """Fill the host tensors named in `packed_fields` from the offsets and the documents' tokens,
+    padding excluded.
+    """
     views["cu_seqlens"].numpy()[:] = cu_seqlens
     views["seq_idx"].numpy()[0] = metadata.seq_idx_from_cu_seqlens(cu_seqlens)
     views["position_ids"].numpy()[:] = metadata.position_ids_from_cu_seqlens(cu_seqlens)
     tokens_of_row = np.zeros(cu_seqlens.size - 1, dtype=np.int32)
     tokens_of_row[: lengths.size] = lengths
-    np.less(views["position_ids"].numpy(), tokens_of_row[views["seq_idx"].numpy()[0]], out=views["valid"].numpy())
+    np.less(
+        views["position_ids"].numpy(),
+        tokens_of_row[views["seq_idx"].numpy()[0]],
+        out=views["valid"].numpy(),
+    )
 
 
 def bounded_max_seqlen(cu_seqlens: metadata.Int32Array, max_seqlen: int | None) -> int:

@@ -29,7 +29,9 @@ def device_of(config: RunConfig) -> torch.device:
     """
     name, has_gpu = config.training.device, torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise ValueError("--device cuda: torch sees no GPU here; leave it out, or show one (CUDA_VISIBLE_DEVICES).")
+        raise ValueError(
+            "--device cuda: torch sees no GPU here; leave it out, or show one (CUDA_VISIBLE_DEVICES)."
+        )
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
     return torch.device(name)
@@ -41,9 +43,15 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def backends_of(config: RunConfig) -> dict[str, str | bool]:
-    """Layers and kernels asked for; under ``--deterministic-mode`` kernels in their deterministic variants."""
+    """Layers and kernels asked for; under ``--deterministic-mode`` kernels in their deterministic
+    variants.
+    """
     training = config.training
-    asked = {"zigzag_attention": training.attention_backend} if training.attention_backend in ZIGZAG_BACKENDS else {}
+    asked = (
+        {"zigzag_attention": training.attention_backend}
+        if training.attention_backend in ZIGZAG_BACKENDS
+        else {}
+    )
     return {**training.backends, **asked, "deterministic": training.deterministic_mode}
 
 
@@ -62,7 +70,9 @@ def build_model(
     *,
     dtype: torch.dtype | None = None,
 ) -> HybridModel:
-    """The model with initial weights, which depend on the seed alone; ``dtype`` as ``--bf16`` says, or another."""
+    """The model with initial weights, which depend on the seed alone; ``dtype`` as ``--bf16`` says,
+    or another.
+    """
     return HybridModel(
         config.model,
         vocab_size=vocab_size,
@@ -102,22 +112,35 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
 
 
 def elements_of(model: HybridModel) -> int:
-    """Elements of all parameters on all ranks, each once, without what pads the vocabulary for this layout alone."""
+    """Elements of all parameters on all ranks, each once, without what pads the vocabulary for this
+    layout alone.
+    """
     return sum(sharded.stored_shape.numel() for sharded in model.sharded_parameters().values())
 
 
-def ranks_of_norm(groups: ParallelGroups, buffers: FlatBuffers) -> tuple[dist.ProcessGroup | None, dict[Part, int]]:
-    """The fewest ranks that together hold every gradient, and how many of them own the same of each part."""
+def ranks_of_norm(
+    groups: ParallelGroups, buffers: FlatBuffers
+) -> tuple[dist.ProcessGroup | None, dict[Part, int]]:
+    """The fewest ranks that together hold every gradient, and how many of them own the same of each
+    part.
+    """
     ownership = buffers.ownership
     if ownership.size == 1 and ownership.experts is None:
         return groups.tp_group, {}
-    holders = {part: groups.expert_dp_size if part.expert else groups.dp_cp_size for part in buffers.layout.parts}
-    return groups.world_group, {part: count // buffers.owners(part).size for part, count in holders.items()}
+    holders = {
+        part: groups.expert_dp_size if part.expert else groups.dp_cp_size
+        for part in buffers.layout.parts
+    }
+    return groups.world_group, {
+        part: count // buffers.owners(part).size for part, count in holders.items()
+    }
 
 
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Model, flat buffers, optimizer and step on this rank's device."""
-    return job_of_model(build_model(config, vocab_size, groups.device, groups).train(), config, groups)
+    return job_of_model(
+        build_model(config, vocab_size, groups.device, groups).train(), config, groups
+    )
 
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
@@ -126,7 +149,9 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         model,
         extras=extra_slots(groups),
         counters=counter_slots(model),
-        ownership=(Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided)(groups),
+        ownership=(
+            Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
+        )(groups),
         bucket_elements=config.parallel.ddp_bucket_size,
     )
     norm_group, copies = ranks_of_norm(groups, buffers)

@@ -30,7 +30,9 @@ class Console:
         """One line of prose. Control characters of data or paths never reach the terminal."""
         if self._silent:
             return
-        text = "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+        text = "".join(
+            character if character.isprintable() or character == "\n" else "?" for character in text
+        )
         if self._rich is not None:
             self._rich.print(escape(text), style=style)
         else:
@@ -72,13 +74,16 @@ class Console:
             f"{record.memory_gib:.1f} GiB",
         ]
         if record.offload is not None:
-            hidden = "" if record.offload.hidden is None else f", {record.offload.hidden:.0%} hidden"
+            hidden = (
+                "" if record.offload.hidden is None else f", {record.offload.hidden:.0%} hidden"
+            )
             parts.append(f"offloaded {record.offload.moved_mib:,.0f} MiB{hidden}")
         if record.experts is not None and record.experts.dropped_share:
             parts.append(f"experts dropped {100 * record.experts.dropped_share:.3g} %")
         if record.graphs is not None:
-            parts.append(f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}")
+            parts.append(
+                f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}"
+            )
         if record.skipped:
             parts.append(f"SKIPPED: {record.skip_reason}")
         return " | ".join(parts)
-

@@ -64,14 +64,22 @@ PANELS = (
     Panel(
         "Memory",
         "peak in GiB",
-        (Curve("memory_gib", "used"), Curve("memory_reserved_gib", "reserved"), Curve("host_memory_gib", "host")),
+        (
+            Curve("memory_gib", "used"),
+            Curve("memory_reserved_gib", "reserved"),
+            Curve("host_memory_gib", "host"),
+        ),
     ),
     Panel(
         "Load of experts",
         "over the mean of the layer",
         (Curve("expert_load_max", "busiest"), Curve("expert_load_min", "idlest")),
     ),
-    Panel("Expert assignments dropped", "% of those of real tokens", (Curve("expert_dropped_share", scale=100),)),
+    Panel(
+        "Expert assignments dropped",
+        "% of those of real tokens",
+        (Curve("expert_dropped_share", scale=100),),
+    ),
     Panel("Waiting for data", "ms of a step", (Curve("data_wait_ms"),)),
     Panel("Step time", "ms", (Curve("step_time_ms"),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm"),)),
@@ -81,8 +89,17 @@ PANELS = (
 )
 
 
-OF_A_STEP = ("iteration", "consumed_tokens", "lm_loss", "step_time_ms", "tokens_per_second", "pack_fill", "memory_gib",
-             "skipped", "plan_hash")  # fmt: skip
+OF_A_STEP = (
+    "iteration",
+    "consumed_tokens",
+    "lm_loss",
+    "step_time_ms",
+    "tokens_per_second",
+    "pack_fill",
+    "memory_gib",
+    "skipped",
+    "plan_hash",
+)
 """What every step in a log has."""
 
 
@@ -91,7 +108,8 @@ def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]
     return [
         (float(record["iteration"]), float(record[curve.field]) * curve.scale)  # type: ignore[arg-type]
         for record in records
-        if isinstance(record.get(curve.field), (int, float)) and isinstance(record.get("iteration"), int)
+        if isinstance(record.get(curve.field), (int, float))
+        and isinstance(record.get("iteration"), int)
     ]
 
 
@@ -99,7 +117,9 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     """Those for which some run has numbers, with the curves that have some."""
     found = []
     for panel in PANELS:
-        curves = tuple(curve for curve in panel.curves if any(points(run.records, curve) for run in runs))
+        curves = tuple(
+            curve for curve in panel.curves if any(points(run.records, curve) for run in runs)
+        )
         if curves:
             found.append(Panel(panel.title, panel.unit, curves))
     return found
@@ -108,8 +128,8 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a run's log; a line that a killed run cut off is passed over.
 
-    The load of each expert is left in the last record that has it: a number for each expert, layer and step would be
-    most of what a long log takes in memory.
+    The load of each expert is left in the last record that has it: a number for each expert, layer
+    and step would be most of what a long log takes in memory.
     """
     records: list[Record] = []
     loaded: Record = {}
@@ -131,7 +151,8 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     """A run from its log.
 
     Args:
-        path: the ``--log-jsonl`` file, or the folder that it is in, as ``log.jsonl`` or as the only ``.jsonl``.
+        path: the ``--log-jsonl`` file, or the folder that it is in, as ``log.jsonl`` or as the only
+        ``.jsonl``.
         name: in legends; by default the path.
     Raises:
         OSError: it cannot be read.
@@ -143,7 +164,9 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         named = [one for one in logs if one.name == "log.jsonl"]
         if len(named or logs) != 1:
             found = f"{len(logs)} .jsonl files and no log.jsonl" if logs else "no .jsonl file"
-            raise ValueError(f"{log} holds {found}; name the file that the run wrote to --log-jsonl.")
+            raise ValueError(
+                f"{log} holds {found}; name the file that the run wrote to --log-jsonl."
+            )
         log = (named or logs)[0]
     run = Run(str(path) if name is None else name, read_jsonl(log))
     if not run.steps:
@@ -152,5 +175,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         wrong = [name for name in OF_A_STEP if name not in step]
         wrong += [name for name in OF_A_STEP[:2] if not isinstance(step.get(name, 0), int)]
         if wrong:
-            raise ValueError(f"{log}: {wrong[0]} of a step is missing or no number; name what --log-jsonl wrote.")
+            raise ValueError(
+                f"{log}: {wrong[0]} of a step is missing or no number; name what --log-jsonl wrote."
+            )
     return run

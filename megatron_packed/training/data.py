@@ -1,4 +1,6 @@
-"""A run's data: tokenizer, tokenised documents, pack plans and loaders, with a report of what became of every token."""
+"""A run's data: tokenizer, tokenised documents, pack plans and loaders, with a report of what
+became of every token.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,20 @@ class RunData:
     def accounts(self) -> dict[str, dict[str, int]]:
         """Accounts of tokens and targets, for training, validation and test data."""
         streams = {"training": self.train, "validation": self.valid, "test": self.test}
-        return {name: stream.plan.segments.as_dict() for name, stream in streams.items() if stream is not None}
+        return {
+            name: stream.plan.segments.as_dict()
+            for name, stream in streams.items()
+            if stream is not None
+        }
 
     def sentences(self) -> list[str]:
         """Return how the data packs and what became of every token and target, for people."""
         evaluated = {"validation": self.valid, "test": self.test}
-        of_plans = [evaluation_sentences(name, one.plan) for name, one in evaluated.items() if one is not None]
+        of_plans = [
+            evaluation_sentences(name, one.plan)
+            for name, one in evaluated.items()
+            if one is not None
+        ]
         return [*self.packing.sentences(), *(line for lines in of_plans for line in lines)]
 
     def close(self) -> None:
@@ -82,7 +92,10 @@ class RunData:
 
 
 def build_data(
-    config: RunConfig, groups: ParallelGroups, say: Callable[[str], None], resumed: Resumed | None = None
+    config: RunConfig,
+    groups: ParallelGroups,
+    say: Callable[[str], None],
+    resumed: Resumed | None = None,
 ) -> RunData:
     """Tokenise what the cache does not hold, pack it, and say where tokens and targets went.
 
@@ -107,14 +120,24 @@ def build_data(
     for line in documents.sentences:
         say(line)
     if config.data.named.valid and not config.validates and config.training.eval_iters:
-        say(f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval.")
+        say(
+            f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval."
+        )
     cost = pack_cost(config, vocab_size)
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
     plan, ladder, packing, evaluations = plans
-    beyond = [line for name, evaluation in evaluations.items() for line in _beyond(ladder, evaluation, name)]
+    beyond = [
+        line
+        for name, evaluation in evaluations.items()
+        for line in _beyond(ladder, evaluation, name)
+    ]
     for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plan)]:
         say(line)
-    if config.cuda_graph.cuda_graph_strict and ladder is not None and (packing.packs_beyond or beyond):
+    if (
+        config.cuda_graph.cuda_graph_strict
+        and ladder is not None
+        and (packing.packs_beyond or beyond)
+    ):
         raise GraphFallbackError(
             f"packs would run eagerly, which --cuda-graph-strict forbids: {packing.packs_beyond:,} of "
             f"{packing.packs:,} packs of the first epoch hold more than the {ladder.largest} documents of the largest "
@@ -122,7 +145,9 @@ def build_data(
             "cap the packer by --max-documents-per-pack."
         )
     evaluated = documents.evaluated
-    streams = {n: _stream(config, groups, evaluated[n], evaluations[n], ladder) for n in evaluations}
+    streams = {
+        n: _stream(config, groups, evaluated[n], evaluations[n], ladder) for n in evaluations
+    }
     train = _stream(config, groups, documents.train, plan, ladder)
     check_alike({"training": train, **streams}, groups)
     return RunData(
@@ -142,10 +167,14 @@ def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
     Raises:
         DataError: on all ranks; a file that an option names is another one on some of them.
     """
-    mine = {name: [stream.plan.hash, stream.dataset.content_hash] for name, stream in streams.items()}
+    mine = {
+        name: [stream.plan.hash, stream.dataset.content_hash] for name, stream in streams.items()
+    }
     of_ranks = all_gather_json(mine, groups)
     for name in sorted({name for one in of_ranks for name in one}):
-        others = [str(rank) for rank, one in enumerate(of_ranks) if one.get(name) != of_ranks[0].get(name)]
+        others = [
+            str(rank) for rank, one in enumerate(of_ranks) if one.get(name) != of_ranks[0].get(name)
+        ]
         if others:
             raise DataError(
                 f"the {name} data of rank {', '.join(others)} is not that of rank 0; what the data options name, and "
@@ -187,12 +216,18 @@ def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
         *blend_sentences(config, plans.train),
         *plans.packing.sentences(),
         epoch_sentence(config, plans.packing),
-        *(line for name, plan in plans.evaluations.items() for line in evaluation_sentences(name, plan)),
+        *(
+            line
+            for name, plan in plans.evaluations.items()
+            for line in evaluation_sentences(name, plan)
+        ),
     ]
 
 
 def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str]:
-    """Return what became of the tokens and targets of validation or test data, and whether they are few."""
+    """Return what became of the tokens and targets of validation or test data, and whether they are
+    few.
+    """
     lines = [f"{name} data: {line}" for line in plan.segments.sentences()]
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
         assert plan.segments.targets is not None
@@ -233,10 +268,17 @@ def plan_data(
         DataError: the documents cannot be packed as the options ask, or no target is left.
     """
     evaluations = {
-        name: plan_evaluation(config, dataset, dp_size, cost, name) for name, dataset in documents.evaluated.items()
+        name: plan_evaluation(config, dataset, dp_size, cost, name)
+        for name, dataset in documents.evaluated.items()
     }
     training = plan_training(
-        config, documents.train, dp_size, list(evaluations.values()), cost, resumed=resumed, show_progress=show_progress
+        config,
+        documents.train,
+        dp_size,
+        list(evaluations.values()),
+        cost,
+        resumed=resumed,
+        show_progress=show_progress,
     )
     return Plans(*training, evaluations)
 
@@ -251,15 +293,16 @@ def plan_training(
     resumed: Resumed | None = None,
     show_progress: bool = False,
 ) -> tuple[PackPlan, Ladder | None, PackingReport]:
-    """Return the endless plan over the training data, the sizes of CUDA graphs for it, and a report of its first epoch.
+    """Return the endless plan over the training data, the sizes of CUDA graphs for it, and a report
+    of its first epoch.
 
-    The balanced packer keeps to the room that there is. With given capacities that is the largest; without, the first
-    epoch is packed freely, its packs and those of ``evaluations`` decide the capacities, and later epochs keep to the
-    first one's largest count. So the plan depends on the training data and the options, not on validation and
-    test data.
+    The balanced packer keeps to the room that there is. With given capacities that is the largest;
+    without, the first epoch is packed freely, its packs and those of ``evaluations`` decide the
+    capacities, and later epochs keep to the first one's largest count. So the plan depends on the
+    training data and the options, not on validation and test data.
 
-    A resumed run keeps the packs of its checkpoint, whatever graphs it has: those that are to come decide its
-    capacities where none are given.
+    A resumed run keeps the packs of its checkpoint, whatever graphs it has: those that are to come
+    decide its capacities where none are given.
 
     Raises:
         DataError: the documents cannot be packed as the options ask.
@@ -287,18 +330,26 @@ def plan_training(
         capacities = config.cuda_graph.capacities
         documents = first.documents_per_pack
         if resumed is not None and resumed.is_of(plan) and packer.method == "balanced":
-            documents = np.concatenate([documents, *resumed.packs_to_come(config, plan, int(documents.max()))])
+            documents = np.concatenate(
+                [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
+            )
             check_capacities(config, int(documents.max()))
         if capacities is None:
             evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
             capacities = choose_capacities(np.concatenate([documents, *evaluated]))
         ladder = Ladder.of(capacities, config.packing.tokens_per_pack)
-    report = PackingReport.of(segments, first, packer, ladder=ladder, blended=plan.blend is not None)
+    report = PackingReport.of(
+        segments, first, packer, ladder=ladder, blended=plan.blend is not None
+    )
     return plan, ladder, report
 
 
 def plan_evaluation(
-    config: RunConfig, dataset: Documents, dp_size: int = 1, cost: PackCost = BY_TOKENS, name: str = "validation"
+    config: RunConfig,
+    dataset: Documents,
+    dp_size: int = 1,
+    cost: PackCost = BY_TOKENS,
+    name: str = "validation",
 ) -> EvaluationPlan:
     """Return the finite plan over the data that ``name`` says: validation or test.
 
@@ -318,7 +369,9 @@ def plan_evaluation(
         max_steps=config.training.eval_iters,
     )
     if plan.num_steps and not plan.num_targets:
-        raise DataError(f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters.")
+        raise DataError(
+            f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters."
+        )
     return plan
 
 
@@ -378,7 +431,12 @@ def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend |
     if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
         return None
     try:
-        return Blend(segments.length, dataset.range_of(segments.document), dataset.weights, config.training.seed)
+        return Blend(
+            segments.length,
+            dataset.range_of(segments.document),
+            dataset.weights,
+            config.training.seed,
+        )
     except ValueError as error:  # every document of a source was dropped
         raise DataError(str(error)) from None
 

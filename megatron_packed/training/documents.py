@@ -1,4 +1,6 @@
-"""The tokenizer and the documents that a run's options name: opened, joined, divided to train, validate and test."""
+"""The tokenizer and the documents that a run's options name: opened, joined, divided to train,
+validate and test.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.blend import Blend
-from megatron_packed.config.data import BYTES, GPT2, HUGGING_FACE, NULL, SENTENCEPIECE, SHUFFLED, TIKTOKEN, DataConfig
+from megatron_packed.config.data import (
+    BYTES,
+    GPT2,
+    HUGGING_FACE,
+    NULL,
+    SENTENCEPIECE,
+    SHUFFLED,
+    TIKTOKEN,
+    DataConfig,
+)
 from megatron_packed.data.bpe import TrainingShare, Untrained, train_bpe
 from megatron_packed.data.chat import chat_format
 from megatron_packed.data.dataset import DEFAULT_CACHE_NAME, open_dataset
-from megatron_packed.data.documents import Documents, JoinedDocuments, Range, ShuffledDocuments, border_of
+from megatron_packed.data.documents import (
+    Documents,
+    JoinedDocuments,
+    Range,
+    ShuffledDocuments,
+    border_of,
+)
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.foreign_tokenizer import ForeignTokenizer
 from megatron_packed.data.indexed import index_path, is_indexed
@@ -51,7 +68,8 @@ def build_tokenizer(
     *,
     build_missing: bool = True,
 ) -> Tokenizer:
-    """The tokenizer that the options name; a trained one is trained once and cached beside the tokenised data.
+    """The tokenizer that the options name; a trained one is trained once and cached beside the
+    tokenised data.
 
     Args:
         vocab_size: the model's ``--vocab-size``, by which some tokenizers are cut to size.
@@ -64,14 +82,18 @@ def build_tokenizer(
         assert options.tokenizer_model is not None  # a rule of the configuration
         return ForeignTokenizer("tokenizer.json", options.tokenizer_model)
     if options.tokenizer_type == GPT2:
-        assert options.vocab_file is not None and options.merge_file is not None  # rules of the configuration
+        assert (
+            options.vocab_file is not None and options.merge_file is not None
+        )  # rules of the configuration
         return ForeignTokenizer("vocab.json", options.vocab_file, options.merge_file)
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # a rule of the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if options.tokenizer_type == SENTENCEPIECE:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return ForeignTokenizer("sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens)
+        return ForeignTokenizer(
+            "sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens
+        )
     if options.tokenizer_type == TIKTOKEN:
         assert options.tokenizer_model is not None  # a rule of the configuration
         return ForeignTokenizer(
@@ -94,7 +116,8 @@ def build_tokenizer(
         return train_bpe(
             options.train_paths,
             options.tokenizer_vocab_size,
-            cache_root=options.data_cache_path or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
+            cache_root=options.data_cache_path
+            or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
             share=share,
             log=say,
             build_missing=build_missing,
@@ -128,7 +151,8 @@ def open_documents(
 
     Args:
         validates, tests: whether validation data and test data are wanted.
-        shorten_to: tokens to which conversations and prompts are shortened (`RunConfig.shorten_to`).
+        shorten_to: tokens to which conversations and prompts are shortened
+        (`RunConfig.shorten_to`).
         show: print progress and warnings.
         build_missing: False: text that is not tokenised yet is an error.
     Raises:
@@ -153,20 +177,36 @@ def _files(path: str) -> list[Path]:
 
 class _Opener:
     def __init__(
-        self, options: DataConfig, tokenizer: Tokenizer, shorten_to: int | None, show: bool, build_missing: bool
+        self,
+        options: DataConfig,
+        tokenizer: Tokenizer,
+        shorten_to: int | None,
+        show: bool,
+        build_missing: bool,
     ) -> None:
-        self._options, self._tokenizer, self._show, self._build_missing = options, tokenizer, show, build_missing
+        self._options, self._tokenizer, self._show, self._build_missing = (
+            options,
+            tokenizer,
+            show,
+            build_missing,
+        )
         self._shorten_to = shorten_to
 
     def open(self, blend: Blend) -> list[Documents]:
-        """One source for each path; text files without weights that are not divided are one together."""
+        """One source for each path; text files without weights that are not divided are one
+        together.
+        """
         together = blend.weights is None and self._options.split is None
         if together and not any(map(names_indexed, blend.paths)):
             return [self._text(blend.paths)]
-        return [self._indexed(path) if names_indexed(path) else self._text((path,)) for path in blend.paths]
+        return [
+            self._indexed(path) if names_indexed(path) else self._text((path,))
+            for path in blend.paths
+        ]
 
     def evaluation(self, blend: Blend, split: str, sentences: list[str]) -> Documents:
-        """Validation or test data, of which no file is trained on: by whatever name, directory, pattern or link.
+        """Validation or test data, of which no file is trained on: by whatever name, directory,
+        pattern or link.
 
         What became of it is added to the sentences.
         """
@@ -174,8 +214,13 @@ class _Opener:
             trained = {file for path in self._options.train_paths for file in _files(path)}
             both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
             if both:
-                verb, more = "validate" if split == "valid" else "test", f" and {len(both) - 1} more" * (len(both) > 1)
-                raise DataError(f"{both[0]}{more} is training data too, so it would {verb} nothing; name other files.")
+                verb, more = (
+                    "validate" if split == "valid" else "test",
+                    f" and {len(both) - 1} more" * (len(both) > 1),
+                )
+                raise DataError(
+                    f"{both[0]}{more} is training data too, so it would {verb} nothing; name other files."
+                )
             sources = self.open(blend)
             documents = _whole(sources, blend)
         except DataError as error:
@@ -189,7 +234,9 @@ class _Opener:
         return open_dataset(
             paths,
             self._tokenizer,
-            chat_format(self._tokenizer, options.chat_template, options.sft_tokenizer_prompt_format),
+            chat_format(
+                self._tokenizer, options.chat_template, options.sft_tokenizer_prompt_format
+            ),
             sft=options.sft,
             shorten_to=self._shorten_to,
             cache_root=options.data_cache_path,
@@ -224,15 +271,24 @@ def _joined(ranges: list[Range], blend: Blend) -> Documents:
 
 
 def _divided(
-    options: DataConfig, sources: list[Documents], sentences: list[str], *, validates: bool, tests: bool
+    options: DataConfig,
+    sources: list[Documents],
+    sentences: list[str],
+    *,
+    validates: bool,
+    tests: bool,
 ) -> RunDocuments:
-    """Every source divided by the proportions of --split, in file order at the documents where Megatron divides it."""
+    """Every source divided by the proportions of --split, in file order at the documents where
+    Megatron divides it.
+    """
     blend, drawn = options.train_blend, options.split_order == SHUFFLED
     if drawn:
         sources = [ShuffledDocuments(source) for source in sources]
     borders = [sum(options.shares[:count], Fraction(0)) for count in range(4)]
     parts: list[list[Range]] = []
-    for number, (verb, wanted) in enumerate((("train", True), ("validate", validates), ("test", False))):
+    for number, (verb, wanted) in enumerate(
+        (("train", True), ("validate", validates), ("test", False))
+    ):
         parts.append([])
         for source, path in zip(sources, blend.paths):
             first, stop = (border_of(share, len(source)) for share in borders[number : number + 2])
@@ -243,8 +299,11 @@ def _divided(
                 )
             parts[number].append(Range(source, first, stop))
     train, valid, test = parts
-    # A smallest share that leaves nothing of a source is no reason not to train, nor to test on other sources alone.
-    untested = [path for part, path in zip(test, blend.paths) if part.first == part.stop] if tests else []
+    # A smallest share that leaves nothing of a source is no reason not to train, nor to test on
+    # other sources alone.
+    untested = (
+        [path for part, path in zip(test, blend.paths) if part.first == part.stop] if tests else []
+    )
     tests = tests and not untested
     counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
     unused = "" if validates else " (there is no --eval-interval)"

@@ -11,7 +11,9 @@ class ExitCode(IntEnum):
     DONE = 0
     """The last iteration, or ``--exit-interval``."""
     UNFORESEEN = 1
-    """Anything that has no code of its own: a defect, with a traceback, or another process that is gone."""
+    """Anything that has no code of its own: a defect, with a traceback, or another process that is
+    gone.
+    """
     USAGE = 2
     """The configuration; nothing was started."""
     DATA = 3
@@ -27,7 +29,10 @@ class ExitCode(IntEnum):
     FALLBACK = 23
     """``--cuda-graph-strict``: something would have run eagerly."""
     AUDIT = 24
-    """``--cuda-graph-audit-interval``: a replay gave something else than the module itself. Or ranks hold other weights
-    than those that should hold the same."""
+    """``--cuda-graph-audit-interval``: a replay gave something else than the module itself. Or
+    ranks hold other weights than those that should hold the same.
+    """
     PREEMPTED = 75
-    """Stopped by a signal or a time limit after saving; the same command goes on. EX_TEMPFAIL of sysexits.h."""
+    """Stopped by a signal or a time limit after saving; the same command goes on. EX_TEMPFAIL of
+    sysexits.h.
+    """

@@ -1,4 +1,6 @@
-"""What a run says when it fails: one sentence on standard error, a traceback if nobody foresaw it, and STATUS.json."""
+"""What a run says when it fails: one sentence on standard error, a traceback if nobody foresaw it,
+and STATUS.json.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from megatron_packed.training.replicas import ReplicaMismatchError
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
 _GLOO_IS_CUT_OFF = ("gloo/transport", "Application timeout caused pair closure")
-"""The source file of most errors, and what a collective is told whose connection another one gave up."""
+"""The source file of most errors, and what a collective is told whose connection another one gave
+up.
+"""
 _NO_MEMORY = ("out of memory", "can't allocate memory")
 
 
@@ -48,9 +52,15 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
         rank = None  # these end alike on all ranks, and name those that failed
     text = str(error) or "no message"
     if kind == _LOST:
-        text = text.split(". ")[0]  # what libraries guess about the cause is worth less than what is known here
-    where = ("" if rank is None else f" on rank {rank}") + ("" if step is None else f" in step {step}")
-    return Failure(exit_code=code, rank=rank, step=step, reason=f"{kind}{where}: {text.rstrip('.')}{cure}.")
+        text = text.split(". ")[
+            0
+        ]  # what libraries guess about the cause is worth less than what is known here
+    where = ("" if rank is None else f" on rank {rank}") + (
+        "" if step is None else f" in step {step}"
+    )
+    return Failure(
+        exit_code=code, rank=rank, step=step, reason=f"{kind}{where}: {text.rstrip('.')}{cure}."
+    )
 
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
@@ -73,22 +83,32 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
         return ExitCode.OUT_OF_MEMORY, "out of memory", cure
     if is_lost_connection(error):
-        return ExitCode.UNFORESEEN, _LOST, ""  # what is known of it is found out by asking the other ranks
+        return (
+            ExitCode.UNFORESEEN,
+            _LOST,
+            "",
+        )  # what is known of it is found out by asking the other ranks
     return ExitCode.UNFORESEEN, f"unforeseen {type(error).__name__}", ""
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Torch has a class for its allocator alone: neither a library's failed cudaMalloc nor the host's malloc has it."""
+    """Torch has a class for its allocator alone: neither a library's failed cudaMalloc nor the
+    host's malloc has it.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether another process is gone or hangs. Gloo's errors have no class of their own, but name its source file."""
+    """Whether another process is gone or hangs. Gloo's errors have no class of their own, but name
+    its source file.
+    """
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO_IS_CUT_OFF)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in _GLOO_IS_CUT_OFF
+    )
 
 
 def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure) -> None:
@@ -100,7 +120,8 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
 
 
 class StatusFolder:
-    """A directory of checkpoints, held open for its ``STATUS.json``: the file stays with it if the directory is moved.
+    """A directory of checkpoints, held open for its ``STATUS.json``: the file stays with it if the
+    directory is moved.
 
     What stands in its place by then is another run's.
     """
@@ -110,12 +131,16 @@ class StatusFolder:
         Raises:
             OSError: there is no such directory, and it cannot be made.
         """
-        os.makedirs(path, exist_ok=True)  # on other machines a file system may show late what rank 0 has made
+        os.makedirs(
+            path, exist_ok=True
+        )  # on other machines a file system may show late what rank 0 has made
         self.path = Path(path) / STATUS
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def clear(self) -> None:
-        """Remove what the run before wrote: a run that is killed must not seem to have ended as that one did."""
+        """Remove what the run before wrote: a run that is killed must not seem to have ended as
+        that one did.
+        """
         with suppress(FileNotFoundError):
             os.unlink(STATUS, dir_fd=self.descriptor)
 
@@ -138,7 +163,9 @@ class StatusFolder:
 
 
 def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None:
-    """``STATUS.json`` beside the checkpoints (``folder`` None: nowhere); what is in its way is said, not raised."""
+    """``STATUS.json`` beside the checkpoints (``folder`` None: nowhere); what is in its way is
+    said, not raised.
+    """
     if folder is None:
         return
     try:

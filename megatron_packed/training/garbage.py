@@ -1,7 +1,8 @@
-"""When Python collects garbage: whenever a process finds it due, or with ``--manual-gc`` on all ranks at the same step.
+"""When Python collects garbage: whenever a process finds it due, or with ``--manual-gc`` on all
+ranks at the same step.
 
-A collection takes tens of milliseconds in a large program. When every rank takes it at a step of its own, all others
-wait for that rank each time.
+A collection takes tens of milliseconds in a large program. When every rank takes it at a step of
+its own, all others wait for that rank each time.
 """
 
 from __future__ import annotations

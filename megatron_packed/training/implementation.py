@@ -1,5 +1,6 @@
-"""Whether this machine has what ``--transformer-impl`` and ``--cuda-graph-impl`` ask of TransformerEngine, before ranks
-wait for each other."""
+"""Whether this machine has what ``--transformer-impl`` and ``--cuda-graph-impl`` ask of
+TransformerEngine, before ranks wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megatron_packed.training.build import dtype_of
 
 
 def check_implementation(config: RunConfig, device: torch.device) -> None:
-    """Check linear layers and norms, and the capture of layers; attention is checked with the kernels (`kernels.py`).
+    """Check linear layers and norms, and the capture of layers; attention is checked with the
+    kernels (`kernels.py`).
 
     Raises:
         ValueError: one of them cannot serve; says why, and what can.

@@ -1,4 +1,6 @@
-"""Steps that were not taken and loss spikes: the reason in a word for the log, and in a sentence for the console."""
+"""Steps that were not taken and loss spikes: the reason in a word for the log, and in a sentence
+for the console.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def count_incidents(progress: Progress, values: StepValues, training: TrainingCo
 
 
 def sentences(
-    iteration: int, values: StepValues, progress: Progress, training: TrainingConfig, ranks_per_pack: int
+    iteration: int,
+    values: StepValues,
+    progress: Progress,
+    training: TrainingConfig,
+    ranks_per_pack: int,
 ) -> Iterator[str]:
     """Yield a warning for each thing that went wrong in a finished step.
 
@@ -52,7 +58,9 @@ def sentences(
             f"({progress.steps_without_targets:,} so far)."
         )
     if values.spikes:
-        found = " and ".join(_spike(values, name, median, training) for name, median in values.spikes)
+        found = " and ".join(
+            _spike(values, name, median, training) for name, median in values.spikes
+        )
         done = "its update was applied; --loss-spike-policy skip would leave such updates out"
         if reason == SPIKE:
             done = "its update was not applied, weights and moments are those of the step before"
@@ -60,14 +68,20 @@ def sentences(
 
 
 def _spike(values: StepValues, name: str, median: float, training: TrainingConfig) -> str:
-    """Return what was compared with what: ``loss 12.5 is 5.0 times its running median 2.5 (--loss-spike-factor 3)``."""
+    """Return what was compared with what: ``loss 12.5 is 5.0 times its running median 2.5
+    (--loss-spike-factor 3)``.
+    """
     value, factor = getattr(values, name), getattr(training, f"{name}_spike_factor")
-    words, flag = name.replace("grad_norm", "gradient norm"), f"--{name.replace('_', '-')}-spike-factor"
+    words, flag = (
+        name.replace("grad_norm", "gradient norm"),
+        f"--{name.replace('_', '-')}-spike-factor",
+    )
     return f"{words} {value:.4g} is {value / median:.3g} times its running median {median:.4g} ({flag} {factor:g})"
 
 
 def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:
-    """Return where non-finite values were seen first, in words; ranks that share a pack are one place.
+    """Return where non-finite values were seen first, in words; ranks that share a pack are one
+    place.
 
     Example:
         ``{2: 1, 3: 0}`` with 2 ranks per pack: ``["micro-batch 0 of ranks 2 to 3"]``.
@@ -77,5 +91,7 @@ def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> lis
         place = rank // ranks_per_pack * ranks_per_pack
         first[place] = min(number, first.get(place, number))
     last = ranks_per_pack - 1
-    ranks = {place: f"ranks {place} to {place + last}" if last else f"rank {place}" for place in first}
+    ranks = {
+        place: f"ranks {place} to {place + last}" if last else f"rank {place}" for place in first
+    }
     return [f"micro-batch {number} of {ranks[place]}" for place, number in first.items()]

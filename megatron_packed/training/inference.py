@@ -12,8 +12,11 @@ from megatron_packed.training.metadata import metadata_problem
 from megatron_packed.training.state import held_state, model_refusal, precision_refusal
 
 
-def load_model(config: RunConfig, vocab_size: int, device: torch.device | str = "cpu") -> HybridModel:
-    """The model of ``config`` with the weights of the newest valid checkpoint of ``--load``, in evaluation mode.
+def load_model(
+    config: RunConfig, vocab_size: int, device: torch.device | str = "cpu"
+) -> HybridModel:
+    """The model of ``config`` with the weights of the newest valid checkpoint of ``--load``, in
+    evaluation mode.
 
     Raises:
         ValueError: ``--load`` is not given.

@@ -1,6 +1,8 @@
-"""The kernels of a run: which backend each op takes, by the ops' own choice, and what a plain reference costs.
+"""The kernels of a run: which backend each op takes, by the ops' own choice, and what a plain
+reference costs.
 
-`op_inputs` asks the ops what the model will ask them, with the sizes of a rank, so nothing here repeats their rules.
+`op_inputs` asks the ops what the model will ask them, with the sizes of a rank, so nothing here
+repeats their rules.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ MEASURED = {
     "moe": {"reference": 7.0},  # an expert layer, with its permutation
     "cross_entropy": {"reference": 2.6},
 }
-"""Time of slow backends over that of the fastest, by the cases of benchmarks/op_backends.py: forward and backward of
-4,096 tokens in bf16 on an H200, replayed from a graph."""
+"""Time of slow backends over that of the fastest, by the cases of benchmarks/op_backends.py:
+forward and backward of 4,096 tokens in bf16 on an H200, replayed from a graph.
+"""
 
 WIDTH = 118
 NO_FLOAT32 = "torch.float32"
@@ -110,8 +113,11 @@ class Kernel(NamedTuple):
         return f", {factor:g} times as long as {self.fastest} (measured on an H200)"
 
 
-def chosen_kernels(config: RunConfig, device: torch.device, documents: int | None = None) -> list[Kernel]:
-    """Return the kernel of every op that a rank runs, as its forward pass and its optimizer will choose them.
+def chosen_kernels(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> list[Kernel]:
+    """Return the kernel of every op that a rank runs, as its forward pass and its optimizer will
+    choose them.
 
     Args:
         documents: as for `op_inputs`.
@@ -132,18 +138,26 @@ def chosen_kernels(config: RunConfig, device: torch.device, documents: int | Non
     return found
 
 
-def check_kernels(config: RunConfig, device: torch.device, documents: int | None = None) -> list[Kernel]:
+def check_kernels(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> list[Kernel]:
     """Return `chosen_kernels`, after the check of ``--require-fast-kernels``.
 
     Raises:
-        ConfigError: a named kernel cannot serve, or a plain reference would run where none is allowed.
+        ConfigError: a named kernel cannot serve, or a plain reference would run where none is
+            allowed.
     """
     kernels = chosen_kernels(config, device, documents)
     if config.training.require_fast_kernels:
         if device.type != "cuda":
             raise ConfigError([fast_kernels_missing("torch sees none here")])
         problems = [
-            Problem("--require-fast-kernels", "", slow_sentence(kernel), cure_of(kernel) or "leave it out")
+            Problem(
+                "--require-fast-kernels",
+                "",
+                slow_sentence(kernel),
+                cure_of(kernel) or "leave it out",
+            )
             for kernel in kernels
             if kernel.is_plain
         ]
@@ -153,7 +167,9 @@ def check_kernels(config: RunConfig, device: torch.device, documents: int | None
 
 
 def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]:
-    """Return what the block says: the name of each op's kernel by the op's label, norms of other origin included."""
+    """Return what the block says: the name of each op's kernel by the op's label, norms of other
+    origin included.
+    """
     names = {kernel.label: kernel.name for kernel in kernels}
     if config.training.transformer_impl == ENGINE_NAME:
         names["norm"] = ENGINE_NAME
@@ -170,17 +186,27 @@ def kernel_block(names: dict[str, str]) -> str:
     Example:
         ``kernels: attention flash_attn_4 · scan mamba_ssm · loss triton · optimizer torch``.
     """
-    parts = "\0".join(f"{label} {name}" for label, name in names.items()).replace(" ", "\1").replace("\0", " · ")
-    wrapped = textwrap.fill(f"kernels: {parts}", WIDTH, subsequent_indent="  ", break_long_words=False)
+    parts = (
+        "\0".join(f"{label} {name}" for label, name in names.items())
+        .replace(" ", "\1")
+        .replace("\0", " · ")
+    )
+    wrapped = textwrap.fill(
+        f"kernels: {parts}", WIDTH, subsequent_indent="  ", break_long_words=False
+    )
     return wrapped.replace("\1", " ")
 
 
 def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> list[str]:
-    """Return a sentence for every plain reference that a GPU would run; none on a CPU, where they are the kernels."""
+    """Return a sentence for every plain reference that a GPU would run; none on a CPU, where they
+    are the kernels.
+    """
     if device.type != "cuda":
         return []
     slow = [kernel for kernel in kernels if kernel.is_plain]
-    return ["; ".join(filter(None, (slow_sentence(kernel), cure_of(kernel)))) + "." for kernel in slow]
+    return [
+        "; ".join(filter(None, (slow_sentence(kernel), cure_of(kernel)))) + "." for kernel in slow
+    ]
 
 
 def slow_sentence(kernel: Kernel) -> str:
@@ -198,9 +224,14 @@ def _why(kernel: Kernel) -> str:
 
 
 def _refused(kernel: Kernel) -> tuple[str, list[str]]:
-    """Return a faster backend with its reasons: one that takes no float32 if there is one, else the fastest."""
+    """Return a faster backend with its reasons: one that takes no float32 if there is one, else the
+    fastest.
+    """
     refusals = kernel.op.explain(kernel.inputs)
-    name = next((name for name, reasons in refusals.items() if NO_FLOAT32 in "".join(reasons)), kernel.fastest)
+    name = next(
+        (name for name, reasons in refusals.items() if NO_FLOAT32 in "".join(reasons)),
+        kernel.fastest,
+    )
     return name, refusals[name]
 
 
@@ -244,8 +275,11 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
     if op is zigzag_attention.OP:
         return zigzag_attention.resolved_backend(_backends(config).zigzag_attention, device.type)
     if op is activation.OP and not _has_mlp(config):
-        # Inside experts: their product brings its activation along, and its reference the activation's.
-        inputs = next(inputs for other, inputs in op_inputs(config, device) if other is grouped_mlp.OP)
+        # Inside experts: their product brings its activation along, and its reference the
+        # activation's.
+        inputs = next(
+            inputs for other, inputs in op_inputs(config, device) if other is grouped_mlp.OP
+        )
         return "reference" if grouped_mlp.OP.select(inputs).name == "reference" else "auto"
     return str(getattr(_backends(config), op.name))
 
@@ -256,21 +290,37 @@ def _option_of(config: RunConfig, op: Op) -> str:
     given["zigzag_attention"] = config.training.attention_backend
     if given.get(op.name, "auto") != "auto":
         return OPTION_OF[op.name]
-    return OPTION_OF["layers"] if config.training.engine_attends and op.name == attention_op(config) else ""
+    return (
+        OPTION_OF["layers"]
+        if config.training.engine_attends and op.name == attention_op(config)
+        else ""
+    )
 
 
 def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem:
     """Return why the kernel that was asked for cannot serve."""
     reasons = op.explain(inputs)
-    why = "; ".join(map(without_module, reasons[asked] if asked in reasons else reasons[op.names()[0]]))
+    why = "; ".join(
+        map(without_module, reasons[asked] if asked in reasons else reasons[op.names()[0]])
+    )
     label, option = LABELS[op.name], _option_of(config, op)
     if option == OPTION_OF["layers"]:
-        return Problem(option, ENGINE_NAME, f"its attention cannot serve: {why}",
-                       "name another --attention-backend beside it, or give local")  # fmt: skip
+        return Problem(
+            option,
+            ENGINE_NAME,
+            f"its attention cannot serve: {why}",
+            "name another --attention-backend beside it, or give local",
+        )
     if not option and op is zigzag_attention.OP:
-        return Problem("--cp-comm-type", config.parallel.cp_comm_type, f"has one kernel on GPUs, {asked}, which cannot "
-                       f"serve: {why}", "give a2a, which every attention kernel serves")  # fmt: skip
-    return Problem(option, asked, f"cannot serve as {label}: {why}", "leave it out, or name another")
+        return Problem(
+            "--cp-comm-type",
+            config.parallel.cp_comm_type,
+            f"has one kernel on GPUs, {asked}, which cannot serve: {why}",
+            "give a2a, which every attention kernel serves",
+        )
+    return Problem(
+        option, asked, f"cannot serve as {label}: {why}", "leave it out, or name another"
+    )
 
 
 def op_inputs(
@@ -287,8 +337,11 @@ def op_inputs(
     if MAMBA in model.hybrid_layer_pattern:
         yield from _mamba_ops(config, kind)
     if model.normalization == "RMSNorm" and config.training.transformer_impl != ENGINE_NAME:
-        yield rms_norm.OP, rms_norm.Inputs(
-            features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
+        yield (
+            rms_norm.OP,
+            rms_norm.Inputs(
+                features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
+            ),
         )
     yield from _feed_forward_ops(config, kind)
     tp = config.parallel.tensor_model_parallel_size
@@ -305,20 +358,42 @@ def _attention_ops(
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
     deterministic = config.training.deterministic_mode
     if attention_op(config) == varlen_attention.OP.name:
-        yield varlen_attention.OP, varlen_attention.inputs_of_pack(
-            tokens=config.packing.tokens_per_pack, num_heads=heads // cp, num_kv_heads=max(kv_heads // cp, 1),
-            head_dim=model.head_dim, dtype=dtype, device=device, deterministic=deterministic,
-            automatic=_backends(config).varlen_attention == "auto",
-            documents=documents or (config.cuda_graph.capacities or (1,))[-1],
-        )  # fmt: skip
+        yield (
+            varlen_attention.OP,
+            varlen_attention.inputs_of_pack(
+                tokens=config.packing.tokens_per_pack,
+                num_heads=heads // cp,
+                num_kv_heads=max(kv_heads // cp, 1),
+                head_dim=model.head_dim,
+                dtype=dtype,
+                device=device,
+                deterministic=deterministic,
+                automatic=_backends(config).varlen_attention == "auto",
+                documents=documents or (config.cuda_graph.capacities or (1,))[-1],
+            ),
+        )
     else:
-        yield zigzag_attention.OP, zigzag_attention.Inputs(
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=model.head_dim, dtype=dtype, device_type=device.type,
-            comm_type=parallel.cp_comm_type, deterministic=deterministic,
-        )  # fmt: skip
+        yield (
+            zigzag_attention.OP,
+            zigzag_attention.Inputs(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=model.head_dim,
+                dtype=dtype,
+                device_type=device.type,
+                comm_type=parallel.cp_comm_type,
+                deterministic=deterministic,
+            ),
+        )
     if model.position_embedding_type == "rope":
-        yield rope.OP, rope.Inputs(
-            dtype=dtype, device_type=device.type, head_dim=model.head_dim, rotary_dim=model.rotary_dim
+        yield (
+            rope.OP,
+            rope.Inputs(
+                dtype=dtype,
+                device_type=device.type,
+                head_dim=model.head_dim,
+                rotary_dim=model.rotary_dim,
+            ),
         )
 
 
@@ -326,22 +401,50 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     model, parallel, dtype = config.model, config.parallel, dtype_of(config)
     tokens = config.packing.tokens_per_pack
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads, groups = model.mamba_num_heads // tp // cp, max(max(model.mamba_num_groups // tp, 1) // cp, 1)
+    heads, groups = (
+        model.mamba_num_heads // tp // cp,
+        max(max(model.mamba_num_groups // tp, 1) // cp, 1),
+    )
     inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
     channels = inner + 2 * states
-    yield causal_conv1d.OP, causal_conv1d.Inputs(
-        tokens=tokens, channels=channels, width=model.mamba_d_conv,
-        row_stride=(inner if cp == 1 else 0) + channels + heads, dtype=dtype, weight_dtype=dtype,
-        bias_dtype=dtype, device_type=kind,
-    )  # fmt: skip
-    yield ssd.OP, ssd.Inputs(
-        tokens=tokens, heads=heads, head_dim=model.mamba_head_dim, groups=groups, state_dim=model.mamba_state_dim,
-        chunk_size=model.mamba_chunk_size, row_stride=channels, dtype=dtype, device_type=kind,
-    )  # fmt: skip
-    yield gated_rms_norm.OP, gated_rms_norm.Inputs(
-        channels=inner * cp, group_size=model.d_inner // model.mamba_num_groups, unit_channel_stride=True,
-        dtype=dtype, device_type=kind, split_group=model.mamba_num_groups < tp,
-    )  # fmt: skip
+    yield (
+        causal_conv1d.OP,
+        causal_conv1d.Inputs(
+            tokens=tokens,
+            channels=channels,
+            width=model.mamba_d_conv,
+            row_stride=(inner if cp == 1 else 0) + channels + heads,
+            dtype=dtype,
+            weight_dtype=dtype,
+            bias_dtype=dtype,
+            device_type=kind,
+        ),
+    )
+    yield (
+        ssd.OP,
+        ssd.Inputs(
+            tokens=tokens,
+            heads=heads,
+            head_dim=model.mamba_head_dim,
+            groups=groups,
+            state_dim=model.mamba_state_dim,
+            chunk_size=model.mamba_chunk_size,
+            row_stride=channels,
+            dtype=dtype,
+            device_type=kind,
+        ),
+    )
+    yield (
+        gated_rms_norm.OP,
+        gated_rms_norm.Inputs(
+            channels=inner * cp,
+            group_size=model.d_inner // model.mamba_num_groups,
+            unit_channel_stride=True,
+            dtype=dtype,
+            device_type=kind,
+            split_group=model.mamba_num_groups < tp,
+        ),
+    )
 
 
 def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
@@ -350,22 +453,41 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
     width = model.ffn_hidden_size // parallel.tensor_model_parallel_size
     if MOE in model.hybrid_layer_pattern:
         expert = model.moe_ffn_hidden_size // parallel.expert_tensor_parallel_size
-        yield grouped_mlp.OP, grouped_mlp.Inputs(
-            channels=model.hidden_size, experts=model.num_experts // parallel.expert_model_parallel_size,
-            hidden_in=expert * gated, hidden_out=expert, dtype=dtype, weight_dtype=dtype, device_type=kind,
-        )  # fmt: skip
-        yield permute.OP, permute.Inputs(
-            channels=model.hidden_size, routes=model.moe_router_topk, dtype=dtype, device_type=kind
+        yield (
+            grouped_mlp.OP,
+            grouped_mlp.Inputs(
+                channels=model.hidden_size,
+                experts=model.num_experts // parallel.expert_model_parallel_size,
+                hidden_in=expert * gated,
+                hidden_out=expert,
+                dtype=dtype,
+                weight_dtype=dtype,
+                device_type=kind,
+            ),
+        )
+        yield (
+            permute.OP,
+            permute.Inputs(
+                channels=model.hidden_size,
+                routes=model.moe_router_topk,
+                dtype=dtype,
+                device_type=kind,
+            ),
         )
         if MLP not in model.hybrid_layer_pattern:
             shared = model.moe_shared_expert_intermediate_size
             width = shared // parallel.tensor_model_parallel_size if shared else expert
     if MLP in model.hybrid_layer_pattern or MOE in model.hybrid_layer_pattern:
-        yield activation.OP, activation.Inputs(
-            kind=model.activation, features=width * gated, dtype=dtype, device_type=kind
+        yield (
+            activation.OP,
+            activation.Inputs(
+                kind=model.activation, features=width * gated, dtype=dtype, device_type=kind
+            ),
         )
 
 
 def _has_mlp(config: RunConfig) -> bool:
     """Return whether activations run outside of experts, too."""
-    return MLP in config.model.hybrid_layer_pattern or bool(config.model.moe_shared_expert_intermediate_size)
+    return MLP in config.model.hybrid_layer_pattern or bool(
+        config.model.moe_shared_expert_intermediate_size
+    )

@@ -1,11 +1,12 @@
 """Step metrics that reach the host one step late, without a host synchronisation.
 
 [Note: late metrics protocol]
-The device vector of step i is copied into a pinned buffer and an event is recorded behind the copy. The host goes on
-to queue step i + 1 and only then waits for i, by asking ``event.query()``: the device still has step i + 1 to work on,
-so the wait costs it nothing, and every rank reads step i at the same place of its program. Decisions that all ranks
-must share (a signal, a non-finite step) may therefore be taken from these numbers. Two buffers take turns: a buffer is
-written again only after it was read.
+The device vector of step i is copied into a pinned buffer and an event is recorded behind the copy.
+The host goes on to queue step i + 1 and only then waits for i, by asking ``event.query()``: the
+device still has step i + 1 to work on, so the wait costs it nothing, and every rank reads step i at
+the same place of its program. Decisions that all ranks must share (a signal, a non-finite step) may
+therefore be taken from these numbers. Two buffers take turns: a buffer is written again only after
+it was read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Arrived(Generic[Facts]):  # Python 3.10 has no generic NamedTuple
     facts: Facts
     values: list[float]
     seconds: float
-    """From the end of the step before, or from `LateMetrics.restart`, to the end of this one: on the device's clock."""
+    """From the end of the step before, or from `LateMetrics.restart`, to the end of this one: on
+    the device's clock.
+    """
 
 
 Mark = Union["torch.cuda.Event", float]
@@ -49,13 +52,18 @@ class LateMetrics(Generic[Facts]):
 
     Args:
         size: elements of the device vector (float32).
-        device: where the vector lives. On the CPU the values are there at once; the protocol stays the same.
+        device: where the vector lives. On the CPU the values are there at once; the protocol stays
+        the same.
         waits: told again and again while the host waits for the device.
     """
 
-    def __init__(self, size: int, device: torch.device, *, waits: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, size: int, device: torch.device, *, waits: Callable[[], None] = lambda: None
+    ) -> None:
         self._on_gpu, self._waits = device.type == "cuda", waits
-        self._buffers = [torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)]
+        self._buffers = [
+            torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)
+        ]
         self._turn = 0
         self._in_flight: _InFlight | None = None
         self.restart()

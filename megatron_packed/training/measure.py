@@ -1,8 +1,10 @@
-"""Times of training steps at several capacities, by the machinery of a run: what `data.step_cost` predicts from.
+"""Times of training steps at several capacities, by the machinery of a run: what `data.step_cost`
+predicts from.
 
-The model, its optimizer and its graphs are those of the run's flags; tokens are random. A row of steps is queued at
-once and drained at its end, as training queues them. Steps of one micro-batch and of several tell the micro-batch from
-the rest of a step. Capacities take turns, so that a drift of clocks reaches all alike.
+The model, its optimizer and its graphs are those of the run's flags; tokens are random. A row of
+steps is queued at once and drained at its end, as training queues them. Steps of one micro-batch
+and of several tell the micro-batch from the rest of a step. Capacities take turns, so that a drift
+of clocks reaches all alike.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build import build_job, device_of, dtype_of
-from megatron_packed.training.graphs import build_graphs, capture_graphs, refuse_eager, released, within
+from megatron_packed.training.graphs import (
+    build_graphs,
+    capture_graphs,
+    refuse_eager,
+    released,
+    within,
+)
 from megatron_packed.training.train_step import TrainStep
 
 MICRO_BATCHES = 4
@@ -43,7 +51,8 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     engine: Engine | None = None,
 ) -> StepCosts:
-    """The table of a run's model here: on a GPU with graphs (``local`` where the run names none), and eagerly.
+    """The table of a run's model here: on a GPU with graphs (``local`` where the run names none),
+    and eagerly.
 
     Takes the memory of a run, and waits for the device.
 
@@ -56,15 +65,22 @@ def measure(
         GraphFallbackError: ``--cuda-graph-strict`` without a GPU.
     """
     if config.parallel.ranks_per_replica > 1:
-        raise ValueError("one process is measured: give the sizes of a rank's share as those of the model.")
+        raise ValueError(
+            "one process is measured: give the sizes of a rank's share as those of the model."
+        )
     device = device_of(config)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     groups = ParallelGroups.single(device)
-    tokens, units = config.packing.tokens_per_pack, config.packing.tokens_per_pack // config.document_alignment
+    tokens, units = (
+        config.packing.tokens_per_pack,
+        config.packing.tokens_per_pack // config.document_alignment,
+    )
     ladder = Ladder.of(sorted(set(capacities)), tokens)
     impl = config.cuda_graph.cuda_graph_impl if config.cuda_graph.enabled else LOCAL
-    chosen = replace(config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=ladder.capacities)
+    chosen = replace(
+        config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=ladder.capacities
+    )
     config = replace(config, cuda_graph=chosen)
     if engine is None:
         refuse_eager(chosen, device)
@@ -72,22 +88,36 @@ def measure(
         configure_determinism()
     seed_all(config.training.seed)
     job = build_job(config, groups, vocab_size)
-    longest = max(min(config.max_positions, config.packing.max_document_length) // config.document_alignment, 1)
-    if config.training.isolation_self_test and device.type == "cuda":  # where a run's kernels are tuned
+    longest = max(
+        min(config.max_positions, config.packing.max_document_length) // config.document_alignment,
+        1,
+    )
+    if (
+        config.training.isolation_self_test and device.type == "cuda"
+    ):  # where a run's kernels are tuned
         check_isolation(config.model, device, job.model.dtype, job.model.backends)
     packs = {
-        capacity: [_pack(lengths, config, vocab_size, capacity, device) for lengths in shapes(units, capacity, longest)]
+        capacity: [
+            _pack(lengths, config, vocab_size, capacity, device)
+            for lengths in shapes(units, capacity, longest)
+        ]
         for capacity in ladder.capacities
     }
     timer = _Timer(job.step)
     graphs = job.step.graphs = build_graphs(config, job, ladder, groups, say, engine)
     with released(graphs):
         if graphs is not None:
-            say(f"capturing {len(ladder.capacities)} capacities: {', '.join(map(str, ladder.capacities))}")
+            say(
+                f"capturing {len(ladder.capacities)} capacities: {', '.join(map(str, ladder.capacities))}"
+            )
             capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
-        timed, update = timer.times([(capacity, pack) for capacity in packs for pack in packs[capacity]], say)
+        timed, update = timer.times(
+            [(capacity, pack) for capacity in packs for pack in packs[capacity]], say
+        )
         if graphs is not None and graphs.counters.fallbacks:
-            raise ValueError(f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}")
+            raise ValueError(
+                f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}"
+            )
     job.step.graphs = None
     smallest = shapes(units, ladder.capacities[0], longest)
     exact = [_pack(lengths, config, vocab_size, None, device) for lengths in smallest]
@@ -96,9 +126,13 @@ def measure(
         job.model.offload.close()
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return StepCosts(
-        tokens=tokens, update_ms=update, packs=tuple(timed), device=name, model=signature(config),
+        tokens=tokens,
+        update_ms=update,
+        packs=tuple(timed),
+        device=name,
+        model=signature(config),
         versions={"torch": torch.__version__},
-    )  # fmt: skip
+    )
 
 
 def signature(config: RunConfig) -> dict[str, object]:
@@ -109,19 +143,25 @@ def signature(config: RunConfig) -> dict[str, object]:
         "backends": dict(config.training.backends),
         "deterministic": config.training.deterministic_mode,
         **asdict(config.memory),
-        "cuda_graph_impl": config.cuda_graph.cuda_graph_impl if config.cuda_graph.enabled else LOCAL,
+        "cuda_graph_impl": config.cuda_graph.cuda_graph_impl
+        if config.cuda_graph.enabled
+        else LOCAL,
         "cuda_graph_modules": list(config.cuda_graph.modules),
     }
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()
+    }
 
 
 def shapes(tokens: int, capacity: int, longest: int) -> list[list[int]]:
-    """Lengths of packs that fit a capacity: one document, long-tailed ones, and equal ones, none beyond ``longest``.
+    """Lengths of packs that fit a capacity: one document, long-tailed ones, and equal ones, none
+    beyond ``longest``.
 
     They fill all slots if documents of that length can.
 
     Example:
-        8 slots, capacity 4, longest 8: ``[8]``, two long-tailed ones, four long-tailed ones, ``[2, 2, 2, 2]``.
+        8 slots, capacity 4, longest 8: ``[8]``, two long-tailed ones, four long-tailed ones, ``[2,
+            2, 2, 2]``.
     """
     most = min(capacity, tokens)
     few = max(round(most**0.5), 1)
@@ -140,7 +180,11 @@ def _long_tailed(tokens: int, documents: int) -> list[int]:
 
 
 def _pack(
-    lengths: Sequence[int], config: RunConfig, vocab_size: int, capacity: int | None, device: torch.device
+    lengths: Sequence[int],
+    config: RunConfig,
+    vocab_size: int,
+    capacity: int | None,
+    device: torch.device,
 ) -> MicroBatch:
     """Random tokens. ``lengths`` are in units of the alignment of documents."""
     draw = np.random.default_rng(len(lengths))
@@ -182,7 +226,12 @@ class _Timer:
             Timed(
                 capacity=capacity,
                 documents=pack.packed.num_seqs,
-                squares=float(sum(int(n) ** 2 for n in np.diff(pack.packed.cu_seqlens_cpu.numpy().astype(np.int64)))),
+                squares=float(
+                    sum(
+                        int(n) ** 2
+                        for n in np.diff(pack.packed.cu_seqlens_cpu.numpy().astype(np.int64))
+                    )
+                ),
                 ms=max(1e3 * (median(rounds) - update) / MICRO_BATCHES, 1e-6),
             )
             for (capacity, pack), rounds in zip(packs, long, strict=True)

@@ -1,6 +1,8 @@
-"""The metadata of a run's checkpoint: how far the run was, and what all of it must be, checked before it is used.
+"""The metadata of a run's checkpoint: how far the run was, and what all of it must be, checked
+before it is used.
 
-A seal tells accidents; a file that was changed on purpose has a right one, and must end in a sentence all the same.
+A seal tells accidents; a file that was changed on purpose has a right one, and must end in a
+sentence all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ MOST_PACKS_PER_STEP = 1 << 20
 """Bounds the position in the data: a run that goes on packs every epoch before it."""
 _MOST = 1 << 62
 SPIKE_WINDOW = "spike_window"
-"""Key of the recent losses and gradient norms that spikes are found by; older checkpoints have none."""
+"""Key of the recent losses and gradient norms that spikes are found by; older checkpoints have
+none.
+"""
 
 
 @dataclass
@@ -53,24 +57,39 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
     """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]
     # Checkpoints that do not count packs are of runs whose steps all had equally many.
-    return Progress(**{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved})
+    return Progress(
+        **{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved}
+    )
 
 
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the metadata of a run's checkpoint or of converted weights, None if nothing is."""
+    """Return what is wrong with the metadata of a run's checkpoint or of converted weights, None if
+    nothing is.
+    """
     checks: Mapping[str, Callable[[Any], str | None]] = {
-        "config": stored_problem, "plan_hash": _is_text, "data_hash": _is_text, "layout": _layout_problem,
-        "progress": _progress_problem, "rng": _rng_problem, "room": _room_problem,
+        "config": stored_problem,
+        "plan_hash": _is_text,
+        "data_hash": _is_text,
+        "layout": _layout_problem,
+        "progress": _progress_problem,
+        "rng": _rng_problem,
+        "room": _room_problem,
         SPIKE_WINDOW: _spike_window_problem,
-    }  # fmt: skip
+    }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
     found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
     found = found or next((f"{name} is missing" for name in _missing(metadata)), None)
-    return None if found is None else f"has metadata that no run writes: {found}; use another checkpoint"
+    return (
+        None
+        if found is None
+        else f"has metadata that no run writes: {found}; use another checkpoint"
+    )
 
 
 def _missing(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what metadata of sound parts lacks; weights of no run, which have no packing, need little."""
+    """Yield what metadata of sound parts lacks; weights of no run, which have no packing, need
+    little.
+    """
     yield from (key for key in ("config", "plan_hash", "progress") if key not in metadata)
     if "packing" not in metadata["config"]:
         return
@@ -93,12 +112,23 @@ def _is_text(value: Any) -> str | None:
 
 
 def _room_problem(value: Any) -> str | None:
-    return None if value is None or (_is_whole(value) and value) else wrong(value, "null or a number above 0")
+    return (
+        None
+        if value is None or (_is_whole(value) and value)
+        else wrong(value, "null or a number above 0")
+    )
 
 
 def _spike_window_problem(value: Any) -> str | None:
-    rows = list(value.values()) if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"} else [None]
-    if all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(is_number, row)) for row in rows):
+    rows = (
+        list(value.values())
+        if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"}
+        else [None]
+    )
+    if all(
+        isinstance(row, list) and len(row) == len(rows[0]) and all(map(is_number, row))
+        for row in rows
+    ):
         return None
     return wrong(value, "as many losses as gradient norms")
 
@@ -117,7 +147,9 @@ def _progress_problem(value: Any) -> str | None:
         most = _MOST if name.startswith("consumed_") else INT32_MAX
         if name not in known:
             return f".{name} is no number of a run that this version knows"
-        if not (_is_whole(number, most) if known[name] == "int" else is_number(number) and number >= 0):
+        if not (
+            _is_whole(number, most) if known[name] == "int" else is_number(number) and number >= 0
+        ):
             return f".{name}{wrong(number, 'a number of a run, from 0 on')}"
     most = value.get("iteration", 0) * MOST_PACKS_PER_STEP
     if value.get("consumed_packs", 0) > most:

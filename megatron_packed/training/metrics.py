@@ -1,4 +1,6 @@
-"""What one step reports: host facts from the plan, device values read late, and rates computed from both."""
+"""What one step reports: host facts from the plan, device values read late, and rates computed from
+both.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ PEAK_BF16_FLOPS = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-"""Dense bf16 peak in FLOP/s by the vendor's datasheets: half of what they print with sparsity. The first name counts
-that stands in the device's as whole words, so that an RTX A1000 is no A100."""
+"""Dense bf16 peak in FLOP/s by the vendor's datasheets: half of what they print with sparsity. The
+first name counts that stands in the device's as whole words, so that an RTX A1000 is no A100.
+"""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None on a CPU, an unknown GPU or a part of one: then no MFU is shown."""
+    """Dense bf16 peak of the device in FLOP/s; None on a CPU, an unknown GPU or a part of one: then
+    no MFU is shown.
+    """
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -44,7 +49,10 @@ def peak_of(device_name: str) -> float | None:
     """Dense bf16 peak by the name that the driver gives, such as ``NVIDIA H100 80GB HBM3``."""
     if " MIG " in device_name:
         return None
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", device_name)), None)
+    return next(
+        (peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", device_name)),
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +74,23 @@ class MemoryFigures:
         if device.type != "cuda":
             return cls(used=host, reserved=None, host=host)
         peaks = torch.cuda.memory_stats(device)
-        used, reserved = (peaks.get(f"{what}_bytes.all.peak", 0) / 2**30 for what in ("allocated", "reserved"))
+        used, reserved = (
+            peaks.get(f"{what}_bytes.all.peak", 0) / 2**30 for what in ("allocated", "reserved")
+        )
         return cls(used=used, reserved=reserved, host=host)
 
 
 _WHERE_THERE_IS_ONE = (
-    "expert_load", "expert_dropped", "expert_dropped_share", "expert_dropped_by_layer", "params_norm", "num_zeros",
-    "skip_reason", "loss_median", "grad_norm_median",
-)  # fmt: skip
+    "expert_load",
+    "expert_dropped",
+    "expert_dropped_share",
+    "expert_dropped_by_layer",
+    "params_norm",
+    "num_zeros",
+    "skip_reason",
+    "loss_median",
+    "grad_norm_median",
+)
 """Fields of a line of the log that most lines do not have."""
 LOADS_PER_LINE = 512
 """Loads of single experts that a line of the log holds on average, at most."""
@@ -81,14 +98,18 @@ LOADS_PER_LINE = 512
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFigures:
-    """Assignments of tokens to experts in one step on all ranks; 1 is the mean of the experts of a layer."""
+    """Assignments of tokens to experts in one step on all ranks; 1 is the mean of the experts of a
+    layer.
+    """
 
     load_max: float
     """The busiest expert of any layer."""
     load_min: float
     """The idlest expert of any layer."""
     load: list[list[float]] | None
-    """``[E layers][experts]``; None in most steps of a model with more than `LOADS_PER_LINE` of them."""
+    """``[E layers][experts]``; None in most steps of a model with more than `LOADS_PER_LINE` of
+    them.
+    """
     dropped: int | None = None
     """Assignments that found no room in their expert's capacity; None without a capacity."""
     dropped_share: float | None = None
@@ -98,7 +119,11 @@ class ExpertFigures:
 
     @classmethod
     def of(
-        cls, counts: Sequence[float], layers: int, iteration: int, dropped: Sequence[float] | None = None
+        cls,
+        counts: Sequence[float],
+        layers: int,
+        iteration: int,
+        dropped: Sequence[float] | None = None,
     ) -> ExpertFigures | None:
         """Return the figures of a step; None without experts.
 
@@ -119,7 +144,9 @@ class ExpertFigures:
         )
         if dropped is None:
             return figures
-        assigned = max(sum(counts) / layers, 1)  # every layer routes the same tokens to as many experts
+        assigned = max(
+            sum(counts) / layers, 1
+        )  # every layer routes the same tokens to as many experts
         return replace(
             figures,
             dropped=int(sum(dropped)),
@@ -146,7 +173,9 @@ class GraphFigures:
     @classmethod
     def since(cls, before: tuple[int, int], counters: GraphCounters) -> GraphFigures:
         """Of the step that began when `replays_and_fallbacks` were ``before``."""
-        replays, fallbacks = (now - then for now, then in zip(replays_and_fallbacks(counters), before))
+        replays, fallbacks = (
+            now - then for now, then in zip(replays_and_fallbacks(counters), before)
+        )
         return cls(
             replays=replays,
             fallbacks=fallbacks,
@@ -163,7 +192,9 @@ def replays_and_fallbacks(counters: GraphCounters) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What the host knows of a step before the device runs it. All counts are over all data-parallel ranks."""
+    """What the host knows of a step before the device runs it. All counts are over all
+    data-parallel ranks.
+    """
 
     iteration: int
     learning_rate: float
@@ -237,7 +268,11 @@ class StepRecord:
     def as_dict(self) -> dict[str, object]:
         """One flat object; nothing about what there is not."""
         values = asdict(self)
-        groups = {"expert": values.pop("experts"), "graph": values.pop("graphs"), "offload": values.pop("offload")}
+        groups = {
+            "expert": values.pop("experts"),
+            "graph": values.pop("graphs"),
+            "offload": values.pop("offload"),
+        }
         for prefix, group in groups.items():
             values |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
         for name in _WHERE_THERE_IS_ONE:
@@ -262,7 +297,9 @@ def step_record(
     skip_reason: str | None = None,
     medians: Mapping[str, float] | None = None,
 ) -> StepRecord:
-    """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of this one."""
+    """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of
+    this one.
+    """
     flops_per_second = facts.flops / seconds / world_size
     return StepRecord(
         iteration=facts.iteration,

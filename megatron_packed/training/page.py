@@ -1,4 +1,6 @@
-"""A page of HTML that is one file: it needs a browser, and nothing from the network. From 360 pixels of width on."""
+"""A page of HTML that is one file: it needs a browser, and nothing from the network. From 360
+pixels of width on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top }
 
 
 def write_html(path: str | os.PathLike[str], title: str, body: str, style: str = "") -> Path:
-    """Writes the page and returns its path. What may be wider than a window stands in a ``div`` of class ``wide``.
+    """Writes the page and returns its path. What may be wider than a window stands in a ``div`` of
+    class ``wide``.
 
     Args:
         title: plain text, the page's heading too.

@@ -1,6 +1,8 @@
-"""A run before it exists: the memory of its ranks, what would make it smaller, and the work of a step.
+"""A run before it exists: the memory of its ranks, what would make it smaller, and the work of a
+step.
 
-Nothing of it needs a GPU, a process group or other processes: the model of one rank is built on the meta device.
+Nothing of it needs a GPU, a process group or other processes: the model of one rank is built on the
+meta device.
 """
 
 from __future__ import annotations
@@ -50,20 +52,26 @@ class Imagined(NamedTuple):
         return cls(build_model(local, vocab_size, "meta", groups).train(), groups)
 
 
-def estimates(config: RunConfig, world_size: int, vocab_size: int, documents: int) -> dict[str, Estimate]:
+def estimates(
+    config: RunConfig, world_size: int, vocab_size: int, documents: int
+) -> dict[str, Estimate]:
     """Memory by kind of rank.
 
-    Tensor-, context- and expert-parallel ranks hold equally much, and so do the owners of shards; there is one kind of
-    rank, but where the routing decides how many rows a rank's experts get.
+    Tensor-, context- and expert-parallel ranks hold equally much, and so do the owners of shards;
+    there is one kind of rank, but where the routing decides how many rows a rank's experts get.
 
     Args:
         documents: room for documents in a pack.
     """
     model, groups = Imagined.of(config, world_size, vocab_size)
-    ownership = (Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided)(groups)
+    ownership = (
+        Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
+    )(groups)
     layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
     tail = tail_elements(extra_slots(groups), counter_slots(model))
-    uneven = any(isinstance(layer.mixer.dispatcher, AllToAllDispatcher) for layer in model.moe_layers)
+    uneven = any(
+        isinstance(layer.mixer.dispatcher, AllToAllDispatcher) for layer in model.moe_layers
+    )
     kinds = {BALANCED: True, WORST: False} if uneven else {EVERY_RANK: True}
     return {
         kind: estimate(
@@ -98,11 +106,14 @@ class Change:
     saves: int
 
 
-def changes(config: RunConfig, world_size: int, vocab_size: int, documents: int, *, limit: int) -> list[Change]:
+def changes(
+    config: RunConfig, world_size: int, vocab_size: int, documents: int, *, limit: int
+) -> list[Change]:
     """The options that help most, one after the other, until a rank with balanced experts fits.
 
-    Each is the one that saves most by a new estimate; halving the pack, which changes what is trained, comes only where
-    no other saves a hundredth. Empty where everything fits, or nothing helps.
+    Each is the one that saves most by a new estimate; halving the pack, which changes what is
+    trained, comes only where no other saves a hundredth. Empty where everything fits, or nothing
+    helps.
 
     Args:
         limit: bytes of a GPU.
@@ -129,40 +140,64 @@ def changes(config: RunConfig, world_size: int, vocab_size: int, documents: int,
 def _other_layouts(config: RunConfig, world_size: int) -> Iterator[tuple[str, RunConfig]]:
     parallel, layout = config.parallel, config.layout(world_size)
     if not parallel.use_distributed_optimizer and layout.size("dp_cp") > 1:
-        yield from _valid(config, world_size, "--use-distributed-optimizer", use_distributed_optimizer=True)
+        yield from _valid(
+            config, world_size, "--use-distributed-optimizer", use_distributed_optimizer=True
+        )
     tp, sequence = parallel.tensor_model_parallel_size, {"sequence_parallel": True}
     if tp > 1 and not parallel.sequence_parallel:
         yield from _valid(config, world_size, "--sequence-parallel", **sequence)
-    expert_tp = 2 * tp if parallel.expert_tensor_parallel_size == tp > 1 else parallel.expert_tensor_parallel_size
+    expert_tp = (
+        2 * tp
+        if parallel.expert_tensor_parallel_size == tp > 1
+        else parallel.expert_tensor_parallel_size
+    )
     yield from _valid(
-        config, world_size, f"--tensor-model-parallel-size {2 * tp} --sequence-parallel",
-        tensor_model_parallel_size=2 * tp, expert_tensor_parallel_size=2 if tp == 1 else expert_tp, **sequence,
-    )  # fmt: skip
+        config,
+        world_size,
+        f"--tensor-model-parallel-size {2 * tp} --sequence-parallel",
+        tensor_model_parallel_size=2 * tp,
+        expert_tensor_parallel_size=2 if tp == 1 else expert_tp,
+        **sequence,
+    )
     cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    yield from _valid(config, world_size, f"--context-parallel-size {2 * cp}", context_parallel_size=2 * cp)
+    yield from _valid(
+        config, world_size, f"--context-parallel-size {2 * cp}", context_parallel_size=2 * cp
+    )
     if config.model.num_experts is not None:
         yield from _valid(
-            config, world_size, f"--expert-model-parallel-size {2 * ep}", expert_model_parallel_size=2 * ep
+            config,
+            world_size,
+            f"--expert-model-parallel-size {2 * ep}",
+            expert_model_parallel_size=2 * ep,
         )
 
 
-def _valid(config: RunConfig, world_size: int, flag: str, **values: Any) -> Iterator[tuple[str, RunConfig]]:
+def _valid(
+    config: RunConfig, world_size: int, flag: str, **values: Any
+) -> Iterator[tuple[str, RunConfig]]:
     """The configuration with other sizes, if there is such a layout."""
     try:
         other = replace(config, parallel=replace(config.parallel, **values))
         other.layout(world_size)
     except ConfigError:
         return
-    if other.packing.global_batch_size % (other.packing.micro_batch_size * other.data_parallel_size(world_size)) == 0:
+    if (
+        other.packing.global_batch_size
+        % (other.packing.micro_batch_size * other.data_parallel_size(world_size))
+        == 0
+    ):
         yield flag, other
 
 
 def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Of the core of attention, and of whole layers, where nothing is computed again yet; then offload of what is kept
-    for it."""
+    """Of the core of attention, and of whole layers, where nothing is computed again yet; then
+    offload of what is kept for it.
+    """
     memory = config.memory
     if memory.recomputes_layers and not memory.offloads:
-        yield from _remembering(config, "--offload-layer-inputs", replace(memory, offload_layer_inputs=True))
+        yield from _remembering(
+            config, "--offload-layer-inputs", replace(memory, offload_layer_inputs=True)
+        )
     if memory.recompute_granularity is not None:
         return
     for values in (
@@ -173,7 +208,9 @@ def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield from _remembering(config, flag, replace(memory, **values))
 
 
-def _remembering(config: RunConfig, flag: str, memory: MemoryConfig) -> Iterator[tuple[str, RunConfig]]:
+def _remembering(
+    config: RunConfig, flag: str, memory: MemoryConfig
+) -> Iterator[tuple[str, RunConfig]]:
     """The configuration with another section memory, if there may be such a one."""
     try:
         yield flag, replace(config, memory=memory)
@@ -226,7 +263,9 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
     packing = config.packing
     pieces = Segments.cut(lengths, packing.max_document_length, packing.overlong_policy).length
     if not pieces.size:
-        raise ValueError(f"no document has at most --max-document-length ({packing.max_document_length}) tokens.")
+        raise ValueError(
+            f"no document has at most --max-document-length ({packing.max_document_length}) tokens."
+        )
     tokens = config.packs_per_step() * packing.tokens_per_pack
     counter = FlopCounter(config.model, vocab_size)
     flops = counter.training(pieces).scaled(tokens / float(pieces.sum()))

@@ -25,7 +25,9 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(f"a PNG needs matplotlib: pip install 'megatron-packed[plot]' ({error}).") from error
+        raise ValueError(
+            f"a PNG needs matplotlib: pip install 'megatron-packed[plot]' ({error})."
+        ) from error
     panels = panels_of(runs)
     rows = -(-len(panels) // _COLUMNS)
     head = 0.25 * len(runs) if len(runs) > 1 else 0.0  # a line for each of them
@@ -39,8 +41,10 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
         named = [curve for curve in panel.curves if curve.legend]
         if named:
             alone = len(runs) == 1
-            keys = [_key(COLOURS[at] if alone else "black", "" if alone else DASHES[at], curve.dots)
-                    for at, curve in enumerate(named)]  # fmt: skip
+            keys = [
+                _key(COLOURS[at] if alone else "black", "" if alone else DASHES[at], curve.dots)
+                for at, curve in enumerate(named)
+            ]
             axis.legend(keys, [curve.legend for curve in named], fontsize=8, framealpha=0.6)
     for axis in axes[len(panels) :]:
         axis.remove()
@@ -59,13 +63,23 @@ def _draw(axis: Any, line: Line) -> None:
     if len(xs) < len(line.points):
         axis.fill_between(xs, low, high, color=line.colour, alpha=0.18, linewidth=0)
     marker = "o" if line.dots or len(xs) == 1 else ""
-    axis.plot(xs, means, color=line.colour, linestyle=_style(line.dash), marker=marker, markersize=4, linewidth=1.4)
+    axis.plot(
+        xs,
+        means,
+        color=line.colour,
+        linestyle=_style(line.dash),
+        marker=marker,
+        markersize=4,
+        linewidth=1.4,
+    )
 
 
 def _key(colour: str, dash: str, dots: bool) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color=colour, linestyle=_style(dash), marker="o" if dots else "", markersize=4)
+    return Line2D(
+        [], [], color=colour, linestyle=_style(dash), marker="o" if dots else "", markersize=4
+    )
 
 
 def _style(dash: str) -> Any:

@@ -55,7 +55,12 @@ from megatron_packed.training.graphs import (
     what_is_captured,
 )
 from megatron_packed.training.implementation import check_implementation
-from megatron_packed.training.kernels import check_kernels, kernel_block, kernel_names, slow_kernel_warnings
+from megatron_packed.training.kernels import (
+    check_kernels,
+    kernel_block,
+    kernel_names,
+    slow_kernel_warnings,
+)
 from megatron_packed.training.metadata import packs_per_step_of
 from megatron_packed.training.profiling import StepProfiler, memory_history, profile_folder
 from megatron_packed.training.progress_log import ProgressLog
@@ -74,7 +79,8 @@ def pretrain(config: RunConfig) -> NoReturn:
         exit_code = _run(config, signal_flag)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Libraries' threads and half-dead process groups must not change the exit code or keep the process.
+    # Libraries' threads and half-dead process groups must not change the exit code or keep the
+    # process.
     os._exit(exit_code)
 
 
@@ -85,18 +91,26 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         layout = config.layout(environment_number(os.environ, "WORLD_SIZE", 1, []))
         check_implementation(config, device_of(config))
         groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
-    except ValueError as error:  # of the launch: an environment, devices or libraries that do not fit
+    except (
+        ValueError
+    ) as error:  # of the launch: an environment, devices or libraries that do not fit
         print(printable(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
     watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
-    status_folder = lock = None  # until the folder is ours: another run's status is not to be touched
+    status_folder = lock = (
+        None  # until the folder is ours: another run's status is not to be touched
+    )
     try:
-        check_kernels(config, groups.device)  # before anything is made, and before data is read for hours
+        check_kernels(
+            config, groups.device
+        )  # before anything is made, and before data is read for hours
         if config.checkpoint.save is not None:
             status_folder, lock = _claim(config.checkpoint.save, groups)
         report = partial(_report, watch=watch, groups=groups, status_folder=status_folder)
-        exit_code = _train(config, groups, console, signal_flag, watch, heartbeat_of(groups, report), lock)
+        exit_code = _train(
+            config, groups, console, signal_flag, watch, heartbeat_of(groups, report), lock
+        )
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
         return _report(error, watch=watch, groups=groups, status_folder=status_folder)
@@ -108,24 +122,36 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
 
 
 def _report(
-    error: Exception, *, watch: FailureWatch, groups: ParallelGroups, status_folder: StatusFolder | None
+    error: Exception,
+    *,
+    watch: FailureWatch,
+    groups: ParallelGroups,
+    status_folder: StatusFolder | None,
 ) -> int:
     """This rank has failed; the exit code, when it is time to end."""
-    failure = failure_of(error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step)
+    failure = failure_of(
+        error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step
+    )
     lost = error if is_lost_connection(error) else None
     return watch.report(failure, partial(speak, error, status_folder), lost=lost)
 
 
 def heartbeat_of(groups: ParallelGroups, report: Callable[[Exception], int]) -> Heartbeat | None:
-    """Ends this process, reported as lost, when its GPU hangs; None where no GPU waits for another one."""
+    """Ends this process, reported as lost, when its GPU hangs; None where no GPU waits for another
+    one.
+    """
     if groups.device.type != "cuda" or groups.world_size == 1:
         return None
     return Heartbeat(groups.timeout.total_seconds(), lambda error: os._exit(report(error)))
 
 
 def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock | None]:
-    """Keep other runs out until this process is gone; that nothing can be written is found out here, not at a save."""
-    lock = claim_directory(folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+    """Keep other runs out until this process is gone; that nothing can be written is found out
+    here, not at a save.
+    """
+    lock = claim_directory(
+        folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group
+    )
     status_folder = StatusFolder(folder)
     if groups.rank == 0:
         status_folder.clear()
@@ -148,10 +174,14 @@ def _train(
     if taken:
         console.say(f"taken from the checkpoint, so that packs stay as they are: {' '.join(taken)}")
     data = build_data(config, groups, console.say, resumed)
-    # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that they all have.
+    # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that
+    # they all have.
     own_rows = config.parallel.sequence_parallel
     seed_all(
-        config.training.seed, groups.dp_rank, cp_rank=groups.cp_rank, tp_rank=groups.tp_rank if own_rows else 0
+        config.training.seed,
+        groups.dp_rank,
+        cp_rank=groups.cp_rank,
+        tp_rank=groups.tp_rank if own_rows else 0,
     )
     job = build_job(config, groups, data.vocab_size)
     state = RunState(
@@ -178,13 +208,19 @@ def _train(
     profiler = None
     if config.profiling.profile:
         folder = profile_folder(config)
-        profiler = StepProfiler(config.profiling, groups, folder, say=console.say, warn=console.warn)
+        profiler = StepProfiler(
+            config.profiling, groups, folder, say=console.say, warn=console.warn
+        )
         begins, end = config.profiling.profile_step_start, max(last, state.progress.iteration)
         if begins >= end:
-            console.warn(f"--profile-step-start {begins} is not reached: the run ends after step {end}.")
+            console.warn(
+                f"--profile-step-start {begins} is not reached: the run ends after step {end}."
+            )
     progress_log = None
     if config.logging.log_progress and config.checkpoint.save is not None and groups.rank == 0:
-        progress_log = ProgressLog(config.checkpoint.save, groups.world_size, state.progress, console.warn)
+        progress_log = ProgressLog(
+            config.checkpoint.save, groups.world_size, state.progress, console.warn
+        )
     trainer = Trainer(
         config=config,
         groups=groups,
@@ -229,13 +265,20 @@ def _train(
         history.finish()
     if profiler is not None:
         notes += profiler.notes
-    if exit_code == ExitCode.DONE and groups.rank == 0 and config.logging.report and config.logging.log_jsonl:
+    if (
+        exit_code == ExitCode.DONE
+        and groups.rank == 0
+        and config.logging.report
+        and config.logging.log_jsonl
+    ):
         _write_page(config.logging.log_jsonl, config.logging.report, notes, console)
     return exit_code
 
 
 def _write_page(log: str, page: str, notes: Sequence[tuple[str, str]], console: Console) -> None:
-    """The page about the run, which is done and saved: what is wrong with the page is no failure of the run."""
+    """The page about the run, which is done and saved: what is wrong with the page is no failure of
+    the run.
+    """
     try:
         write_report(log, page, notes=notes)
     except (OSError, ValueError) as error:  # ValueError: a log without a step
@@ -245,19 +288,31 @@ def _write_page(log: str, page: str, notes: Sequence[tuple[str, str]], console: 
 
 
 def _restore(config: RunConfig, state: RunState, console: Console) -> None:
-    """Resumes from ``--load`` if there is something to resume from, else begins with ``--pretrained-checkpoint``."""
+    """Resumes from ``--load`` if there is something to resume from, else begins with
+    ``--pretrained-checkpoint``.
+    """
     options, loaded = config.checkpoint, None
     if options.load is not None:
         try:
             loaded = state.load(options)
         except NoCheckpointError:
-            is_own = options.save is not None and Path(options.load).absolute() == Path(options.save).absolute()
-            if not is_own or options.finetune or options.ckpt_step is not None or options.exit_on_missing_checkpoint:
+            is_own = (
+                options.save is not None
+                and Path(options.load).absolute() == Path(options.save).absolute()
+            )
+            if (
+                not is_own
+                or options.finetune
+                or options.ckpt_step is not None
+                or options.exit_on_missing_checkpoint
+            ):
                 raise
             others = "random" if options.pretrained_checkpoint is None else "other"
             console.say(f"No checkpoint in {options.load} yet: starting from {others} weights.")
     if loaded is None and options.pretrained_checkpoint is not None:
-        options = replace(options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True)
+        options = replace(
+            options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True
+        )
         loaded = state.load(options)
     if loaded is None:
         return
@@ -276,16 +331,24 @@ def _restore(config: RunConfig, state: RunState, console: Console) -> None:
         console.warn(f"{loaded.path} {refusal}; fine-tuning takes its weights as they are.")
 
 
-def _say_changes(config: RunConfig, state: RunState, metadata: Mapping[str, Any], console: Console) -> None:
+def _say_changes(
+    config: RunConfig, state: RunState, metadata: Mapping[str, Any], console: Console
+) -> None:
     """What a resumed run does otherwise than the one before, and where another batch size finds it."""
     assert state.plan is not None
     done, last = state.progress, config.last_iteration(state.plan.origin)
     changed = changed_options(metadata["config"], state.config, ("optim", "training"))
-    if config.training.train_samples is not None:  # iterations are what the batch size makes of them
+    if (
+        config.training.train_samples is not None
+    ):  # iterations are what the batch size makes of them
         changed = [option for option in changed if not option.startswith("--train-iters ")]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
-    then, now, samples = packs_per_step_of(metadata), config.packs_per_step(), config.training.train_samples
+    then, now, samples = (
+        packs_per_step_of(metadata),
+        config.packs_per_step(),
+        config.training.train_samples,
+    )
     if then != now:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
@@ -308,10 +371,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console) -> None:
+def _describe(
+    config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console
+) -> None:
     precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
-    parameters = sum(sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values())
-    console.say(f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}")
+    parameters = sum(
+        sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values()
+    )
+    console.say(
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}"
+    )
     console.say(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
@@ -326,11 +395,14 @@ def _describe(config: RunConfig, groups: ParallelGroups, job: Job, data: RunData
         )
 
 
-def _name_kernels(config: RunConfig, groups: ParallelGroups, data: RunData, console: Console) -> dict[str, str]:
+def _name_kernels(
+    config: RunConfig, groups: ParallelGroups, data: RunData, console: Console
+) -> dict[str, str]:
     """Say which kernels the packs will run, and warn of slow ones.
 
     Raises:
-        ConfigError: with ``--require-fast-kernels``, for the documents of these packs some op has no kernel.
+        ConfigError: with ``--require-fast-kernels``, for the documents of these packs some op has
+            no kernel.
     """
     largest = data.packing.documents_max if data.ladder is None else data.ladder.largest
     kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
@@ -347,14 +419,18 @@ def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     if groups.tp_cp_size > 1:
         tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
         context = f" x {groups.cp_size} context-parallel by {config.parallel.cp_comm_type}"
-        words.append(f"{tensor}{context if groups.cp_size > 1 else ''} x {groups.dp_size} data-parallel")
+        words.append(
+            f"{tensor}{context if groups.cp_size > 1 else ''} x {groups.dp_size} data-parallel"
+        )
     if groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size:
         of_experts = f"{groups.expert_tp_size} tensor-parallel x {groups.ep_size} expert-parallel"
         words.append(f"experts {of_experts} x {groups.expert_dp_size} data-parallel")
     return f" ({'; '.join(words)})" if words else ""
 
 
-def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console) -> None:
+def _self_test(
+    config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console
+) -> None:
     """Refuses to train when a document can see another through the kernels in use."""
     check = partial(
         check_isolation,
@@ -376,23 +452,37 @@ def _self_test(config: RunConfig, groups: ParallelGroups, model: HybridModel, co
             + "\ndocs/isolation.md lists the kernels that keep them apart; --no-isolation-self-test trains on a leak"
         )
     coupled = coupled_by_design(config.model)
-    left_out = f"; not checked, since it couples the documents of a pack by design: {', '.join(coupled)}"
+    left_out = (
+        f"; not checked, since it couples the documents of a pack by design: {', '.join(coupled)}"
+    )
     console.say(f"isolation self-test: {len(results)} checks passed{left_out if coupled else ''}")
 
 
-def _tune(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
+def _tune(
+    graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console
+) -> None:
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.ladder.capacities)
-    console.say(f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents")
+    console.say(
+        f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents"
+    )
     tune_graphs(graphs, job.step, config.packs_per_step(), groups)
 
 
-def _capture(graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console) -> None:
+def _capture(
+    graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console
+) -> None:
     capture_graphs(graphs, job.step, config.packs_per_step(), groups)
-    console.say(f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s")
+    console.say(
+        f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s"
+    )
 
 
 def _writers(
-    config: RunConfig, groups: ParallelGroups, state: RunState, opening: Mapping[str, object], console: Console
+    config: RunConfig,
+    groups: ParallelGroups,
+    state: RunState,
+    opening: Mapping[str, object],
+    console: Console,
 ) -> list[Writer]:
     """Of rank 0; none on the others."""
     options = config.logging
@@ -404,5 +494,9 @@ def _writers(
         writers.append(JsonlWriter(options.log_jsonl, first, opening))
     if options.tensorboard_dir:
         writers.append(TensorBoardWriter(options.tensorboard_dir, first))
-    tracked = services(options, save=config.checkpoint.save, run_id=state.run_id, config=state.config)
-    return writers + [TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked]
+    tracked = services(
+        options, save=config.checkpoint.save, run_id=state.run_id, config=state.config
+    )
+    return writers + [
+        TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked
+    ]

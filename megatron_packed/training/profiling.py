@@ -1,4 +1,6 @@
-"""What a few steps of a run spend their time on, and what the GPU's allocator was doing when memory ran out."""
+"""What a few steps of a run spend their time on, and what the GPU's allocator was doing when memory
+ran out.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ _HISTORY_ENTRIES = 100_000
 
 
 class StepProfiler:
-    """Profiles the steps from ``--profile-step-start`` (exclusive) to ``--profile-step-end`` (inclusive).
+    """Profiles the steps from ``--profile-step-start`` (exclusive) to ``--profile-step-end``
+    (inclusive).
 
-    With torch.profiler each named rank leaves ``trace_rankR.json.gz``, a Chrome trace, and ``kernels_rankR.txt``.
-    Otherwise the window is marked for a profiler around the process: ``nsys profile --capture-range=cudaProfilerApi``.
-    What goes wrong costs the profile, not the run.
+    With torch.profiler each named rank leaves ``trace_rankR.json.gz``, a Chrome trace, and
+    ``kernels_rankR.txt``. Otherwise the window is marked for a profiler around the process: ``nsys
+    profile --capture-range=cudaProfilerApi``. What goes wrong costs the profile, not the run.
 
     Args:
         folder: for traces and tables.
@@ -40,7 +43,12 @@ class StepProfiler:
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._options, self._device, self._rank, self._folder = options, groups.device, groups.rank, folder
+        self._options, self._device, self._rank, self._folder = (
+            options,
+            groups.device,
+            groups.rank,
+            folder,
+        )
         self._mine = groups.rank in options.profile_ranks
         self._say, self._warn = say, warn
         self._begun_at: int | None = None
@@ -49,7 +57,9 @@ class StepProfiler:
         """(heading, table) of this rank, once the window is over."""
 
     def turns_at(self, iteration: int) -> bool:
-        """Whether the window begins or ends behind this step; the same on all ranks, which pause together."""
+        """Whether the window begins or ends behind this step; the same on all ranks, which pause
+        together.
+        """
         return iteration in (self._options.profile_step_start, self._options.profile_step_end)
 
     def turn(self, iteration: int) -> None:
@@ -75,8 +85,12 @@ class StepProfiler:
 
     def _begin(self, iteration: int) -> None:
         if self._options.use_pytorch_profiler:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-            self._profile = profile(activities=activities, record_shapes=self._options.record_shapes)
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
+                self._device.type == "cuda"
+            )
+            self._profile = profile(
+                activities=activities, record_shapes=self._options.record_shapes
+            )
             self._profile.start()
         elif self._device.type == "cuda":
             torch.cuda.profiler.start()
@@ -111,23 +125,38 @@ def kernel_table(averages: Any, *, steps: int) -> str:
         averages: ``profile.key_averages()``.
         steps: that were profiled.
     """
-    kernels = [one for one in averages if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
+    kernels = [
+        one for one in averages if one.device_type == DeviceType.CUDA and not one.is_user_annotation
+    ]
     on_gpu = bool(kernels)
     if not on_gpu:
-        kernels = [one for one in averages if one.device_type == DeviceType.CPU and not one.is_user_annotation]
-    spent = {one.key: (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e3 for one in kernels}
+        kernels = [
+            one
+            for one in averages
+            if one.device_type == DeviceType.CPU and not one.is_user_annotation
+        ]
+    spent = {
+        one.key: (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e3
+        for one in kernels
+    }
     counts = {one.key: one.count for one in kernels}
     total = sum(spent.values())
-    lines = [f"{'kernels' if on_gpu else 'operations'}: {total / steps:,.2f} ms a step, one after the other",
-             f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  name"]  # fmt: skip
+    lines = [
+        f"{'kernels' if on_gpu else 'operations'}: {total / steps:,.2f} ms a step, one after the other",
+        f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  name",
+    ]
     for name in sorted(spent, key=lambda name: -spent[name])[:_KERNELS_SHOWN]:
         share = 100 * spent[name] / max(total, 1e-9)
-        lines.append(f"{share:6.1f}% {spent[name] / steps:9.3f} {counts[name] / steps:11,.1f}  {name[:90]}")
+        lines.append(
+            f"{share:6.1f}% {spent[name] / steps:9.3f} {counts[name] / steps:11,.1f}  {name[:90]}"
+        )
     return "\n".join(lines)
 
 
 def profile_folder(config: RunConfig) -> Path:
-    """``profile`` in the folder of the run: that of its checkpoints, else of its log, else the current one."""
+    """``profile`` in the folder of the run: that of its checkpoints, else of its log, else the
+    current one.
+    """
     if config.checkpoint.save is not None:
         return Path(config.checkpoint.save, "profile")
     log = config.logging.log_jsonl
@@ -137,8 +166,8 @@ def profile_folder(config: RunConfig) -> Path:
 class MemoryHistory:
     """Records what the allocator of this process's GPU does, and writes it when memory runs out.
 
-    The record is written in the very moment, while everything is still held, even if the run copes with it. It is for
-    pytorch.org/memory_viz.
+    The record is written in the very moment, while everything is still held, even if the run copes
+    with it. It is for pytorch.org/memory_viz.
 
     Args:
         path: of the record; with several ranks each adds its number.

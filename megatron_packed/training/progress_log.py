@@ -1,7 +1,9 @@
-"""``progress.txt`` in the folder of checkpoints, as Megatron-LM writes it: when jobs began, what each save had reached.
+"""``progress.txt`` in the folder of checkpoints, as Megatron-LM writes it: when jobs began, what
+each save had reached.
 
-Fields of a line are separated by tabs: time, ``Job ID``, ``# GPUs`` (processes), what happened, and of a save how far
-the run was and how fast. Operations are counted from the lengths of real documents, and tokens are real ones.
+Fields of a line are separated by tabs: time, ``Job ID``, ``# GPUs`` (processes), what happened, and
+of a save how far the run was and how fast. Operations are counted from the lengths of real
+documents, and tokens are real ones.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _FLOPS = "Floating-point operations: "
 
 
 class ProgressLog:
-    """Appends lines; one process alone uses it. Lines that cannot be written cost a warning, not the run.
+    """Appends lines; one process alone uses it. Lines that cannot be written cost a warning, not
+    the run.
 
     Args:
         folder: of checkpoints, which exists.
@@ -31,7 +34,11 @@ class ProgressLog:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], world_size: int, begun: Progress, warn: Callable[[str], None]
+        self,
+        folder: str | os.PathLike[str],
+        world_size: int,
+        begun: Progress,
+        warn: Callable[[str], None],
     ) -> None:
         self._path, self._world_size, self._warn = Path(folder) / FILE_NAME, world_size, warn
         self._flops_before, self._started, self._failed = begun.flops, datetime.now(), False
@@ -82,7 +89,9 @@ class ProgressLog:
             fields = line.split("\t")
             try:
                 began = datetime.strptime(fields[0], _TIME)
-                flops = next((float(one[len(_FLOPS) :]) for one in fields if one.startswith(_FLOPS)), flops)
+                flops = next(
+                    (float(one[len(_FLOPS) :]) for one in fields if one.startswith(_FLOPS)), flops
+                )
             except ValueError:  # a line that a killed job cut off
                 continue
             if f"# GPUs: {self._world_size}" not in fields:

@@ -1,19 +1,22 @@
-"""Checks that data-parallel replicas hold the same bits, and that sums of gradients are the sums of what was added.
+"""Checks that data-parallel replicas hold the same bits, and that sums of gradients are the sums of
+what was added.
 
-A defective GPU or link can change a weight or a gradient on one rank, and the loss would not show it.
+A defective GPU or link can change a weight or a gradient on one rank, and the loss would not show
+it.
 
 [Note: when weights are compared]
-Between two updates nothing writes a weight: bf16 weights are the rounded float32 masters of their owner, and every
-replica holds the same bits. A checked step compares both when its gradients are complete and before it updates
-anything. So a weight that changed since the last update is found before the cast from the masters or the gather
-overwrites it, and before the gradient that it spoiled is applied. A second comparison follows the update, before
-anything is saved.
+Between two updates nothing writes a weight: bf16 weights are the rounded float32 masters of their
+owner, and every replica holds the same bits. A checked step compares both when its gradients are
+complete and before it updates anything. So a weight that changed since the last update is found
+before the cast from the masters or the gather overwrites it, and before the gradient that it
+spoiled is applied. A second comparison follows the update, before anything is saved.
 
 [Note: how a sum of gradients is checked]
-Sums of floating-point numbers depend on their order, so a second sum need not have the same bits. Rows of ``ROW``
-gradients are therefore added up in float64 on each rank before the collective, and these sums over ranks. Afterwards
-the rows of the result must add up to them but for the rounding of the collective: at most half an ulp of the sum of
-absolute values, for each rank beyond the first. After an all-reduce all replicas must hold the same bits, too.
+Sums of floating-point numbers depend on their order, so a second sum need not have the same bits.
+Rows of ``ROW`` gradients are therefore added up in float64 on each rank before the collective, and
+these sums over ranks. Afterwards the rows of the result must add up to them but for the rounding of
+the collective: at most half an ulp of the sum of absolute values, for each rank beyond the first.
+After an all-reduce all replicas must hold the same bits, too.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class ReplicaMismatchError(RuntimeError):
 
 
 class Piece(NamedTuple):
-    """Elements ``[start, end)`` of the gradient buffer: the part of one parameter that one rank owns."""
+    """Elements ``[start, end)`` of the gradient buffer: the part of one parameter that one rank
+    owns.
+    """
 
     slot: ParamSlot
     owner: int
@@ -61,7 +66,9 @@ class Piece(NamedTuple):
     @property
     def name(self) -> str:
         whole = (self.start, self.end) == (self.slot.start, self.slot.end)
-        return self.slot.name + ("" if whole else f"[{self.start - self.slot.start}:{self.end - self.slot.start}]")
+        return self.slot.name + (
+            "" if whole else f"[{self.start - self.slot.start}:{self.end - self.slot.start}]"
+        )
 
 
 class StepChecks(NamedTuple):
@@ -96,12 +103,18 @@ class ReplicaCheck:
         groups: ParallelGroups,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.model, self.optimizer, self.buffers, self.groups = model, optimizer, optimizer.buffers, groups
+        self.model, self.optimizer, self.buffers, self.groups = (
+            model,
+            optimizer,
+            optimizer.buffers,
+            groups,
+        )
         self._resting = resting
         self._pieces = list(self._cut())
 
     def weights(self) -> None:
-        """Compare weights with the rounded masters of their owner, and whatever replicas hold alike.
+        """Compare weights with the rounded masters of their owner, and whatever replicas hold
+        alike.
 
         Raises:
             ReplicaMismatchError: on all ranks, naming what differs and where.
@@ -114,7 +127,9 @@ class ReplicaCheck:
         state = {key: bit_hash(tensor) for key, tensor in self._replicated_state()}
         with self._resting():
             numbers = _on_host([*held.values(), *due, *state.values()])
-            hashes = dict(zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]]))
+            hashes = dict(
+                zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
+            )
             wrong = {
                 self._called(piece.slot.part.expert, piece.name): self._masters_of(piece)
                 for piece, found, wanted in zip(self._pieces, numbers, numbers[len(held) :])
@@ -145,16 +160,21 @@ class ReplicaCheck:
             *numbers, count = _on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
             wrong = {
-                self._called(slot.part.expert, f"gradient of {slot.name}"): "than the sum of what was added"
+                self._called(
+                    slot.part.expert, f"gradient of {slot.name}"
+                ): "than the sum of what was added"
                 for slot in self.buffers.layout.slots
                 if rows[slot.start // ROW : -(-slot.end // ROW)].any()
             }
             self._compare("sums of gradients", dict(zip(summed, numbers)), wrong)
 
-    # ------------------------------------------------------------------------------------------------------ weights
+    # ------------------------------------------------------------------------------------------------------
+    # weights
 
     def _cut(self) -> Iterator[Piece]:
-        """Return all parameters, cut where another rank's share begins; alike on all ranks that hold them."""
+        """Return all parameters, cut where another rank's share begins; alike on all ranks that
+        hold them.
+        """
         layout = self.buffers.layout
         for slot in layout.slots:
             for rank in range(self.buffers.owners(slot.part).size):
@@ -169,7 +189,9 @@ class ReplicaCheck:
         return self.buffers.param_view(piece.slot)[piece.start - first : piece.end - first]
 
     def _hashes_of_masters(self) -> Tensor:
-        """Return the hash of each piece's masters as its owner rounds them; 0 for parameters without a copy."""
+        """Return the hash of each piece's masters as its owner rounds them; 0 for parameters
+        without a copy.
+        """
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
         hashes = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.buffers.device)
         for number, piece in enumerate(self._pieces):
@@ -179,7 +201,9 @@ class ReplicaCheck:
                 first = piece.slot.start + starts[name]
                 master = masters[name][piece.start - first : piece.end - first]
                 hashes[number] = bit_hash(master, torch.bfloat16)
-        apart = sum(piece.slot.part.expert for piece in self._pieces)  # weights of experts come first
+        apart = sum(
+            piece.slot.part.expert for piece in self._pieces
+        )  # weights of experts come first
         ownership = self.buffers.ownership
         if apart and ownership.experts is not None:
             all_reduce_sum(hashes[:apart], ownership.experts.group)
@@ -187,12 +211,21 @@ class ReplicaCheck:
         return hashes
 
     def _replicated_state(self) -> Iterator[tuple[tuple[bool, str], Tensor]]:
-        """Return what replicas hold alike besides parameters: masters and moments unless owned once, biases, steps."""
+        """Return what replicas hold alike besides parameters: masters and moments unless owned
+        once, biases, steps.
+        """
         state = self.optimizer.state_shards()
         yield (False, "the number of steps"), state["step"]
         for slot in self.buffers.layout.slots:
-            if self.buffers.owners(slot.part).size == 1 and self._replicas(slot.part.expert) is not None:
-                kinds = ("exp_avg", "exp_avg_sq", *(("master",) if slot.dtype == torch.bfloat16 else ()))
+            if (
+                self.buffers.owners(slot.part).size == 1
+                and self._replicas(slot.part.expert) is not None
+            ):
+                kinds = (
+                    "exp_avg",
+                    "exp_avg_sq",
+                    *(("master",) if slot.dtype == torch.bfloat16 else ()),
+                )
                 for kind in kinds:
                     yield (slot.part.expert, f"{kind}/{slot.name}"), state[f"{kind}/{slot.name}"]
         persistent = self.model.state_dict()
@@ -205,16 +238,22 @@ class ReplicaCheck:
         group = self.buffers.owners(piece.slot.part).group
         if group is None:
             return "than its own rounded masters"
-        return f"than the rounded masters of rank {dist.get_process_group_ranks(group)[piece.owner]}"
+        return (
+            f"than the rounded masters of rank {dist.get_process_group_ranks(group)[piece.owner]}"
+        )
 
-    # ---------------------------------------------------------------------------------------------------- gradients
+    # ----------------------------------------------------------------------------------------------------
+    # gradients
 
     def _hash_of_sum(self, slot: ParamSlot) -> Tensor:
-        # Which of two NaN an addition passes on depends on their order, and the step is skipped alike.
+        # Which of two NaN an addition passes on depends on their order, and the step is skipped
+        # alike.
         return bit_hash(self.buffers.grads[slot.start : slot.end], one_nan=True)
 
     def _sums_of_rows(self) -> Tensor:
-        """Return ``(rows, 2)`` float64: the sum of each row of gradients, and of its absolute values."""
+        """Return ``(rows, 2)`` float64: the sum of each row of gradients, and of its absolute
+        values.
+        """
         rows = self.buffers.grads.view(-1, ROW)
         sums = torch.empty(len(rows), 2, dtype=torch.float64, device=rows.device)
         for start in range(0, len(rows), _CHUNK // ROW):
@@ -224,21 +263,29 @@ class ReplicaCheck:
         return sums
 
     def _wrong_rows(self, expected: Tensor, found: Tensor) -> Tensor:
-        """Return ``(rows,)`` bool: the rows that this rank owns and whose sums are beyond rounding. See the note."""
-        limits, wrong = torch.finfo(self.buffers.grads.dtype), torch.zeros_like(found[:, 0], dtype=torch.bool)
+        """Return ``(rows,)`` bool: the rows that this rank owns and whose sums are beyond rounding.
+        See the note.
+        """
+        limits, wrong = (
+            torch.finfo(self.buffers.grads.dtype),
+            torch.zeros_like(found[:, 0], dtype=torch.bool),
+        )
         for bucket in self.buffers.layout.buckets:
             ranks = self.groups.expert_dp_size if bucket.part.expert else self.groups.dp_cp_size
             first, last = self.buffers.owned_span(bucket)
             rows = slice(first // ROW, last // ROW)
             (wanted, size), sums = expected[rows].unbind(1), found[rows, 0]
             # Errors of the collective, of second order too, and of the two sums in float64.
-            relative = 1.001 * (ranks - 1) * limits.eps / 2 + 4 * ROW * torch.finfo(torch.float64).eps
+            relative = (
+                1.001 * (ranks - 1) * limits.eps / 2 + 4 * ROW * torch.finfo(torch.float64).eps
+            )
             close = (sums - wanted).abs() <= relative * size + ranks * ROW * limits.tiny
             # Beyond all numbers: the step is skipped and named as non-finite, where that is right.
             wrong[rows] = ~close & (size < limits.max)
         return wrong
 
-    # --------------------------------------------------------------------------------------------------- comparison
+    # ---------------------------------------------------------------------------------------------------
+    # comparison
 
     def _replicas(self, expert: bool) -> dist.ProcessGroup | None:
         """Return the ranks that hold the same parameters as this one; None: no other."""
@@ -249,28 +296,43 @@ class ReplicaCheck:
         groups, places = self.groups, []
         if expert and groups.ep_size > 1:
             places.append(f"expert-parallel rank {groups.ep_rank}")
-        size, rank = (groups.expert_tp_size, groups.expert_tp_rank) if expert else (groups.tp_size, groups.tp_rank)
+        size, rank = (
+            (groups.expert_tp_size, groups.expert_tp_rank)
+            if expert
+            else (groups.tp_size, groups.tp_rank)
+        )
         if size > 1:
             places.append(f"tensor-parallel rank {rank}")
         return f"{name} ({', '.join(places)})" if places else name
 
-    def _compare(self, what: str, hashes: Mapping[tuple[bool, str], int], wrong: Mapping[str, str]) -> None:
+    def _compare(
+        self, what: str, hashes: Mapping[tuple[bool, str], int], wrong: Mapping[str, str]
+    ) -> None:
         """Raise on all ranks if replicas differ or any rank has found something ``wrong``."""
-        ranks = Ranks(rank=self.groups.rank, world_size=self.groups.world_size, group=self.groups.world_group)
+        ranks = Ranks(
+            rank=self.groups.rank, world_size=self.groups.world_size, group=self.groups.world_group
+        )
         held = {self._called(*key): value for key, value in hashes.items()}
         digests: dict[str, int] = {}
         for expert in (False, True):
             kept = [value for key, value in hashes.items() if key[0] is expert]
             if kept:
                 digests[self._called(expert, "experts" if expert else "dense")] = _digest(kept)
-        brief = [cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})]
+        brief = [
+            cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})
+        ]
         troubled = [rank for rank, one in enumerate(brief) if one.pop("wrong")]
         if not troubled and not mismatches(brief):
             return
-        everything = [cast(dict[str, dict], one) for one in ranks.gather({"held": held, "wrong": dict(wrong)})]
+        everything = [
+            cast(dict[str, dict], one) for one in ranks.gather({"held": held, "wrong": dict(wrong)})
+        ]
         found = _against_masters([one["wrong"] for one in everything])
         known = {name for one in everything for name in one["wrong"]}
-        others = [{name: value for name, value in one["held"].items() if name not in known} for one in everything]
+        others = [
+            {name: value for name, value in one["held"].items() if name not in known}
+            for one in everything
+        ]
         found += mismatches(others)
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ReplicaMismatchError(
@@ -280,10 +342,11 @@ class ReplicaCheck:
 
 
 def bit_hash(tensor: Tensor, dtype: torch.dtype | None = None, *, one_nan: bool = False) -> Tensor:
-    """Return a 0-d int64 of the bits of ``tensor``, rounded to ``dtype``; one flipped bit makes it another one.
+    """Return a 0-d int64 of the bits of ``tensor``, rounded to ``dtype``; one flipped bit makes it
+    another one.
 
-    Every element counts with an odd factor that follows from its place, modulo 2^64. With ``one_nan`` the bits of a NaN
-    do not matter.
+    Every element counts with an odd factor that follows from its place, modulo 2^64. With
+    ``one_nan`` the bits of a NaN do not matter.
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -311,21 +374,27 @@ def mismatches(hashes: Sequence[Mapping[str, int]]) -> list[str]:
             continue
         usual, count = versions.most_common(1)[0]
         if 2 * count > len(held):
-            found.append(f"{key}: {_ranks([r for r, value in held.items() if value != usual])} of {_ranks(list(held))}")
+            found.append(
+                f"{key}: {_ranks([r for r, value in held.items() if value != usual])} of {_ranks(list(held))}"
+            )
         else:
             found.append(f"{key}: {_ranks(list(held))} have no majority")
     return found
 
 
 def _against_masters(wrong: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a sentence for each name that some rank has found wrong by itself, from what each has found."""
+    """Return a sentence for each name that some rank has found wrong by itself, from what each has
+    found.
+    """
     found = []
     for name in dict.fromkeys(name for one in wrong for name in one):
         reasons: dict[str, list[int]] = {}
         for rank, one in enumerate(wrong):
             if name in one:
                 reasons.setdefault(one[name], []).append(rank)
-        found += [f"{name}: {_ranks(ranks)} with other bits {reason}" for reason, ranks in reasons.items()]
+        found += [
+            f"{name}: {_ranks(ranks)} with other bits {reason}" for reason, ranks in reasons.items()
+        ]
     return found
 
 

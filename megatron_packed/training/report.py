@@ -1,4 +1,5 @@
-"""One self-contained HTML page about a run, or several beside each other, from their logs: numbers and curves.
+"""One self-contained HTML page about a run, or several beside each other, from their logs: numbers
+and curves.
 
 Nothing but a browser is needed to read it, and no package to write it.
 """
@@ -60,7 +61,9 @@ def _of(run: Run, runs: Sequence[Run]) -> str:
 
 
 def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
-    """The curves of a panel that have points: one run in a colour for each curve, several in a colour each."""
+    """The curves of a panel that have points: one run in a colour for each curve, several in a
+    colour each.
+    """
     lines = []
     for number, run in enumerate(runs):
         for place, curve in enumerate(panel.curves):
@@ -82,7 +85,12 @@ def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> st
     lines = lines_of(panel, runs)
     if panel.title != "Loss":
         return line_chart(panel.title, panel.unit, lines)
-    skipped = [(float(str(step["iteration"])), 0.0) for run in runs for step in run.steps if step.get("skipped")]
+    skipped = [
+        (float(str(step["iteration"])), 0.0)
+        for run in runs
+        for step in run.steps
+        if step.get("skipped")
+    ]
     return line_chart(panel.title, panel.unit, lines, levels=list(levels.items()), marks=skipped)
 
 
@@ -96,12 +104,16 @@ def _steps_skipped(steps: Sequence[Record], reason: str) -> str:
 
     Logs of older versions give no reason: a skipped step was a non-finite one.
     """
-    found = [step for step in steps if step["skipped"] and step.get("skip_reason", NON_FINITE) == reason]
+    found = [
+        step for step in steps if step["skipped"] and step.get("skip_reason", NON_FINITE) == reason
+    ]
     return _listed(found)
 
 
 def _listed(steps: Sequence[Record]) -> str:
-    """Return the number of some steps and the first of them: ``12 (7, 9, 30, ...)``; empty for none."""
+    """Return the number of some steps and the first of them: ``12 (7, 9, 30, ...)``; empty for
+    none.
+    """
     if not steps:
         return ""
     numbers = [f"{step['iteration']:,}" for step in steps[:_LISTED]]
@@ -121,10 +133,16 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{last['iteration']:,}"),
         ("tokens consumed", f"{last['consumed_tokens']:,}"),
-        ("first and last training loss", f"{_number(steps[0], 'lm_loss'):.4f} → {_number(last, 'lm_loss'):.4f}"),
+        (
+            "first and last training loss",
+            f"{_number(steps[0], 'lm_loss'):.4f} → {_number(last, 'lm_loss'):.4f}",
+        ),
         ("median step time", f"{median('step_time_ms'):,.1f} ms"),
         ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
-        ("mean pack fill", f"{100 * statistics.fmean(_number(r, 'pack_fill') for r in steps):.2f} %"),
+        (
+            "mean pack fill",
+            f"{100 * statistics.fmean(_number(r, 'pack_fill') for r in steps):.2f} %",
+        ),
         ("peak memory", f"{max(_number(r, 'memory_gib') for r in steps):.2f} GiB"),
         ("steps skipped as non-finite", _steps_skipped(steps, NON_FINITE) or "0"),
         ("plan hash", str(last["plan_hash"])),
@@ -145,7 +163,9 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
         rows.append(("work of the busiest data-parallel rank over the mean", text))
     waits = [r for r in steady if "data_wait_ms" in r]
     if waits:
-        share = sum(_number(r, "data_wait_ms") for r in waits) / sum(_number(r, "step_time_ms") for r in waits)
+        share = sum(_number(r, "data_wait_ms") for r in waits) / sum(
+            _number(r, "step_time_ms") for r in waits
+        )
         rows.append(("waiting for data", f"{100 * share:.1f} % of the time of steps"))
     graphed = [r for r in steps if "graph_replays" in r]
     if graphed:
@@ -153,7 +173,9 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
         fallbacks = sum(int(_number(r, "graph_fallbacks")) for r in graphed)
         share = 100 * replays / max(replays + fallbacks, 1)
         text = f"{replays:,} micro-batches replayed, {fallbacks:,} eager (hit rate {share:.1f} %)"
-        rows.append(("CUDA graphs in steps", f"{text}, {_number(graphed[-1], 'graph_memory_mib'):,.0f} MiB"))
+        rows.append(
+            ("CUDA graphs in steps", f"{text}, {_number(graphed[-1], 'graph_memory_mib'):,.0f} MiB")
+        )
     capped = [r for r in steps if "expert_dropped_share" in r]
     if capped:
         rows.append(("expert assignments dropped by capacity", _dropped(capped)))
@@ -172,7 +194,9 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
     """Targets of each data set as the first line of the log accounts for them; none in older logs."""
-    accounts = next((record["data"] for record in records if isinstance(record.get("data"), dict)), {})
+    accounts = next(
+        (record["data"] for record in records if isinstance(record.get("data"), dict)), {}
+    )
     return [
         (
             f"{name} targets",
@@ -185,11 +209,15 @@ def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def _dropped(steps: Sequence[Record]) -> str:
-    """Return the share of all assignments that were dropped in ``steps``, and that of the layer with the most."""
+    """Return the share of all assignments that were dropped in ``steps``, and that of the layer
+    with the most.
+    """
     tokens = sum(_number(r, "real_tokens") for r in steps)
 
     def mean(values: Iterable[float]) -> float:
-        return sum(value * _number(r, "real_tokens") for value, r in zip(values, steps)) / max(tokens, 1)
+        return sum(value * _number(r, "real_tokens") for value, r in zip(values, steps)) / max(
+            tokens, 1
+        )
 
     layers: list[tuple[float, ...]] = list(zip(*(r["expert_dropped_by_layer"] for r in steps)))  # type: ignore[arg-type]
     most, number = max((mean(shares), number) for number, shares in enumerate(layers))
@@ -206,7 +234,8 @@ def write_page(
     levels: Mapping[str, float] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Writes a page about runs and returns its path: a column of numbers for each of them, and their curves.
+    """Writes a page about runs and returns its path: a column of numbers for each of them, and
+    their curves.
 
     Args:
         runs: each with at least one step.

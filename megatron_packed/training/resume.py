@@ -1,4 +1,6 @@
-"""Facts of a checkpoint that a resumed run needs before its data is opened: options and room of its packs."""
+"""Facts of a checkpoint that a resumed run needs before its data is opened: options and room of its
+packs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Resumed:
     """The packs of a checkpoint's run, and how far it was."""
 
     room: int | str | None
-    """Documents that its packs keep to (`Packer.room`); `AUTO`: as many as the fullest pack of the first epoch has."""
+    """Documents that its packs keep to (`Packer.room`); `AUTO`: as many as the fullest pack of the
+    first epoch has.
+    """
     plan_hash: str
     packs_per_step: int
     iteration: int
@@ -50,21 +54,34 @@ class Resumed:
         """Return whether the checkpoint's position is one in this plan."""
         return self.plan_hash in (plan.hash, plan.hash_with(self.packs_per_step))
 
-    def packs_to_come(self, config: RunConfig, plan: PackPlan, in_first: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the documents of each pack of the epochs that are still trained on, if capacities may not hold them.
+    def packs_to_come(
+        self, config: RunConfig, plan: PackPlan, in_first: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """Yield the documents of each pack of the epochs that are still trained on, if capacities
+        may not hold them.
 
-        No more than `_LOOKED_AT` documents are packed for it. Later packs that do not fit run eagerly, and are counted.
+        No more than `_LOOKED_AT` documents are packed for it. Later packs that do not fit run
+        eagerly, and are counted.
 
         Args:
             in_first: most documents of a pack of the first epoch.
         """
         largest = (config.cuda_graph.capacities or (in_first,))[-1]
-        limits = [limit for limit in (plan.room, config.packing.max_documents_per_pack) if limit is not None]
-        steps = config.last_iteration(self.consumed_packs - self.iteration * plan.packs_per_step) - self.iteration
+        limits = [
+            limit
+            for limit in (plan.room, config.packing.max_documents_per_pack)
+            if limit is not None
+        ]
+        steps = (
+            config.last_iteration(self.consumed_packs - self.iteration * plan.packs_per_step)
+            - self.iteration
+        )
         if min(limits, default=largest + 1) <= largest or steps <= 0:
             return
         looked_at = 0
-        for packs in plan.epochs_of(self.consumed_packs, self.consumed_packs + steps * plan.packs_per_step):
+        for packs in plan.epochs_of(
+            self.consumed_packs, self.consumed_packs + steps * plan.packs_per_step
+        ):
             yield packs.documents_per_pack
             looked_at += packs.order.size
             if looked_at > _LOOKED_AT:
@@ -72,7 +89,8 @@ class Resumed:
 
 
 def check_capacities(config: RunConfig, most: int) -> None:
-    """Compare given capacities with the most documents in a pack of the checkpoint, which stays as it is.
+    """Compare given capacities with the most documents in a pack of the checkpoint, which stays as
+    it is.
 
     Raises:
         CheckpointMismatchError: there is too little room.
@@ -90,19 +108,26 @@ def check_capacities(config: RunConfig, most: int) -> None:
 def room_of(options: Mapping[str, Any]) -> int | str | None:
     """Return `Resumed.room` of a run that begins with these options (`serialise.to_dict`)."""
     graphs = options.get("cuda_graph", {})
-    if graphs.get("cuda_graph_impl", "none") == "none" or options["packing"].get("packing_method") != "balanced":
+    if (
+        graphs.get("cuda_graph_impl", "none") == "none"
+        or options["packing"].get("packing_method") != "balanced"
+    ):
         return None
     return max(graphs.get("cuda_graph_max_packed_seqs") or (), default=AUTO)
 
 
-def resumed_packs(config: RunConfig, groups: ParallelGroups) -> tuple[RunConfig, Resumed | None, list[str]]:
-    """Return the configuration with the packs of the checkpoint that the run goes on from, if there is one.
+def resumed_packs(
+    config: RunConfig, groups: ParallelGroups
+) -> tuple[RunConfig, Resumed | None, list[str]]:
+    """Return the configuration with the packs of the checkpoint that the run goes on from, if there
+    is one.
 
-    A collective: rank 0 reads the manifest, and all ranks decide alike. Damaged checkpoints and those of other runs are
-    left to the load.
+    A collective: rank 0 reads the manifest, and all ranks decide alike. Damaged checkpoints and
+    those of other runs are left to the load.
 
     Returns:
-        the configuration; what is known of the checkpoint, None in a run that begins; flags taken from there.
+        the configuration; what is known of the checkpoint, None in a run that begins; flags taken
+        from there.
     Raises:
         CheckpointError: the checkpoint's metadata is not what a run writes.
     """
@@ -118,7 +143,9 @@ def resumed_packs(config: RunConfig, groups: ParallelGroups) -> tuple[RunConfig,
         step=options.ckpt_step,
         problem=metadata_problem,
     )
-    if metadata is None or "packing" not in metadata["config"]:  # converted weights, which the load refuses
+    if (
+        metadata is None or "packing" not in metadata["config"]
+    ):  # converted weights, which the load refuses
         return config, None, []
     config, flags = packs_as_stored(config, metadata["config"])
     return config, Resumed.of(metadata), flags

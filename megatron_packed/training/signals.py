@@ -1,8 +1,9 @@
 """SIGTERM, SIGINT and SIGUSR1 end the run in a checkpoint.
 
-The handler only sets a flag. The flag rides on the gradient all-reduce of the next step, so every rank learns of it in
-the same step and no rank saves alone. A second signal exits at once: the user means it. One that comes right behind the
-first is the same request: a scheduler signals every process, and torchrun, signalled too, passes it on.
+The handler only sets a flag. The flag rides on the gradient all-reduce of the next step, so every
+rank learns of it in the same step and no rank saves alone. A second signal exits at once: the user
+means it. One that comes right behind the first is the same request: a scheduler signals every
+process, and torchrun, signalled too, passes it on.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ class SignalFlag:
     """Remembers that this process was asked to stop.
 
     Args:
-        exit_now: called with the exit code on a second signal; ``os._exit`` unless a test replaces it.
-        speaks: say on standard error that the first one was heard: data may be tokenised for long before a step.
+        exit_now: called with the exit code on a second signal; ``os._exit`` unless a test replaces
+        it.
+        speaks: say on standard error that the first one was heard: data may be tokenised for long
+            before a step.
     """
 
     def __init__(self, exit_now=os._exit, *, speaks: bool = False) -> None:
@@ -48,6 +51,8 @@ class SignalFlag:
             if self._speaks:
                 promise = "the run will stop behind its next step; a second signal ends it at once"
                 with suppress(OSError):
-                    os.write(2, f"{self.received.name}: {promise}.\n".encode())  # print may be at work already
+                    os.write(
+                        2, f"{self.received.name}: {promise}.\n".encode()
+                    )  # print may be at work already
         elif now - self._received_at > SAME_REQUEST_SECONDS:
             self._exit_now(128 + number)

@@ -1,4 +1,5 @@
-"""Pictures of a sizing: lengths of documents, documents per pack, what capacities cover, what they cost.
+"""Pictures of a sizing: lengths of documents, documents per pack, what capacities cover, what they
+cost.
 
 Needs matplotlib (extra ``plot``). The page needs nothing from the network to be read.
 """
@@ -29,7 +30,10 @@ td, th { text-align: right; white-space: nowrap }
 
 
 def figure(
-    lengths: NDArray[np.int64] | None, packings: Sequence[Packing], choice: Expected, prices: Sequence[Expected]
+    lengths: NDArray[np.int64] | None,
+    packings: Sequence[Packing],
+    choice: Expected,
+    prices: Sequence[Expected],
 ) -> Figure:
     """Up to four charts.
 
@@ -57,7 +61,9 @@ def figure(
         counts.step(values, packs, where="mid", label=packing.method)
         label = f"{packing.method}: P50 {top['p50']}, P90 {top['p90']}, P99 {top['p99']}, most {top['max']}"
         covered.step(values, 100 * np.cumsum(packs) / packs.sum(), where="post", label=label)
-    counts.set(title="Packs by documents", xlabel="documents in a pack", ylabel="packs", yscale="log")
+    counts.set(
+        title="Packs by documents", xlabel="documents in a pack", ylabel="packs", yscale="log"
+    )
     covered.set(title="Packs that a capacity covers", xlabel="capacity", ylabel="% of packs")
     for axis in (counts, covered):  # 1, 2, 4, 8 ...
         axis.set_xscale("log", base=2)
@@ -72,8 +78,14 @@ def figure(
         axis = next(axes)
         times = [one.step_ms for one in priced]
         axis.plot([one.capacities[-1] for one in priced], times, marker="o")
-        axis.axhline(choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended")
-        axis.set(title=f"Expected step by one capacity ({priced[0].method})", xlabel="capacity", ylabel="ms")
+        axis.axhline(
+            choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended"
+        )
+        axis.set(
+            title=f"Expected step by one capacity ({priced[0].method})",
+            xlabel="capacity",
+            ylabel="ms",
+        )
         axis.legend(fontsize=8)
     for axis in axes:
         axis.set_axis_off()
@@ -91,9 +103,14 @@ def write_png(made: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def write_page(
-    made: Figure, path: str | os.PathLike[str], *, title: str, flags: str,
-    tables: Mapping[str, Sequence[Mapping[str, Any]]], text: Sequence[str],
-) -> None:  # fmt: skip
+    made: Figure,
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    flags: str,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    text: Sequence[str],
+) -> None:
     """One HTML file with all in it.
 
     Args:
@@ -106,7 +123,9 @@ def write_page(
     target = io.StringIO()
     FigureCanvasSVG(made).print_svg(target)
     svg = target.getvalue()
-    blocks = "".join(f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows)
+    blocks = "".join(
+        f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows
+    )
     write_html(
         path,
         title,
@@ -121,6 +140,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(rows[0])
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in names)
+        + "</tr>"
+        for row in rows
     )
     return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"

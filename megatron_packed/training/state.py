@@ -1,8 +1,10 @@
-"""Everything a run must keep to go on as if it had never stopped, as named tensors and a JSON object.
+"""Everything a run must keep to go on as if it had never stopped, as named tensors and a JSON
+object.
 
 Tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>`` and
 ``rng/rank_<r>/<generator>``.
-JSON: the position in the data, the plan it is a position in, random states that are not arrays, the configuration.
+JSON: the position in the data, the plan it is a position in, random states that are not arrays, the
+configuration.
 """
 
 from __future__ import annotations
@@ -47,13 +49,27 @@ from megatron_packed.training.metadata import (
 )
 
 _DECIDES_TOKENS = (
-    *TRAINING_DATA, "data.split", "data.split_order", "data.sft", "data.tokenizer_type", "data.tokenizer_model",
-    "data.vocab_file", "data.merge_file", "data.tokenizer_vocab_size", "data.tokenizer_special_tokens",
-    "data.tiktoken_num_special_tokens", "data.tiktoken_pattern", "data.null_tokenizer_eod_id", "data.chat_template",
-    "data.sft_tokenizer_prompt_format", "model.vocab_size",
-)  # fmt: skip
+    *TRAINING_DATA,
+    "data.split",
+    "data.split_order",
+    "data.sft",
+    "data.tokenizer_type",
+    "data.tokenizer_model",
+    "data.vocab_file",
+    "data.merge_file",
+    "data.tokenizer_vocab_size",
+    "data.tokenizer_special_tokens",
+    "data.tiktoken_num_special_tokens",
+    "data.tiktoken_pattern",
+    "data.null_tokenizer_eod_id",
+    "data.chat_template",
+    "data.sft_tokenizer_prompt_format",
+    "model.vocab_size",
+)
 """Options that decide which tokens a run trains on."""
-_DECIDES_PACKS = tuple(about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size")
+_DECIDES_PACKS = tuple(
+    about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
+)
 """Options that decide what is in a pack, and the order of packs."""
 
 
@@ -70,12 +86,20 @@ class Held(NamedTuple):
 
 
 def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
-    """Parameters (tied ones once), persistent buffers and optimizer state, under the names of every layout."""
+    """Parameters (tied ones once), persistent buffers and optimizer state, under the names of every
+    layout.
+    """
     if optimizer is not None:
         optimizer.buffers.wait_params()
-    parameters, persistent, first = model.sharded_parameters(), model.state_dict(), model.tp.rank == 0
+    parameters, persistent, first = (
+        model.sharded_parameters(),
+        model.state_dict(),
+        model.tp.rank == 0,
+    )
     for name, sharded in parameters.items():
-        for shard, owned in _shards_of(f"model/{name}", sharded, sharded.parameter.detach().view(-1)):
+        for shard, owned in _shards_of(
+            f"model/{name}", sharded, sharded.parameter.detach().view(-1)
+        ):
             yield Held(shard, owned, replicated=True, expert=sharded.is_expert)
     for name, buffer in model.named_buffers():
         if name in persistent:
@@ -88,7 +112,9 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
         kind, _, of = name.partition("/")
         if name == "step":
             yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
-        elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:  # others are their own masters
+        elif (
+            kind != "master" or parameters[of].parameter.dtype == torch.bfloat16
+        ):  # others are their own masters
             for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
                 yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
 
@@ -96,31 +122,46 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
 def _shards_of(
     name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
 ) -> Iterator[tuple[TensorShard, bool]]:
-    """Yield what ``view`` holds of the whole that a parameter is a part of, and if this rank owns it.
+    """Yield what ``view`` holds of the whole that a parameter is a part of, and if this rank owns
+    it.
 
     Args:
-        view: consecutive elements of this rank's part of the parameter, or of something of its shape.
+        view: consecutive elements of this rank's part of the parameter, or of something of its
+        shape.
         start: which of them the first is.
     """
     for piece in sharded.stored_pieces():
-        extent = Extent(piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride)
-        # Here the runs of most pieces lie one behind the other; where they do not, each is an extent of its own.
+        extent = Extent(
+            piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride
+        )
+        # Here the runs of most pieces lie one behind the other; where they do not, each is an
+        # extent of its own.
         together = piece.rows == 1 or piece.local_stride == piece.length
-        extents = [(piece.local_start, extent)] if together else zip((at for at, _ in piece.runs()), extent.each_row())
+        extents = (
+            [(piece.local_start, extent)]
+            if together
+            else zip((at for at, _ in piece.runs()), extent.each_row())
+        )
         for at, its_extent in extents:
             first, last = max(at, start), min(at + its_extent.numel, start + view.numel())
             if first < last:
                 held = its_extent.cut(first - at, last - at)
-                for shard in shards_of(name, tuple(sharded.stored_shape), held, view[first - start : last - start]):
+                for shard in shards_of(
+                    name, tuple(sharded.stored_shape), held, view[first - start : last - start]
+                ):
                     yield shard, piece.owned
 
 
 def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
-    """Return why weights with this metadata do not belong to ``model``; shapes alone would not tell an activation."""
+    """Return why weights with this metadata do not belong to ``model``; shapes alone would not tell
+    an activation.
+    """
     found = model_differences(metadata["config"]["model"], model)
     if not found:
         return None
-    differences = "; ".join(f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found)
+    differences = "; ".join(
+        f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found
+    )
     return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint"
 
 
@@ -134,7 +175,9 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
 
 
 def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
-    """Return why the tables of weights with this metadata have other rows than ``model``'s for the same vocabulary."""
+    """Return why the tables of weights with this metadata have other rows than ``model``'s for the
+    same vocabulary.
+    """
     before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
     then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
     if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
@@ -146,7 +189,9 @@ def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | No
 
 
 def _alignment_of(stored: Mapping[str, Any]) -> int:
-    """Return the number that documents begin at multiples of, in the packs of a run with this configuration."""
+    """Return the number that documents begin at multiples of, in the packs of a run with this
+    configuration.
+    """
     given: int | None = stored["packing"].get("pad_packed_seq_alignment")
     return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
 
@@ -157,10 +202,11 @@ class RunState:
     Args:
         model, optimizer: written in place by a load.
         groups: all ranks write, all ranks read.
-        plan: the data order that ``consumed_packs`` is a position in, which a load makes it go on from; its hash knows
-            lengths, not tokens.
+        plan: the data order that ``consumed_packs`` is a position in, which a load makes it go on
+            from; its hash knows lengths, not tokens.
         data_hash: fingerprint of the tokens.
-        config: the resolved configuration as a JSON object, kept in the checkpoint for people and tools.
+        config: the resolved configuration as a JSON object, kept in the checkpoint for people and
+        tools.
         model_hash: fingerprint of the part of the configuration that decides shapes.
         schedule_units: of the learning rate's schedule, as `RunConfig` says.
         implied: options that checkpoints decide (`implied_keys`): a refusal passes over them.
@@ -187,7 +233,9 @@ class RunState:
         self.config, self.model_hash, self._schedule_units = config, model_hash, schedule_units
         self.progress = Progress()
         self._device, self._lock, self._implied = groups.device, lock, set(implied)
-        self._ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+        self._ranks = Ranks(
+            rank=groups.rank, world_size=groups.world_size, group=groups.world_group
+        )
         self._background: BackgroundSaves | None = None
         self._background_ranks = self._ranks
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
@@ -195,11 +243,12 @@ class RunState:
     def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
         """Write a checkpoint of the current iteration; a collective.
 
-        With ``async_save`` it returns as soon as the state may change again, and ``saved`` tells when the checkpoint is
-        published; before it begins it waits for the save before.
+        With ``async_save`` it returns as soon as the state may change again, and ``saved`` tells
+        when the checkpoint is published; before it begins it waits for the save before.
 
         Returns:
-            What is published now and was not before: this checkpoint; with ``async_save`` the one before, if any.
+            What is published now and was not before: this checkpoint; with ``async_save`` the one
+            before, if any.
         Raises:
             CheckpointError: on all ranks; the previous checkpoint is untouched.
         """
@@ -213,13 +262,18 @@ class RunState:
             self._background = BackgroundSaves()
             self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())
         write = partial(
-            self._write, metadata=metadata, options=options, step=self.progress.iteration, ranks=self._background_ranks
+            self._write,
+            metadata=metadata,
+            options=options,
+            step=self.progress.iteration,
+            ranks=self._background_ranks,
         )
         self._background.begin(write, shards)
         return before
 
     def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
-        """Return the checkpoint that was saved during training, once it is published; ``wait`` for it.
+        """Return the checkpoint that was saved during training, once it is published; ``wait`` for
+        it.
 
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is untouched.
@@ -238,7 +292,9 @@ class RunState:
         shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
         shards += [held.shard for held in owned if not held.replicated]
         rng = RngState.capture(self._device).tensors if options.save_rng else {}
-        return shards + whole_tensors({f"rng/rank_{groups.rank}/{name}": tensor for name, tensor in rng.items()})
+        return shards + whole_tensors(
+            {f"rng/rank_{groups.rank}/{name}": tensor for name, tensor in rng.items()}
+        )
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -248,7 +304,11 @@ class RunState:
             "layout": self._layout,
             "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
-            **({} if self.optimizer.spikes is None else {SPIKE_WINDOW: self.optimizer.spikes.state()}),
+            **(
+                {}
+                if self.optimizer.spikes is None
+                else {SPIKE_WINDOW: self.optimizer.spikes.state()}
+            ),
             "room": None if self.plan is None else self.plan.room,
         }
 
@@ -278,22 +338,31 @@ class RunState:
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
         """Restore the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
 
-        With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run starts at iteration 0:
-        what the weights mean is the caller's word (a larger ``rotary_base`` for longer documents). A checkpoint
-        written in another layout restores all but the random states, which start from the seed. Tensors that it lacks
-        keep their values, if ``dist_ckpt_strictness`` allows it; masters are then taken from the weights, as they are
+        With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run
+        starts at iteration 0: what the weights mean is the caller's word (a larger ``rotary_base``
+        for longer documents). A checkpoint written in another layout restores all but the random
+        states, which start from the seed. Tensors that it lacks keep their values, if
+        ``dist_ckpt_strictness`` allows it; masters are then taken from the weights, as they are
         without ``load_optim``.
 
         Raises:
             NoCheckpointError: there is none.
-            CheckpointMismatchError: it belongs to another model, precision or data, or to another order of the data.
+            CheckpointMismatchError: it belongs to another model, precision or data, or to another
+            order of the data.
             CheckpointError: none is sound.
         """
         rng = RngState.capture(self._device)
-        with_optimizer, with_rng = (x and not options.finetune for x in (options.load_optim, options.load_rng))
-        wanted = [held.shard for held in held_state(self.model, self.optimizer if with_optimizer else None)]
+        with_optimizer, with_rng = (
+            x and not options.finetune for x in (options.load_optim, options.load_rng)
+        )
+        wanted = [
+            held.shard
+            for held in held_state(self.model, self.optimizer if with_optimizer else None)
+        ]
         if with_rng:
-            wanted += whole_tensors({f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()})
+            wanted += whole_tensors(
+                {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
+            )
         unwanted = () if with_optimizer else ("optimizer/",)
         with ProgressBar("reading the checkpoint", 1, self.groups.rank == 0) as bar:
             loaded = load_checkpoint(
@@ -304,7 +373,9 @@ class RunState:
                 group=self.groups.world_group,
                 step=options.ckpt_step,
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
-                allow_extra=("",) if options.finetune or options.allows_missing else ("rng/", *unwanted),
+                allow_extra=("",)
+                if options.finetune or options.allows_missing
+                else ("rng/", *unwanted),
                 accept=self._fine_tuning_refusal if options.finetune else self._refusal,
                 told=lambda done, total: bar.update(done, total=total),
             )
@@ -329,7 +400,11 @@ class RunState:
     def _reset_masters(self, missing: Sequence[str]) -> None:
         """Take masters that no checkpoint had from this rank's weights."""
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
-        for name in (name.removeprefix("optimizer/") for name in missing if name.startswith("optimizer/master/")):
+        for name in (
+            name.removeprefix("optimizer/")
+            for name in missing
+            if name.startswith("optimizer/master/")
+        ):
             weights = self.model.get_parameter(name.removeprefix("master/")).view(-1)
             masters[name].copy_(weights[starts[name] : starts[name] + masters[name].numel()])
 
@@ -364,7 +439,9 @@ class RunState:
 
     def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
-        if data_hash == self.data_hash and (plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)):
+        if data_hash == self.data_hash and (
+            plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)
+        ):
             return None
         stored = with_implied(metadata["config"])
         others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
@@ -385,18 +462,26 @@ class RunState:
         )
 
     def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Return whether another limit or policy than then makes other tokens of the same documents."""
+        """Return whether another limit or policy than then makes other tokens of the same
+        documents.
+        """
         rules = ("overlong_policy", "max_document_length")
-        then, now = ([config["packing"].get(name) for name in rules] for config in (stored, self.config))
+        then, now = (
+            [config["packing"].get(name) for name in rules] for config in (stored, self.config)
+        )
         return then != now and "truncate_prompt" in (then[0], now[0])
 
     def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
-        """Return the hash of this run's data in steps of the checkpoint's run: the batch size moves no document."""
+        """Return the hash of this run's data in steps of the checkpoint's run: the batch size moves
+        no document.
+        """
         then = packs_per_step_of(metadata)
         return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
 
     def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
-        """Return why the learning rate does not know how far it is, once steps have had different batch sizes."""
+        """Return why the learning rate does not know how far it is, once steps have had different
+        batch sizes.
+        """
         done = progress_of(metadata)
         if self.plan is None or len(self._schedule_units) < 2:
             return None

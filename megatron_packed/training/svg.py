@@ -1,4 +1,6 @@
-"""Line charts and heat maps as inline SVG, which a browser shows without any script, font or network."""
+"""Line charts and heat maps as inline SVG, which a browser shows without any script, font or
+network.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 _WIDTH, _HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 8, 36
 MOST_POINTS = 500
-"""Of a line; a longer one is drawn as means, in a band from the smallest to the largest value of each."""
+"""Of a line; a longer one is drawn as means, in a band from the smallest to the largest value of
+each.
+"""
 
 Points = Sequence[tuple[float, float]]
 
@@ -30,7 +34,12 @@ class Line:
 
 
 def line_chart(
-    title: str, unit: str, lines: Sequence[Line], *, levels: Sequence[tuple[str, float]] = (), marks: Points = ()
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    *,
+    levels: Sequence[tuple[str, float]] = (),
+    marks: Points = (),
 ) -> str:
     """A figure of HTML: heading, legend, and the lines over the steps.
 
@@ -48,7 +57,9 @@ def line_chart(
     for name, level in levels:
         y = up.at(level)
         parts.append(_rule(y, "#888", "4 3"))
-        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">{_text(name)} {level:.2f}</text>')
+        parts.append(
+            f'<text x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">{_text(name)} {level:.2f}</text>'
+        )
     for line in lines:
         parts += _drawn(line, across, up)
     bottom = _HEIGHT - _BOTTOM
@@ -62,8 +73,11 @@ def line_chart(
     )
 
 
-def heat_map(title: str, unit: str, rows: Sequence[Sequence[float]], *, row: str, column: str) -> str:
-    """A figure of HTML with one cell per value: white at 1, blue towards 0, red towards 2 and beyond.
+def heat_map(
+    title: str, unit: str, rows: Sequence[Sequence[float]], *, row: str, column: str
+) -> str:
+    """A figure of HTML with one cell per value: white at 1, blue towards 0, red towards 2 and
+    beyond.
 
     Args:
         rows: values, 1 being what all should have.
@@ -82,7 +96,9 @@ def heat_map(title: str, unit: str, rows: Sequence[Sequence[float]], *, row: str
             )
             if wide >= 40 and high >= 14:
                 x, y = _LEFT + (j + 0.5) * wide, _TOP + (i + 0.5) * high + 4
-                parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{value:.2f}</text>')
+                parts.append(
+                    f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{value:.2f}</text>'
+                )
     for i in range(0, len(rows), max(1, len(rows) // 8)):
         y = _TOP + (i + 0.5) * high + 4
         parts.append(f'<text x="{_LEFT - 6}" y="{y:.1f}" text-anchor="end">{i}</text>')
@@ -133,12 +149,18 @@ def _frame(across: _Axis, up: _Axis) -> list[str]:
     parts = []
     for y in up.ticks:
         parts.append(_rule(up.at(y), "#e4e4e4"))
-        parts.append(f'<text x="{_LEFT - 6}" y="{up.at(y) + 4:.1f}" text-anchor="end">{_number(y, up.unit)}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 6}" y="{up.at(y) + 4:.1f}" text-anchor="end">{_number(y, up.unit)}</text>'
+        )
     bottom = _HEIGHT - _BOTTOM
     for x in (x for x in across.ticks if x == int(x) and x >= 0):
-        parts.append(f'<text x="{across.at(x):.1f}" y="{bottom + 16}" text-anchor="middle">{x:,.0f}</text>')
+        parts.append(
+            f'<text x="{across.at(x):.1f}" y="{bottom + 16}" text-anchor="middle">{x:,.0f}</text>'
+        )
     parts.append(_rule(bottom, "#999"))
-    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">step</text>')
+    parts.append(
+        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">step</text>'
+    )
     return parts
 
 
@@ -158,14 +180,19 @@ def _drawn(line: Line, across: _Axis, up: _Axis) -> list[str]:
     if places:
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         dashed = f' stroke-dasharray="{line.dash}"' if line.dash else ""
-        parts.append(f'<path d="M{path}" fill="none" stroke="{line.colour}" stroke-width="1.6"{dashed}/>')
+        parts.append(
+            f'<path d="M{path}" fill="none" stroke="{line.colour}" stroke-width="1.6"{dashed}/>'
+        )
     if line.dots or len(places) == 1:
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}"/>' for x, y in places]
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}"/>' for x, y in places
+        ]
     return parts
 
 
 def thinned(points: Points, most: int) -> list[tuple[float, float, float, float]]:
-    """(x, mean, smallest, largest y) of neighbours taken together, so that at most ``most`` are left.
+    """(x, mean, smallest, largest y) of neighbours taken together, so that at most ``most`` are
+    left.
 
     Example:
         ``[(1, 5), (2, 7), (3, 9)]`` in at most 2: ``[(1.5, 6, 5, 7), (3, 9, 9, 9)]``.
@@ -200,7 +227,9 @@ def _number(value: float, unit: float) -> str:
     """
     if max(abs(value), unit) < 1e-3:
         return f"{value:.2g}" if unit >= 0.1 * abs(value) else f"{value:.4g}"
-    power, letter = next(((p, s) for p, s in ((12, " T"), (9, " G"), (6, " M")) if abs(value) >= 10**p), (0, ""))
+    power, letter = next(
+        ((p, s) for p, s in ((12, " T"), (9, " G"), (6, " M")) if abs(value) >= 10**p), (0, "")
+    )
     return f"{value / 10**power:,.{max(0, power - math.floor(math.log10(unit)))}f}{letter}"
 
 

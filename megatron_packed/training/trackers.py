@@ -1,9 +1,10 @@
 """Weights & Biases and MLflow: a run's numbers, sent by a thread that the run never waits for.
 
 [Note: trackers never matter]
-A service may be slow, unreachable or broken, and a run must not notice. So a record is put into a queue, and nothing
-else happens in the thread that trains: another one imports the library, starts the tracked run and sends. What goes
-wrong there is said once, and the run goes on without it. Steps that a resumed run does again are there twice.
+A service may be slow, unreachable or broken, and a run must not notice. So a record is put into a
+queue, and nothing else happens in the thread that trains: another one imports the library, starts
+the tracked run and sends. What goes wrong there is said once, and the run goes on without it. Steps
+that a resumed run does again are there twice.
 """
 
 from __future__ import annotations
@@ -47,12 +48,16 @@ class TrackerWriter:
         say, warn: take a sentence, from another thread too.
     """
 
-    def __init__(self, service: Service, *, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, service: Service, *, say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
         self._service, self._say, self._warn = service, say, warn
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUED_RECORDS)
         self._failed = self._gave_up = False
         self._left_out = 0
-        self._thread = threading.Thread(target=self._work, name=f"{service.name} tracker", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"{service.name} tracker", daemon=True
+        )
         self._thread.start()
 
     def write(self, record: Record) -> None:
@@ -77,9 +82,13 @@ class TrackerWriter:
             pass
         if self._thread.is_alive():
             self._gave_up = True
-            self._warn(f"{self._service.name} does not answer; the last numbers may be missing there.")
+            self._warn(
+                f"{self._service.name} does not answer; the last numbers may be missing there."
+            )
         elif self._left_out:
-            self._warn(f"{self._service.name} was too slow: {self._left_out:,} lines are missing there.")
+            self._warn(
+                f"{self._service.name} was too slow: {self._left_out:,} lines are missing there."
+            )
 
     def _work(self) -> None:
         try:
@@ -137,7 +146,8 @@ class WandbService:
             id=self.run_id,
             resume="allow",
             config=self.config,
-            # Silent, it does not ask for a key on the terminal; and the console is not its business.
+            # Silent, it does not ask for a key on the terminal; and the console is not its
+            # business.
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("iteration")
@@ -172,13 +182,17 @@ class MlflowService:
         title = self.options.mlflow_experiment
         experiment = client.get_experiment_by_name(title)
         place = client.create_experiment(title) if experiment is None else experiment.experiment_id
-        found = client.search_runs([place], f"tags.megatron_packed_run = '{self.run_id}'", max_results=1)
+        found = client.search_runs(
+            [place], f"tags.megatron_packed_run = '{self.run_id}'", max_results=1
+        )
         if found:
             self._run = found[0].info.run_id
             client.update_run(self._run, status="RUNNING")
         else:
             tags = {"megatron_packed_run": self.run_id}
-            self._run = client.create_run(place, tags=tags, run_name=self.options.mlflow_run_name).info.run_id
+            self._run = client.create_run(
+                place, tags=tags, run_name=self.options.mlflow_run_name
+            ).info.run_id
             for name, value in _flat(self.config):
                 client.log_param(self._run, name, str(value)[:500])
         return f"run {self._run} of experiment {title}"
@@ -213,7 +227,9 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def services(options: LoggingConfig, *, save: str | None, run_id: str, config: dict[str, Any]) -> list[Service]:
+def services(
+    options: LoggingConfig, *, save: str | None, run_id: str, config: dict[str, Any]
+) -> list[Service]:
     """Those that are asked for.
 
     Args:

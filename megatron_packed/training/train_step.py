@@ -1,13 +1,15 @@
-"""One optimizer step: forward and backward of every micro-batch, one reduction, one predicated update.
+"""One optimizer step: forward and backward of every micro-batch, one reduction, one predicated
+update.
 
 Nothing here waits for the device. What the host wants to know leaves as one small vector
 (``training/late_metrics.py``).
 
 [Note: parts of a step]
-A step is a beginning (a few launches with numbers of the host: learning rate, stop flag), a part for each micro-batch,
-and an end (sums over ranks, norm, update, metrics). The parts read what changes from step to step, the number of the
-micro-batch included, from the device, so each can be captured in a CUDA graph; `TrainStep` says what they do, and
-whether a function or a graph does it makes no difference (``cuda_graphs/full_iteration.py``).
+A step is a beginning (a few launches with numbers of the host: learning rate, stop flag), a part
+for each micro-batch, and an end (sums over ranks, norm, update, metrics). The parts read what
+changes from step to step, the number of the micro-batch included, from the device, so each can be
+captured in a CUDA graph; `TrainStep` says what they do, and whether a function or a graph does it
+makes no difference (``cuda_graphs/full_iteration.py``).
 """
 
 from __future__ import annotations
@@ -57,10 +59,13 @@ class StepValues(NamedTuple):
     nonfinite: bool
     stop_requested: bool
     bad_micro_batches: dict[int, int]
-    """Rank -> number (from 0) of the first micro-batch in which it saw a non-finite loss or input gradient."""
+    """Rank -> number (from 0) of the first micro-batch in which it saw a non-finite loss or input
+    gradient.
+    """
     held: bool = False
-    """The step, or one before it, needed more room for experts than there was: it changed nothing and must be done
-    again. See [Note: steps that are done again]."""
+    """The step, or one before it, needed more room for experts than there was: it changed nothing
+    and must be done again. See [Note: steps that are done again].
+    """
     weights_moved: bool = False
     """On some rank what graphs use lay elsewhere than where it was captured; that rank ran eagerly."""
     params_norm: float = 0.0
@@ -85,7 +90,9 @@ class StepValues(NamedTuple):
             grad_norm=of["grad_norm"][0],
             nonfinite=of["nonfinite"][0] != 0,
             stop_requested=stop != 0,
-            bad_micro_batches={rank: int(number) - 1 for rank, number in enumerate(rest) if number > 0},
+            bad_micro_batches={
+                rank: int(number) - 1 for rank, number in enumerate(rest) if number > 0
+            },
             held=of["held"][0] != 0,
             weights_moved=moved != 0,
             params_norm=of["params_norm"][0],
@@ -96,7 +103,9 @@ class StepValues(NamedTuple):
 
 
 _SIGNS = 2
-"""Those that ranks raise together: to stop, and that weights have moved. Behind them comes one of each rank."""
+"""Those that ranks raise together: to stop, and that weights have moved. Behind them comes one of
+each rank.
+"""
 _SLOTS = {
     "loss": 1,
     "aux_loss": 1,
@@ -109,7 +118,9 @@ _SLOTS = {
     "spikes": len(WATCHED),
     "signs": _SIGNS,
 }
-"""The metrics vector: name -> number of elements, in its order. After them comes the sign of each rank."""
+"""The metrics vector: name -> number of elements, in its order. After them comes the sign of each
+rank.
+"""
 
 
 def metrics_size(groups: ParallelGroups) -> int:
@@ -141,28 +152,32 @@ class TrainStep:
     """Runs optimizer steps of one model.
 
     [Note: which ranks a sum goes over]
-    Gradients, losses and counts: over the ranks that hold the same shard (``dp_cp``), each with tokens of its own.
-    Tensor-parallel ranks have found the same losses and counts, and different gradients; what they found of the
-    gradients of parameters that they hold together is summed before. Signs (slot 0: this rank was asked to stop; slot
-    1: what its graphs use has moved; slot 2 + rank: 1 + number of its first bad micro-batch) differ between all ranks:
-    their sum goes over both groups.
+    Gradients, losses and counts: over the ranks that hold the same shard (``dp_cp``), each with
+    tokens of its own. Tensor-parallel ranks have found the same losses and counts, and different
+    gradients; what they found of the gradients of parameters that they hold together is summed
+    before. Signs (slot 0: this rank was asked to stop; slot 1: what its graphs use has moved; slot
+    2 + rank: 1 + number of its first bad micro-batch) differ between all ranks: their sum goes over
+    both groups.
 
     [Note: steps without targets]
-    The host knows the target tokens of its micro-batches. ``_begin`` writes their number into a slot that is summed
-    with the gradients, so every rank sees the sum on the device, in a replayed ``finish`` too. Where it is zero the
-    step is skipped like a non-finite one: momentum and weight decay alone would move the weights.
+    The host knows the target tokens of its micro-batches. ``_begin`` writes their number into a
+    slot that is summed with the gradients, so every rank sees the sum on the device, in a replayed
+    ``finish`` too. Where it is zero the step is skipped like a non-finite one: momentum and weight
+    decay alone would move the weights.
 
     [Note: steps that are done again]
-    A step in which a buffer for experts overflowed anywhere is not applied, and nor is any step behind it, until the
-    host has learnt of it and calls ``redo``: the flag stays up on the device. So steps take effect in their order, and
-    weights are those of a run with room for everything.
+    A step in which a buffer for experts overflowed anywhere is not applied, and nor is any step
+    behind it, until the host has learnt of it and calls ``redo``: the flag stays up on the device.
+    So steps take effect in their order, and weights are those of a run with room for everything.
 
     Args:
         model: the model, its parameters living in ``buffers``.
-        buffers: flat parameters and gradients with the slots of ``extra_slots`` and ``counter_slots``.
+        buffers: flat parameters and gradients with the slots of ``extra_slots`` and
+        ``counter_slots``.
         optimizer: steps over the same buffers.
         groups: process groups of this rank.
-        overlap: whether gradients are summed over data-parallel ranks while the last backward pass still runs.
+        overlap: whether gradients are summed over data-parallel ranks while the last backward pass
+            still runs.
     """
 
     def __init__(
@@ -177,25 +192,36 @@ class TrainStep:
         self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
         self.device = buffers.device
         self.graphs: GraphRunner | FullIteration | None = None
-        """Replays what it has captured, of the model or of whole parts of a step; None: all of it runs eagerly."""
+        """Replays what it has captured, of the model or of whole parts of a step; None: all of it
+        runs eagerly.
+        """
         self.beat: Callable[[], None] = lambda: None
         """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
-        self._signs = torch.zeros(_SIGNS, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        self._signs = torch.zeros(
+            _SIGNS, dtype=torch.float32, pin_memory=self.device.type == "cuda"
+        )
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
-            self.overlapped = OverlappedReduce(buffers, groups, model.stages, late=self._shared.parameters)
+            self.overlapped = OverlappedReduce(
+                buffers, groups, model.stages, late=self._shared.parameters
+            )
         size, counts = metrics_size(groups), sum(counter_slots(model).values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
-        """Numbers that one copy takes to the host: ``metrics``, then the counters by layer. See `counts_of`."""
+        """Numbers that one copy takes to the host: ``metrics``, then the counters by layer. See
+        `counts_of`.
+        """
         self.metrics = self.numbers[:size]
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
-        # A non-finite value made anywhere in the backward pass reaches the gradient of the embedding's output. The
-        # embedding is in no graph of a layer, so its hooks see every micro-batch.
-        model.embedding.register_forward_hook(lambda _module, _inputs, output: self._watch_gradient(output))
+        # A non-finite value made anywhere in the backward pass reaches the gradient of the
+        # embedding's output. The embedding is in no graph of a layer, so its hooks see every
+        # micro-batch.
+        model.embedding.register_forward_hook(
+            lambda _module, _inputs, output: self._watch_gradient(output)
+        )
 
     def __call__(
         self,
@@ -208,19 +234,28 @@ class TrainStep:
         """Queue one step. Reads: [Note: parts of a step].
 
         Args:
-            micro_batches: this rank's, on the device or pinned on the host (copied here, one copy each).
+            micro_batches: this rank's, on the device or pinned on the host (copied here, one copy
+            each).
             lr: learning rate of this step.
-            stop_requested: this rank was asked to stop; all ranks learn of it from the returned vector.
-            checks: made in this step, on all ranks. Sums of gradients that are checked overlap with nothing, and the
-                end of the step is not replayed.
+            stop_requested: this rank was asked to stop; all ranks learn of it from the returned
+            vector.
+            checks: made in this step, on all ranks. Sums of gradients that are checked overlap with
+                nothing, and the end of the step is not replayed.
         Returns:
-            The metrics vector ``(metrics_size(groups),)`` float32 on the device; the same memory every step.
+            The metrics vector ``(metrics_size(groups),)`` float32 on the device; the same memory
+            every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
-        self._begin(lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches))
+        self._begin(
+            lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches)
+        )
         for number, micro_batch in enumerate(micro_batches, start=1):
-            sums = self.overlapped is not None and checks.gradients is None and number == len(micro_batches)
+            sums = (
+                self.overlapped is not None
+                and checks.gradients is None
+                and number == len(micro_batches)
+            )
             self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
         if checks.weights is not None:
             checks.weights()
@@ -240,7 +275,8 @@ class TrainStep:
         stop_requested: bool = False,
         checks: StepChecks = UNCHECKED,
     ) -> Tensor:
-        """The first step that was held, again with room for all rows of experts; all ranks call it together.
+        """The first step that was held, again with room for all rows of experts; all ranks call it
+        together.
 
         Arguments and result as of a step. The steps that were held behind it come next, as usual.
         Reads: [Note: steps that are done again].
@@ -251,7 +287,9 @@ class TrainStep:
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
-        """Inside, no buffer for experts overflows: all have their worst size, which graphs were not captured with."""
+        """Inside, no buffer for experts overflows: all have their worst size, which graphs were not
+        captured with.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.model.full_expert_buffers())
             if self.graphs is not None and self.model.bounds_expert_buffers:
@@ -267,7 +305,9 @@ class TrainStep:
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
-        """What a micro-batch on the device may be given to, by name; each leaves its results in persistent memory."""
+        """What a micro-batch on the device may be given to, by name; each leaves its results in
+        persistent memory.
+        """
         return {
             MICRO_BATCH: self.micro_batch,
             LAST_MICRO_BATCH: self.last_micro_batch,
@@ -281,12 +321,16 @@ class TrainStep:
         return micro_batch.to(self.device, non_blocking=True)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
-        """One micro-batch on the device; its gradients are added to the flat buffer, and nothing else is touched."""
+        """One micro-batch on the device; its gradients are added to the flat buffer, and nothing
+        else is touched.
+        """
         with nullcontext() if self.model.offload is None else self.model.offload.whole_pass():
             return self.model.forward_backward(micro_batch)
 
     def micro_batch(self, micro_batch: MicroBatch) -> None:
-        """One micro-batch on the device: its gradients, losses and counts are added to those of the step."""
+        """One micro-batch on the device: its gradients, losses and counts are added to those of the
+        step.
+        """
         output = self.forward_backward(micro_batch)
         extras = self.buffers.extras
         with torch.no_grad():
@@ -309,7 +353,9 @@ class TrainStep:
             counters["dropped_assignments"].add_(output.dropped_assignments)
 
     def last_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """As `micro_batch`, for the last of a step with overlap: sums begin in its backward pass, and are there."""
+        """As `micro_batch`, for the last of a step with overlap: sums begin in its backward pass,
+        and are there.
+        """
         assert self.overlapped is not None
         self.overlapped.begin()
         try:
@@ -332,7 +378,8 @@ class TrainStep:
         """After the last micro-batch: sums over ranks, the update, and the metrics.
 
         Args:
-            check: called with the sum over replicas, which no micro-batch has begun then, and runs it.
+            check: called with the sum over replicas, which no micro-batch has begun then, and runs
+                it.
         """
         if check is None:
             self._reduce()
@@ -345,7 +392,9 @@ class TrainStep:
         extras = self.buffers.extras
         self._held.add_(extras["overflow"])
         with record_function("optim::step"):
-            no_targets = (extras["targets"][0] == 0).to(torch.float32)  # See [Note: steps without targets].
+            no_targets = (extras["targets"][0] == 0).to(
+                torch.float32
+            )  # See [Note: steps without targets].
             stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0] + no_targets)
         if self.model.num_moe_layers:
             counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
@@ -370,7 +419,8 @@ class TrainStep:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, parts of a step may run on anything, all ranks alike, and nothing of it stays: steps are held.
+        """Inside, parts of a step may run on anything, all ranks alike, and nothing of it stays:
+        steps are held.
 
         Gradients are zero afterwards.
         """
@@ -380,10 +430,14 @@ class TrainStep:
         self.buffers.zero_grad()
 
     def places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Where the tensors are kept that parts of a step read or write, other than in local variables."""
+        """Where the tensors are kept that parts of a step read or write, other than in local
+        variables.
+        """
         optimizer, buffers, spikes = vars(self.optimizer), vars(self.buffers), self.optimizer.spikes
         parameters = self.buffers.parameters.values()
-        modules = (place for part in self.model.modules() for place in (part._parameters, part._buffers))
+        modules = (
+            place for part in self.model.modules() for place in (part._parameters, part._buffers)
+        )
         return [
             *((place, name) for place in modules for name in place),
             *((vars(parameter), "main_grad") for parameter in parameters),
@@ -395,9 +449,15 @@ class TrainStep:
     def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
         self.buffers.zero_grad()
         self.optimizer.set_lr(lr)
-        self.buffers.extras["targets"].fill_(targets)  # a kernel argument: no host memory to wait for
-        # The last step's copy may be under way: a sign stays until all have seen it, so an early one does no harm.
-        self._signs[0], self._signs[1] = stop_requested, self.graphs is not None and self.graphs.moved
+        self.buffers.extras["targets"].fill_(
+            targets
+        )  # a kernel argument: no host memory to wait for
+        # The last step's copy may be under way: a sign stays until all have seen it, so an early
+        # one does no harm.
+        self._signs[0], self._signs[1] = (
+            stop_requested,
+            self.graphs is not None and self.graphs.moved,
+        )
         self.buffers.extras["signs"][:_SIGNS].copy_(self._signs, non_blocking=True)
 
     def _run(self, part: str, micro_batch: MicroBatch) -> None:

@@ -50,9 +50,9 @@ class Trainer:
     """Runs a training job that is already built; the same on every rank.
 
     [Note: when a run may stop]
-    What all ranks must decide alike (a signal, a non-finite step, graphs that one rank must capture again) is read from
-    the all-reduced metrics of the step before, at the same place on every rank. Time limits are rank 0's clock and
-    travel as a signal does.
+    What all ranks must decide alike (a signal, a non-finite step, graphs that one rank must capture
+    again) is read from the all-reduced metrics of the step before, at the same place on every rank.
+    Time limits are rank 0's clock and travel as a signal does.
     """
 
     config: RunConfig
@@ -77,13 +77,17 @@ class Trainer:
 
     def __post_init__(self) -> None:
         told = {} if self.heartbeat is None else {"waits": self.heartbeat.waits}
-        self._late: LateMetrics[StepFacts] = LateMetrics(self.step.numbers.numel(), self.groups.device, **told)
+        self._late: LateMetrics[StepFacts] = LateMetrics(
+            self.step.numbers.numel(), self.groups.device, **told
+        )
         if self.heartbeat is not None:
             self.step.beat = self.heartbeat.beat
         self._garbage = Garbage(self.config.training)
         self._peak = peak_flops(self.groups.device)
         self._complained: list[Writer] = []
-        self._in_flight: dict[int, list[MicroBatch]] = {}  # iteration -> its micro-batches, until its metrics are there
+        self._in_flight: dict[
+            int, list[MicroBatch]
+        ] = {}  # iteration -> its micro-batches, until its metrics are there
         self._known_fallbacks: set[str] = set()
         self._weights_moved = False
         self._started = time.perf_counter()
@@ -102,7 +106,10 @@ class Trainer:
             self.validate()
             self.evaluate_test()
             return ExitCode.DONE
-        if self._due(training.validation_interval) and 0 < progress.iteration != progress.validated_at:
+        if (
+            self._due(training.validation_interval)
+            and 0 < progress.iteration != progress.validated_at
+        ):
             self.validate()  # was due when the run was stopped, which saved at once
         if self._profiler_turns():
             self._turn_profiler()
@@ -111,7 +118,9 @@ class Trainer:
             exit_code = self._settle(self._one_step())
             self._garbage.after_step(progress.iteration)
             self._say_saved(self.state.saved())
-            if exit_code is None and self._due(training.check_weight_hash_across_dp_replicas_interval):
+            if exit_code is None and self._due(
+                training.check_weight_hash_across_dp_replicas_interval
+            ):
                 exit_code = self._pause(self._replicas.weights)
             if exit_code is None and self._validation_due():
                 exit_code = self._pause(self.validate)
@@ -124,7 +133,9 @@ class Trainer:
             if exit_code is None and self._profiler_turns():
                 exit_code = self._pause(self._turn_profiler)
             if exit_code is None and self._due(training.exit_interval):
-                self.console.say(f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping.")
+                self.console.say(
+                    f"Iteration {progress.iteration} is a multiple of --exit-interval: stopping."
+                )
                 exit_code = ExitCode.DONE
         late = self._settle(self._late.flush())
         self.step.buffers.wait_params()
@@ -133,23 +144,34 @@ class Trainer:
                 self.profiler.end(progress.iteration)
         if late is not None and exit_code in (None, ExitCode.DONE):
             exit_code = late
-        if exit_code is None and training.validation_interval and progress.validated_at != progress.iteration:
+        if (
+            exit_code is None
+            and training.validation_interval
+            and progress.validated_at != progress.iteration
+        ):
             self.validate()
-        # After a non-finite step, too: weights and moments are clean, and nothing learned since the last save is lost.
+        # After a non-finite step, too: weights and moments are clean, and nothing learned since the
+        # last save is lost.
         if self._saved_at != progress.iteration:
             self.save()
         with self._resting():
             self._say_saved(self.state.saved(wait=True))
         if exit_code == ExitCode.PREEMPTED:
             kept = self.config.checkpoint.save is not None
-            hint = "Run the same command again to go on." if kept else "Nothing is kept: there is no --save."
+            hint = (
+                "Run the same command again to go on."
+                if kept
+                else "Nothing is kept: there is no --save."
+            )
             self.console.say(f"Stopped on request. {hint}")
         if exit_code in (None, ExitCode.DONE) and progress.iteration >= self.last_iteration:
             self.evaluate_test()
         return ExitCode.DONE if exit_code is None else exit_code
 
     def validate(self) -> float | None:
-        """Loss in nats per target token over the validation plan, on all ranks; None without validation data."""
+        """Loss in nats per target token over the validation plan, on all ranks; None without
+        validation data.
+        """
         if self.valid is None:
             return None
         loss = self._evaluate(self.valid, "validation", "valid")
@@ -162,7 +184,9 @@ class Trainer:
         return None if self.test is None else self._evaluate(self.test, "test", "test")
 
     def _evaluate(self, stream: Stream, name: str, field: str) -> float:
-        """Loss in nats per target token over a finite plan, on all ranks: said, and written as ``{field}_loss``."""
+        """Loss in nats per target token over a finite plan, on all ranks: said, and written as
+        ``{field}_loss``.
+        """
         targets = 0
         self.step.validation_loss.zero_()
         with self._garbage.in_validation():
@@ -188,7 +212,8 @@ class Trainer:
         return loss
 
     def audit(self) -> None:
-        """Compares replay and eager on a micro-batch of the next step, if one of them would be replayed.
+        """Compares replay and eager on a micro-batch of the next step, if one of them would be
+        replayed.
 
         Raises:
             AuditMismatchError: they differ.
@@ -209,7 +234,9 @@ class Trainer:
                 seconds = time.perf_counter() - begun
                 self.console.say(f"audit at step {progress.iteration}: {found}, in {seconds:.1f} s")
                 return
-        self.console.say(f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed")
+        self.console.say(
+            f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed"
+        )
 
     def _profiler_turns(self) -> bool:
         return self.profiler is not None and self.profiler.turns_at(self.state.progress.iteration)
@@ -236,7 +263,9 @@ class Trainer:
     def _say_saved(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
             return
-        self.console.say(f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)")
+        self.console.say(
+            f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)"
+        )
         for warning in saved.warnings:
             self.console.warn(warning)
         if self.progress_log is not None and self.config.checkpoint.async_save:
@@ -255,7 +284,10 @@ class Trainer:
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         self._in_flight[facts.iteration] = micro_batches
         self.step(
-            micro_batches, lr, stop_requested=self._stop_requested(), checks=self._checks(facts.iteration)
+            micro_batches,
+            lr,
+            stop_requested=self._stop_requested(),
+            checks=self._checks(facts.iteration),
         )
         self.step.beat()
         facts = replace(facts, offload=self._end_offload())
@@ -278,11 +310,15 @@ class Trainer:
         return offload.figures
 
     def _micro_batches(self, number: int) -> list[MicroBatch]:
-        """Of this rank in a step; a rank with fewer than the others would wait for them in the wrong collective."""
+        """Of this rank in a step; a rank with fewer than the others would wait for them in the
+        wrong collective.
+        """
         micro_batches = self._loaded(self.train, number)
         expected = self.config.packs_per_step() // self.groups.dp_size
         if len(micro_batches) != expected:
-            raise DataError(f"the loader gave {len(micro_batches)} packs, but in a step every rank has {expected}")
+            raise DataError(
+                f"the loader gave {len(micro_batches)} packs, but in a step every rank has {expected}"
+            )
         return micro_batches
 
     def _loaded(self, stream: Stream, number: int) -> list[MicroBatch]:
@@ -301,7 +337,9 @@ class Trainer:
         gradients = training.check_grad_hash_across_dp_replicas_interval
         return StepChecks(
             weights=self._replicas.weights if weights and iteration % weights == 0 else None,
-            gradients=self._replicas.gradients if gradients and iteration % gradients == 0 else None,
+            gradients=self._replicas.gradients
+            if gradients and iteration % gradients == 0
+            else None,
         )
 
     @contextmanager
@@ -322,7 +360,9 @@ class Trainer:
     def _say_new_fallbacks(self, counters: GraphCounters) -> None:
         for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):
             self._known_fallbacks.add(reason)
-            self.console.say(f"CUDA graphs: a micro-batch ran eagerly, with the same result: {reason}")
+            self.console.say(
+                f"CUDA graphs: a micro-batch ran eagerly, with the same result: {reason}"
+            )
 
     def _facts(self, number: int, lr: float) -> StepFacts:
         plan = self.train.plan.step(number)
@@ -345,7 +385,9 @@ class Trainer:
         )
 
     def _settle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
-        """Takes a finished step, or does it again if it was held; the exit code if it is a reason to stop."""
+        """Takes a finished step, or does it again if it was held; the exit code if it is a reason
+        to stop.
+        """
         if arrived is None:
             return None
         if self._values(arrived).held:
@@ -357,7 +399,9 @@ class Trainer:
         return StepValues.from_list(arrived.values[: self.step.metrics.numel()])
 
     def _redo(self, facts: StepFacts) -> ExitCode | None:
-        """The step again, and behind it the one that was queued meanwhile. Reads: [Note: steps that are done again]."""
+        """The step again, and behind it the one that was queued meanwhile. Reads: [Note: steps that
+        are done again].
+        """
         self.console.say(
             f"step {facts.iteration} needed more room for experts than --moe-expert-rank-capacity-factor leaves; it is "
             "done again with room for all of its tokens."
@@ -384,7 +428,9 @@ class Trainer:
         return exit_code
 
     def _handle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
-        """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may stop]."""
+        """Logs a finished step; the exit code if it is a reason to stop. See [Note: when a run may
+        stop].
+        """
         if arrived is None:
             return None
         training, progress = self.config.training, self.state.progress
@@ -413,10 +459,14 @@ class Trainer:
         self.console.step(record)
         self._write(record.as_dict())
         count_incidents(progress, values, training)
-        for sentence in sentences(record.iteration, values, progress, training, self.groups.tp_cp_size):
+        for sentence in sentences(
+            record.iteration, values, progress, training, self.groups.tp_cp_size
+        ):
             self.console.warn(sentence)
         if values.nonfinite and training.on_nonfinite == "stop":
-            self.console.say("Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on.")
+            self.console.say(
+                "Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on."
+            )
             return ExitCode.NONFINITE
         return ExitCode.PREEMPTED if values.stop_requested else None
 
@@ -431,10 +481,14 @@ class Trainer:
     def _validation_due(self) -> bool:
         """At the last step, too: before its checkpoint, which knows of it then and is written once."""
         interval = self.config.training.validation_interval
-        return self._due(interval) or (bool(interval) and self.state.progress.iteration == self.last_iteration)
+        return self._due(interval) or (
+            bool(interval) and self.state.progress.iteration == self.last_iteration
+        )
 
     def _pause(self, action: Callable[[], object]) -> ExitCode | None:
-        """Runs something that is no step: the last step's metrics are logged first, its time counts for no step."""
+        """Runs something that is no step: the last step's metrics are logged first, its time counts
+        for no step.
+        """
         exit_code = self._settle(self._late.flush())
         self.step.buffers.wait_params()
         if exit_code is None:
@@ -449,5 +503,7 @@ class Trainer:
                 writer.write(record)
             except OSError as error:
                 if writer not in self._complained:
-                    self.console.warn(f"the numbers of this run cannot be written: {error}; it goes on without them.")
+                    self.console.warn(
+                        f"the numbers of this run cannot be written: {error}; it goes on without them."
+                    )
                     self._complained.append(writer)

@@ -1,4 +1,6 @@
-"""Where a run's numbers go beside the console: JSONL, TensorBoard when a folder is given (services: `trackers.py`)."""
+"""Where a run's numbers go beside the console: JSONL, TensorBoard when a folder is given (services:
+`trackers.py`).
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,20 @@ class JsonlWriter:
     """Appends one object per line, each in a single write, so that a killed run leaves whole lines.
 
     Args:
-        path: the file; its folder is made. A line cut off by a killed run is removed before the first write.
-        first_iteration: lines of this step and later are from a run that was killed after its last checkpoint; they are
-            dropped, so that a resumed run's file reads like the file of a run that was never stopped.
-        opening: what the first line has beside the numbers of its step, where the lines that are kept do not say the
-            same.
+        path: the file; its folder is made. A line cut off by a killed run is removed before the
+        first write.
+        first_iteration: lines of this step and later are from a run that was killed after its last
+            checkpoint; they are dropped, so that a resumed run's file reads like the file of a run
+            that was never stopped.
+        opening: what the first line has beside the numbers of its step, where the lines that are
+            kept do not say the same.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], first_iteration: int, opening: Mapping[str, object] | None = None
+        self,
+        path: str | os.PathLike[str],
+        first_iteration: int,
+        opening: Mapping[str, object] | None = None,
     ) -> None:
         self._path = Path(path)
         self._opening = json.loads(json.dumps(dict(opening or {})))
@@ -61,7 +68,9 @@ class JsonlWriter:
             if line.endswith(b"\n") and iteration < first_iteration:
                 kept.append(line)
                 said |= {name: record[name] for name in self._opening if name in record}
-        self._opening = {name: value for name, value in self._opening.items() if said.get(name) != value}
+        self._opening = {
+            name: value for name, value in self._opening.items() if said.get(name) != value
+        }
         part = self._path.with_name(self._path.name + ".part")
         part.write_bytes(b"".join(kept))
         os.replace(part, self._path)
@@ -73,7 +82,12 @@ class JsonlWriter:
         """
         size = os.fstat(self._file.fileno()).st_size
         whole = {**record, **self._opening}
-        line = json.dumps({key: _finite(value) for key, value in whole.items()}, allow_nan=False).encode() + b"\n"
+        line = (
+            json.dumps(
+                {key: _finite(value) for key, value in whole.items()}, allow_nan=False
+            ).encode()
+            + b"\n"
+        )
         written = self._file.write(line)
         if written != len(line):  # a disk that has just become full takes what fits
             os.ftruncate(self._file.fileno(), size)
@@ -88,7 +102,8 @@ class TensorBoardWriter:
     """Scalars for TensorBoard.
 
     Args:
-        first_iteration: what the folder holds of this step and later is no longer shown, as in `JsonlWriter`.
+        first_iteration: what the folder holds of this step and later is no longer shown, as in
+        `JsonlWriter`.
     Raises:
         ValueError: TensorBoard is not installed.
     """
@@ -109,7 +124,9 @@ class TensorBoardWriter:
                 self._writer.add_scalar(name, value, step)
         for name in ("valid", "test"):
             if isinstance(loss := record.get(f"{name}_loss"), float):
-                self._writer.add_scalar(f"{name}_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step)
+                self._writer.add_scalar(
+                    f"{name}_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step
+                )
 
     def close(self, *, failed: bool = False) -> None:
         self._writer.close()

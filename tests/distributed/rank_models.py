@@ -1,4 +1,6 @@
-"""Models whose ranks are to compute what one process computes, and what is left out of them to see that it is seen."""
+"""Models whose ranks are to compute what one process computes, and what is left out of them to see
+that it is seen.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,25 @@ def build(
     """A tiny model in training mode; in float64 all of it, also what stays float32 otherwise."""
     config = cases.tiny_config(pattern, **changes)
     model = HybridModel(
-        config, vocab_size=cases.VOCAB, max_positions=max_positions, groups=groups, dtype=dtype, seed=7, **options
+        config,
+        vocab_size=cases.VOCAB,
+        max_positions=max_positions,
+        groups=groups,
+        dtype=dtype,
+        seed=7,
+        **options,
     ).train()
     sharded = model.sharded_parameters()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # zeros and ones would hide which part a rank holds
+        for (
+            name,
+            parameter,
+        ) in model.named_parameters():  # zeros and ones would hide which part a rank holds
             if name.endswith("bias") or "norm" in name:
                 shape = sharded[name].global_shape
-                parameter.copy_(sharded[name].shard.take(torch.linspace(0.5, 1.5, shape.numel()).view(shape)))
+                parameter.copy_(
+                    sharded[name].shard.take(torch.linspace(0.5, 1.5, shape.numel()).view(shape))
+                )
         for layer in model.moe_layers:
             layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
     if dtype == torch.float64:
@@ -56,7 +69,9 @@ def build(
 def observe(model: HybridModel, batch: MicroBatch) -> dict[str, Tensor]:
     """Losses of this rank's tokens, and gradients of its rows of the embedding's output."""
     inputs: list[Tensor] = []
-    handle = model.embedding.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
+    handle = model.embedding.register_forward_hook(
+        lambda _module, _inputs, output: inputs.append(output)
+    )
     output = model(batch)
     handle.remove()
     (gradient_TD,) = torch.autograd.grad(output.loss, inputs)

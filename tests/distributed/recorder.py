@@ -18,7 +18,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = result if isinstance(result, (tuple, list)) else [result]
-        self.calls.append((str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]))
+        self.calls.append(
+            (str(func), [tuple(value.shape) for value in outputs if isinstance(value, Tensor)])
+        )
         return result
 
     def collectives(self) -> list[str]:

@@ -1,4 +1,6 @@
-"""Two processes save and load: shares, agreement on errors and damage, a rank that dies, other world sizes."""
+"""Two processes save and load: shares, agreement on errors and damage, a rank that dies, other
+world sizes.
+"""
 
 import os
 import signal
@@ -10,7 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint import load as load_module
-from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
+from megatron_packed.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    NoCheckpointError,
+)
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import SAVE_SITES, SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
@@ -34,13 +40,22 @@ def rng_state(rank: int, seed: int) -> State:
     return {f"rng/rank_{rank}/torch": torch.full((500,), seed + 100 * rank, dtype=torch.uint8)}
 
 
-def save(root: str, step: int, groups: ParallelGroups, on_site=lambda site: None) -> SavedCheckpoint:
+def save(
+    root: str, step: int, groups: ParallelGroups, on_site=lambda site: None
+) -> SavedCheckpoint:
     shards = split_replicated(make_state(step), groups.rank, groups.world_size)
     shards += whole_tensors(rng_state(groups.rank, step))
     return save_checkpoint(
-        root, step, shards, {"step": step}, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group,
-        keep_last=1, on_site=on_site,
-    )  # fmt: skip
+        root,
+        step,
+        shards,
+        {"step": step},
+        rank=groups.rank,
+        world_size=groups.world_size,
+        group=groups.dp_group,
+        keep_last=1,
+        on_site=on_site,
+    )
 
 
 def load(path: str, groups: ParallelGroups, **more) -> tuple[int, bool, str]:
@@ -49,12 +64,22 @@ def load(path: str, groups: ParallelGroups, **more) -> tuple[int, bool, str]:
     rng = {name: torch.zeros_like(tensor) for name, tensor in rng_state(groups.rank, 0).items()}
     lines: list[str] = []
     loaded = load_checkpoint(
-        path, whole_tensors({**found, **rng}), rank=groups.rank, world_size=groups.world_size, group=groups.dp_group,
-        allow_missing=("rng/",), allow_extra=("rng/",), warn=lines.append, **more,
-    )  # fmt: skip
+        path,
+        whole_tensors({**found, **rng}),
+        rank=groups.rank,
+        world_size=groups.world_size,
+        group=groups.dp_group,
+        allow_missing=("rng/",),
+        allow_extra=("rng/",),
+        warn=lines.append,
+        **more,
+    )
     good = all(torch.equal(found[name], tensor) for name, tensor in make_state(loaded.step).items())
     if not loaded.missing:
-        good &= all(torch.equal(rng[name], tensor) for name, tensor in rng_state(groups.rank, loaded.step).items())
+        good &= all(
+            torch.equal(rng[name], tensor)
+            for name, tensor in rng_state(groups.rank, loaded.step).items()
+        )
     return loaded.step, good and loaded.metadata == {"step": loaded.step}, "\n".join(lines)
 
 
@@ -70,7 +95,10 @@ def _round_trip(groups: ParallelGroups, root: str) -> dict:
     with pytest.raises(NoCheckpointError):
         load(root, groups)
     saved = save(root, 10, groups)
-    return {"sizes": [f.stat().st_size for f in sorted(saved.path.glob("rank_*"))], "loaded": load(root, groups)}
+    return {
+        "sizes": [f.stat().st_size for f in sorted(saved.path.glob("rank_*"))],
+        "loaded": load(root, groups),
+    }
 
 
 def _load(groups: ParallelGroups, root: str) -> tuple[int, bool, str]:
@@ -80,17 +108,24 @@ def _load(groups: ParallelGroups, root: str) -> tuple[int, bool, str]:
 def test_two_processes_one_two(tmp_path):
     results = run_distributed(_round_trip, 2, str(tmp_path))
     one, two = results[0]["sizes"]
-    assert abs(one - two) < 200 and one > 30_000  # both write, the same amount but for their headers
+    assert (
+        abs(one - two) < 200 and one > 30_000
+    )  # both write, the same amount but for their headers
     assert [result["loaded"] for result in results] == [(10, True, "")] * 2
     alone = ParallelGroups.single()
     assert load(str(tmp_path), alone) == (10, True, "")
     save(str(tmp_path), 20, alone)
-    assert sorted(os.listdir(tmp_path / "step_00000020")) == ["manifest.json", "rank_00000.safetensors"]
+    assert sorted(os.listdir(tmp_path / "step_00000020")) == [
+        "manifest.json",
+        "rank_00000.safetensors",
+    ]
     assert run_distributed(_load, 2, str(tmp_path)) == [(20, True, "")] * 2
 
 
 def _fail_everywhere(groups: ParallelGroups, root: str) -> list[str]:
-    """Let one rank's disk fail at every site in turn; what each rank saw, and that the next load is sound."""
+    """Let one rank's disk fail at every site in turn; what each rank saw, and that the next load is
+    sound.
+    """
     save(root, 1, groups)
     newest, step, seen = 1, 1, []
     for failing in (0, 1):
@@ -131,10 +166,15 @@ def test_an_error_on_one_rank_is_raised_on_both_and_nothing_hangs(tmp_path):
         elif site.startswith("latest.") or site == "save.old_removed":
             assert outcome == "warned", line
         else:
-            assert f"\n  rank {failing}: OSError: [Errno 28] No space left on device" in outcome, line
+            assert f"\n  rank {failing}: OSError: [Errno 28] No space left on device" in outcome, (
+                line
+            )
             assert "ROOT" in outcome and "failed on 1 of 2 ranks" in outcome
             published = SAVE_SITES.index(site) >= SAVE_SITES.index("save.published")
-            assert ("it was published" in outcome, "nothing was published" in outcome) == (published, not published)
+            assert ("it was published" in outcome, "nothing was published" in outcome) == (
+                published,
+                not published,
+            )
 
 
 def _damage(groups: ParallelGroups, root: str) -> dict:
@@ -146,7 +186,9 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
 
         def refuse(directory, manifest, index):
             if manifest.step == 20:
-                raise CheckpointError("cannot be opened", path=directory, expected="a file", found="stale handle")
+                raise CheckpointError(
+                    "cannot be opened", path=directory, expected="a file", found="stale handle"
+                )
             return original(directory, manifest, index)
 
         load_module._open = refuse
@@ -158,21 +200,41 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
         wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)
     try:
         load_checkpoint(
-            root, whole_tensors(wrong), rank=groups.rank, world_size=2, group=groups.dp_group, allow_extra=("rng/",)
+            root,
+            whole_tensors(wrong),
+            rank=groups.rank,
+            world_size=2,
+            group=groups.dp_group,
+            allow_extra=("rng/",),
         )
     except CheckpointMismatchError as error:
         results["one rank wants another shape"] = str(error)
     wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)
     pieces = 2 * whole_tensors(wrong)  # as of a matrix that is cut
     try:
-        load_checkpoint(root, pieces, rank=groups.rank, world_size=2, group=groups.dp_group, allow_extra=("rng/",))
+        load_checkpoint(
+            root,
+            pieces,
+            rank=groups.rank,
+            world_size=2,
+            group=groups.dp_group,
+            allow_extra=("rng/",),
+        )
     except CheckpointMismatchError as error:
         results["both want another shape"] = str(error)
     overlapping = [
-        TensorShard(name="w", global_shape=(4,), start=groups.rank, end=groups.rank + 2, tensor=torch.zeros(2))
+        TensorShard(
+            name="w",
+            global_shape=(4,),
+            start=groups.rank,
+            end=groups.rank + 2,
+            tensor=torch.zeros(2),
+        )
     ]
     try:
-        save_checkpoint(root, 30, overlapping, {}, rank=groups.rank, world_size=2, group=groups.dp_group)
+        save_checkpoint(
+            root, 30, overlapping, {}, rank=groups.rank, world_size=2, group=groups.dp_group
+        )
     except CheckpointError as error:
         results["overlap"] = str(error)
     torch.distributed.barrier()
@@ -194,18 +256,34 @@ def test_both_ranks_decide_alike(tmp_path):
             step, good, lines = result[kind]
             assert (step, good) == (10, True)
             assert ("step_00000020 is rejected" in lines) == (rank == 0)
-        assert "rank 1: layers.0.norm is BF16 [57], wanted is BF16 [58]" in result["one rank wants another shape"]
-        assert "\n  ranks 0, 1: layers.0.norm is BF16 [57], wanted is BF16 [58]" in result["both want another shape"]
+        assert (
+            "rank 1: layers.0.norm is BF16 [57], wanted is BF16 [58]"
+            in result["one rank wants another shape"]
+        )
+        assert (
+            "\n  ranks 0, 1: layers.0.norm is BF16 [57], wanted is BF16 [58]"
+            in result["both want another shape"]
+        )
         assert result["both want another shape"].count("wanted is") == 1
         assert "do not cover its 4 elements once each" in result["overlap"]
         assert "rank 0:" in result["overlap"]
-    assert "rank 1" in results[0]["one rank cannot read"][2] and "stale handle" in results[0]["one rank cannot read"][2]
-    assert "expected crc32c" in results[0]["flipped"][2] or "expected crc32 " in results[0]["flipped"][2]
+    assert (
+        "rank 1" in results[0]["one rank cannot read"][2]
+        and "stale handle" in results[0]["one rank cannot read"][2]
+    )
+    assert (
+        "expected crc32c" in results[0]["flipped"][2]
+        or "expected crc32 " in results[0]["flipped"][2]
+    )
 
 
 def _save_and_damage(groups: ParallelGroups, root: str) -> dict:
-    shards = split_replicated(make_state(20), groups.rank, 2) + whole_tensors(rng_state(groups.rank, 20))
-    save_checkpoint(root, 20, shards, {"step": 20}, rank=groups.rank, world_size=2, group=groups.dp_group)
+    shards = split_replicated(make_state(20), groups.rank, 2) + whole_tensors(
+        rng_state(groups.rank, 20)
+    )
+    save_checkpoint(
+        root, 20, shards, {"step": 20}, rank=groups.rank, world_size=2, group=groups.dp_group
+    )
     return _damage(groups, root)
 
 

@@ -1,4 +1,6 @@
-"""Context parallelism: every layout computes what one process computes, and documents cut anywhere stay apart."""
+"""Context parallelism: every layout computes what one process computes, and documents cut anywhere
+stay apart.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,41 @@ ALIGNMENT = 8
 TOKENS = 112
 AUX_SCALE = 0.5
 
-TIED = {"untie_embeddings_and_output_weights": False, "mamba_num_heads": 8, "num_attention_heads": 8}
+TIED = {
+    "untie_embeddings_and_output_weights": False,
+    "mamba_num_heads": 8,
+    "num_attention_heads": 8,
+}
 LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
 ROPE = {"position_embedding_type": "rope", "rotary_percent": 0.5}
 CASES: dict[str, dict[str, Any]] = {
-    "groups and keys shared by ranks": {**TIED, **LOSSES, "mamba_num_groups": 1, "num_query_groups": 1},
+    "groups and keys shared by ranks": {
+        **TIED,
+        **LOSSES,
+        "mamba_num_groups": 1,
+        "num_query_groups": 1,
+    },
     "groups and keys for all ranks, rope, expert bias": {
-        **TIED, **LOSSES, **ROPE, "mamba_num_groups": 8, "num_query_groups": 8, "squared_relu": False, "swiglu": True,
-        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "add_qkv_bias": True,
+        **TIED,
+        **LOSSES,
+        **ROPE,
+        "mamba_num_groups": 8,
+        "num_query_groups": 8,
+        "squared_relu": False,
+        "swiglu": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "add_qkv_bias": True,
         "moe_shared_expert_intermediate_size": 24,
     },
     "two groups, layer norm, biases": {
-        **TIED, **ROPE, "normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True,
+        **TIED,
+        **ROPE,
+        "normalization": "LayerNorm",
+        "squared_relu": False,
+        "add_bias_linear": True,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -69,25 +92,38 @@ class Run:
 
 def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
     return rank_models.build(
-        run.pattern, run.changes, groups, dtype=run.dtype, max_positions=TOKENS, cp_comm_type=run.comm_type,
+        run.pattern,
+        run.changes,
+        groups,
+        dtype=run.dtype,
+        max_positions=TOKENS,
+        cp_comm_type=run.comm_type,
         sequence_parallel=run.sequence_parallel,
-    )  # fmt: skip
+    )
 
 
 def pack(lengths: list[int], run: Run, *, seed: int = 0, **options: Any) -> MicroBatch:
     documents = cases.make_documents(lengths, seed=seed)
     return MicroBatch.build(
-        documents, TOKENS, len(lengths) + 2, (1 / cases.count_targets(documents), AUX_SCALE),
-        alignment=run.alignment, **options,
-    )  # fmt: skip
+        documents,
+        TOKENS,
+        len(lengths) + 2,
+        (1 / cases.count_targets(documents), AUX_SCALE),
+        alignment=run.alignment,
+        **options,
+    )
 
 
 PACKS = [[1, 2, 3, 8, 9, 5, 19, 4], [20, 40, 30, 6], [TOKENS]]
-"""Documents of awkward lengths and a long tail; one over three of four ranks; one that fills the pack."""
+"""Documents of awkward lengths and a long tail; one over three of four ranks; one that fills the
+pack.
+"""
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """Some micro-batches: losses of this rank, and this rank's parts of all gradients, summed over the pack's ranks."""
+    """Some micro-batches: losses of this rank, and this rank's parts of all gradients, summed over
+    the pack's ranks.
+    """
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         buffers = FlatBuffers(model) if run.flat else None
@@ -96,7 +132,12 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         for seed, lengths in enumerate(PACKS):
             output = model(pack(lengths, run, seed=seed))
             output.loss.backward()
-            sums += [output.loss.detach(), output.loss_sum, output.aux_loss, output.tokens_per_expert.flatten()]
+            sums += [
+                output.loss.detach(),
+                output.loss_sum,
+                output.aux_loss,
+                output.tokens_per_expert.flatten(),
+            ]
             rows.append(output.per_token_loss_T)
         model.shared_gradients().sum()
         if buffers is not None and groups is not None:
@@ -120,10 +161,14 @@ def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]
 
 def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
     """Relative errors of everything that one process computes, the worst of all ranks."""
-    assert all(gradient.abs().max() > 0 for gradient in reference["gradients"].values()), "0 shows nothing"
+    assert all(gradient.abs().max() > 0 for gradient in reference["gradients"].values()), (
+        "0 shows nothing"
+    )
     found: dict[str, float] = {}
     for rank in ranks:
-        errors_of_rank = {"losses and counts": cases.relative_error(rank["sums"], reference["sums"])}
+        errors_of_rank = {
+            "losses and counts": cases.relative_error(rank["sums"], reference["sums"])
+        }
         for name, gradient in reference["gradients"].items():
             expected = rank["shards"][name].take(gradient)
             # Of the whole tensor's maximum: a rank's part may be all zeros.
@@ -142,7 +187,9 @@ def check(pools: WorkerPools, world_size: int, layout: dict[str, int], runs: lis
             references[key] = train(replace(run, sequence_parallel=False, flat=False))
         found = errors([rank[i] for rank in results], references[key])
         where = max(found, key=found.__getitem__)
-        assert found[where] <= TOLERANCES[run.dtype], f"{run}: {where} differs by {found[where]:.2e}"
+        assert found[where] <= TOLERANCES[run.dtype], (
+            f"{run}: {where} differs by {found[where]:.2e}"
+        )
 
 
 def variants(layout: dict[str, int], **options: Any) -> list[Run]:
@@ -160,9 +207,13 @@ def test_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
-def test_gradients_in_flat_buffers(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
+def test_gradients_in_flat_buffers(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
     changes = CASES["groups and keys shared by ranks"]
-    check(pools, world_size, layout, variants(layout, changes=changes, dtype=torch.float32, flat=True))
+    check(
+        pools, world_size, layout, variants(layout, changes=changes, dtype=torch.float32, flat=True)
+    )
 
 
 EXPERTS = [
@@ -174,13 +225,21 @@ EXPERTS = [
 
 
 @pytest.mark.shows(
-    "eager", "CP a2a", "CP p2p", "EP allgather", "EP alltoall",
+    "eager",
+    "CP a2a",
+    "CP p2p",
+    "EP allgather",
+    "EP alltoall",
     lambda world_size: "CP all_gather" if world_size == 2 else "CP p2p",
     of=lambda world_size, layout: (world_size, layout),
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("world_size", "layout"), EXPERTS, ids=str)
-def test_slices_of_a_pack_share_experts(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
-    """An expert-parallel group has ranks with other slices of the same pack, and the tail of all of them."""
+def test_slices_of_a_pack_share_experts(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """An expert-parallel group has ranks with other slices of the same pack, and the tail of all of
+    them.
+    """
     runs = [
         run
         for name, dispatcher in (
@@ -188,7 +247,9 @@ def test_slices_of_a_pack_share_experts(pools: WorkerPools, world_size: int, lay
             ("groups and keys for all ranks, rope, expert bias", "allgather"),
         )
         for run in variants(
-            layout, changes={**CASES[name], "num_experts": 8, "moe_token_dispatcher_type": dispatcher}, pattern="E*E"
+            layout,
+            changes={**CASES[name], "num_experts": 8, "moe_token_dispatcher_type": dispatcher},
+            pattern="E*E",
         )
         if run.comm_type != "all_gather" or world_size == 2
     ]
@@ -209,7 +270,9 @@ def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:
 
 
 def test_losses_are_those_of_a_rank_s_own_tokens(pools: WorkerPools) -> None:
-    runs = [Run(comm_type, CASES["two groups, layer norm, biases"], "M*-M") for comm_type in COMM_TYPES]
+    runs = [
+        Run(comm_type, CASES["two groups, layer norm, biases"], "M*-M") for comm_type in COMM_TYPES
+    ]
     results = pools.run(rows_of_ranks, 4, runs, layout={"cp_size": 4})
     for i, run in enumerate(runs):
         expected_T = train(run)["rows"][0]
@@ -228,7 +291,9 @@ def test_padding_of_documents_changes_nothing_but_their_places() -> None:
 
 
 def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, list[str]]]:
-    """What the one layer of a model sends: when the pack is prepared, in the forward and in the backward pass."""
+    """What the one layer of a model sends: when the pack is prepared, in the forward and in the
+    backward pass.
+    """
     found = []
     for run in runs:
         model = build(run, groups)
@@ -241,7 +306,9 @@ def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[
             output_TD.sum().backward()
         recorders = {"prepare": preparing, "forward": forward, "backward": backward}
         found.append({name: recorder.collectives() for name, recorder in recorders.items()})
-        assert not any("scatter" in name for name, _ in forward.calls), "the order of rows is found once for a pack"
+        assert not any("scatter" in name for name, _ in forward.calls), (
+            "the order of rows is found once for a pack"
+        )
     return found
 
 
@@ -251,9 +318,17 @@ def test_number_of_collectives(pools: WorkerPools) -> None:
     attend = [replace(run, pattern="*") for run in mamba]
     for rank in pools.run(collectives_of_layers, 4, mamba + attend, layout={"cp_size": 4}):
         for sent in rank[:3]:
-            assert sent == {"prepare": [], "forward": ["alltoall_base_"] * 2, "backward": ["alltoall_base_"] * 2}
+            assert sent == {
+                "prepare": [],
+                "forward": ["alltoall_base_"] * 2,
+                "backward": ["alltoall_base_"] * 2,
+            }
         a2a, all_gather, p2p = rank[3:]
-        assert a2a == {"prepare": [], "forward": ["alltoall_base_"] * 2, "backward": ["alltoall_base_"] * 2}
+        assert a2a == {
+            "prepare": [],
+            "forward": ["alltoall_base_"] * 2,
+            "backward": ["alltoall_base_"] * 2,
+        }
         assert (len(all_gather["forward"]), len(all_gather["backward"])) == (1, 1)
         assert sorted(p2p["forward"]) == sorted(p2p["backward"]) == ["recv_"] * 3 + ["send"] * 3
 
@@ -266,7 +341,9 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
         FlatBuffers(model)
         calls = []
         for lengths, capacity in (([5, 20, 3, 1, 30], 9), ([40, 2], 9)):
-            batch = MicroBatch.build(cases.make_documents(lengths), TOKENS, capacity, alignment=run.alignment)
+            batch = MicroBatch.build(
+                cases.make_documents(lengths), TOKENS, capacity, alignment=run.alignment
+            )
             with Recorder() as recorder:
                 model(batch).loss.backward()
             calls.append(recorder.calls)
@@ -320,7 +397,8 @@ def without_boundaries(batch: MicroBatch) -> MicroBatch:
 
 
 def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list[dict[str, float]]:
-    """What changing a document moves in others, and (to see that it is seen) in itself: the most, for every other one.
+    """What changing a document moves in others, and (to see that it is seen) in itself: the most,
+    for every other one.
 
     Args:
         joined: all documents as one, without boundaries.
@@ -359,8 +437,15 @@ ISOLATED = [
 
 
 @pytest.mark.shows(
-    "isolation", "CP a2a", "CP all_gather", "CP p2p",
-    of=lambda world_size, layout, sequence_parallel: (world_size, layout, {"sequence_parallel": sequence_parallel}),
+    "isolation",
+    "CP a2a",
+    "CP all_gather",
+    "CP p2p",
+    of=lambda world_size, layout, sequence_parallel: (
+        world_size,
+        layout,
+        {"sequence_parallel": sequence_parallel},
+    ),
 )
 @pytest.mark.parametrize(("world_size", "layout", "sequence_parallel"), ISOLATED, ids=str)
 def test_other_documents_do_not_change_by_a_bit(
@@ -376,7 +461,11 @@ def test_other_documents_do_not_change_by_a_bit(
 
 
 def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
-    runs = [Run(comm, TIED, pattern, dtype=torch.float32) for comm in COMM_TYPES for pattern in ("M", "*")]
+    runs = [
+        Run(comm, TIED, pattern, dtype=torch.float32)
+        for comm in COMM_TYPES
+        for pattern in ("M", "*")
+    ]
     for rank in pools.run(leaks, 2, runs, True, layout={"cp_size": 2}, timeout=120):
         for moved in rank:
             assert min(moved["loss"], moved["input gradients"]) > 1e-6
@@ -398,7 +487,9 @@ def _first_rows(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
 
 
 def _first_part(part: Any, parameter: Tensor) -> Tensor:
-    return replace(part, pieces=tuple(replace(piece, start=0) for piece in part.pieces)).take(parameter)
+    return replace(part, pieces=tuple(replace(piece, start=0) for piece in part.pieces)).take(
+        parameter
+    )
 
 
 PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -429,13 +520,17 @@ def test_a_missing_step_is_seen(pools: WorkerPools) -> None:
     for i, run in enumerate(MUTATIONS):
         reference = train(replace(run, mutation=None))
         assert max(errors([rank[i] for rank in results], reference).values()) > 1e-4, run
-        assert max(errors([rank[i + len(MUTATIONS)] for rank in results], reference).values()) <= 1e-9, run
+        assert (
+            max(errors([rank[i + len(MUTATIONS)] for rank in results], reference).values()) <= 1e-9
+        ), run
 
 
 # -- refusals, in one process ----------------------------------------------------------------------
 
 
-def model_of(comm_type: str = "a2a", pattern: str = "M*", cp_size: int = 2, **changes: Any) -> HybridModel:
+def model_of(
+    comm_type: str = "a2a", pattern: str = "M*", cp_size: int = 2, **changes: Any
+) -> HybridModel:
     groups = ParallelGroups(device=torch.device("cpu"), cp_size=cp_size)
     return HybridModel(
         cases.tiny_config(pattern, **changes),
@@ -450,9 +545,18 @@ def model_of(comm_type: str = "a2a", pattern: str = "M*", cp_size: int = 2, **ch
     ("options", "message"),
     [
         ({"comm_type": "a2a+p2p"}, "cp_comm_type is 'a2a\\+p2p'; choose a2a, all_gather .* or p2p"),
-        ({"pattern": "M", "cp_size": 3}, r"cp_size \(3\) does not fit the number of Mamba heads \(4\)"),
-        ({"pattern": "*", "cp_size": 3}, r"cp_size \(3\) does not fit the number of attention heads \(4\)"),
-        ({"pattern": "*", "cp_size": 2, "num_attention_heads": 6, "num_query_groups": 3}, "number of key-value heads"),
+        (
+            {"pattern": "M", "cp_size": 3},
+            r"cp_size \(3\) does not fit the number of Mamba heads \(4\)",
+        ),
+        (
+            {"pattern": "*", "cp_size": 3},
+            r"cp_size \(3\) does not fit the number of attention heads \(4\)",
+        ),
+        (
+            {"pattern": "*", "cp_size": 2, "num_attention_heads": 6, "num_query_groups": 3},
+            "number of key-value heads",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], message: str) -> None:
@@ -467,7 +571,9 @@ def test_keys_travel_between_any_number_of_ranks_whatever_the_heads() -> None:
 
 def test_packs_that_do_not_divide_and_logits_are_refused() -> None:
     packed = cases.make_pack(cases.make_documents([3, 4])).packed
-    with pytest.raises(ValueError, match="7 token slots, which do not divide among cp_size = 2 ranks"):
+    with pytest.raises(
+        ValueError, match="7 token slots, which do not divide among cp_size = 2 ranks"
+    ):
         model_of().prepare(packed)
     packed = cases.make_pack(cases.make_documents([3, 5])).packed
     with pytest.raises(ValueError, match=r"document 0 has 3 token slots.* use --cp-comm-type a2a"):
@@ -493,5 +599,8 @@ def test_a_gpu_without_transformer_engine_is_refused_with_a_cure() -> None:
     batch = MicroBatch.build(cases.make_documents([4, 4]), 8)
     model.backends = replace(model.backends, zigzag_attention="transformer_engine")
     model.layers[0].mixer.backends = model.backends
-    with pytest.raises(NoBackendError, match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend"):
+    with pytest.raises(
+        NoBackendError,
+        match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend",
+    ):
         model(batch)

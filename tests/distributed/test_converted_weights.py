@@ -1,4 +1,6 @@
-"""Training that begins with Hugging Face's weights, in layouts: their weights to the bit, and their loss."""
+"""Training that begins with Hugging Face's weights, in layouts: their weights to the bit, and their
+loss.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ from megatron_packed.training.state import RunState
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
 from converted_model import FIELDS, write_model
 
-DOCUMENTS = [np.random.default_rng(0).integers(0, FIELDS["vocab_size"], length) for length in (19, 8, 3, 1)]
+DOCUMENTS = [
+    np.random.default_rng(0).integers(0, FIELDS["vocab_size"], length) for length in (19, 8, 3, 1)
+]
 WAYS = [Way(2, 2, sequence_parallel=True), Way(2, cp_size=2, ep_size=2)]
 
 
-def begin(groups: ParallelGroups, way: Way, model: dict[str, Any], root: str) -> tuple[Shards, float]:
+def begin(
+    groups: ParallelGroups, way: Way, model: dict[str, Any], root: str
+) -> tuple[Shards, float]:
     """What ``--pretrained-checkpoint`` gives each rank, and the loss of the first step."""
     config = config_of(way, **model)
     job = build_job(config, groups, FIELDS["vocab_size"])
@@ -38,7 +44,9 @@ def begin(groups: ParallelGroups, way: Way, model: dict[str, Any], root: str) ->
     held = everything(job)
     targets = sum(len(tokens) - 1 for tokens in DOCUMENTS)
     documents = [(tokens, None) for tokens in DOCUMENTS]
-    pack = MicroBatch.build(documents, SLOTS, scales=(1 / targets, 1), alignment=config.document_alignment)
+    pack = MicroBatch.build(
+        documents, SLOTS, scales=(1 / targets, 1), alignment=config.document_alignment
+    )
     return held, float(job.step([pack], 1e-3)[0])
 
 
@@ -51,7 +59,9 @@ def their_loss(directory: Path) -> float:
         for document in DOCUMENTS:
             tokens = torch.as_tensor(document)
             logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-            total += float(torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
+            total += float(
+                torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+            )
     return total / sum(len(tokens) - 1 for tokens in DOCUMENTS)
 
 
@@ -67,7 +77,9 @@ def test_training_begins_with_their_weights_and_their_loss(
     way: Way, converted: tuple[Path, Path, ModelConfig], pools: WorkerPools
 ) -> None:
     hf, root, model = converted
-    ranks = pools.run(begin, way.world_size, way, section_to_dict(model), str(root), layout=way.layout)
+    ranks = pools.run(
+        begin, way.world_size, way, section_to_dict(model), str(root), layout=way.layout
+    )
     _, files, weights = open_model(hf, bf16=False)
     found = assembled([shards for shards, _ in ranks])
     for name, weight in weights.items():

@@ -1,8 +1,10 @@
-"""Steps of training in layouts that cover every pair of choices: all compute what one process computes.
+"""Steps of training in layouts that cover every pair of choices: all compute what one process
+computes.
 
-`LAYOUTS` is a pairwise covering list: whatever two choices can occur together, of two columns, do so in one of its rows
-(`test_the_list_covers_every_pair_that_can_exist` counts them). Every row trains a tied ``M*-E`` model through the plan,
-`TrainStep` and its optimizer, in float64 and in float32, against one process on the same plan.
+`LAYOUTS` is a pairwise covering list: whatever two choices can occur together, of two columns, do
+so in one of its rows (`test_the_list_covers_every_pair_that_can_exist` counts them). Every row
+trains a tied ``M*-E`` model through the plan, `TrainStep` and its optimizer, in float64 and in
+float32, against one process on the same plan.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ import hybrid_cases as cases
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 SLOTS, ALIGNMENT, STEPS, VOCAB = 64, 8, 2, 211
 LENGTHS = [1, 2, 3, 40, 8, 9, 5, 64, 17, 30, 33, 12, 1, 25, 50, 7, 16, 21, 3, 11] * 2
-"""Of documents: shorter than the convolution, cut on borders of ranks and inside, and over four of them."""
+"""Of documents: shorter than the convolution, cut on borders of ranks and inside, and over four of
+them.
+"""
 BETA1 = 0.9
 
 
@@ -62,7 +66,9 @@ class Way(NamedTuple):
     optimizer: str
     """``copied``, or ``shared`` (ZeRO-1)."""
     sums: str
-    """Of gradients over ranks: ``after`` the passes or ``beside`` them; a shared optimizer's weights likewise."""
+    """Of gradients over ranks: ``after`` the passes or ``beside`` them; a shared optimizer's
+    weights likewise.
+    """
     accumulate: int
     """Micro-batches of a rank in one step."""
 
@@ -81,15 +87,30 @@ class Way(NamedTuple):
         return {**self._asdict(), "dp": self.dp}
 
     def __str__(self) -> str:
-        return "-".join(f"{name}_{value}" for name, value in self._asdict().items() if value != NONE)
+        return "-".join(
+            f"{name}_{value}" for name, value in self._asdict().items() if value != NONE
+        )
 
 
 NONE = "none"
 ALONE = Way(1, 1, NONE, 1, NONE, 1, "allgather", NONE, "copied", "after", 1)
 LAYOUTS = [
-    Way(int(p), int(tp), tokens, int(cp), comm, int(ep), dispatcher, matrices, optimizer, sums, int(accumulate))
+    Way(
+        int(p),
+        int(tp),
+        tokens,
+        int(cp),
+        comm,
+        int(ep),
+        dispatcher,
+        matrices,
+        optimizer,
+        sums,
+        int(accumulate),
+    )
     for p, tp, tokens, cp, comm, ep, dispatcher, matrices, optimizer, sums, accumulate in (
-        row.split() for row in """
+        row.split()
+        for row in """
         2 1 none   1 none       1 alltoall  none   shared beside 1
         2 1 none   2 all_gather 1 allgather none   copied beside 1
         2 1 none   2 a2a        1 allgather none   shared beside 1
@@ -118,25 +139,47 @@ LAYOUTS = [
         4 4 whole  1 none       4 alltoall  whole  shared beside 3
         """.strip().splitlines()
     )
-]  # fmt: skip
+]
 
 
 def config_of(way: Way) -> RunConfig:
     model = ModelConfig(
-        hybrid_layer_pattern="M*-E", hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-        mamba_head_dim=8, mamba_num_heads=8, mamba_state_dim=8, mamba_num_groups=2, mamba_chunk_size=8,
-        add_bias_linear=False, normalization="RMSNorm", squared_relu=True, position_embedding_type="rope",
-        num_experts=8, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16, moe_aux_loss_coeff=1e-2,
-        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
-        moe_token_dispatcher_type=way.dispatcher, make_vocab_size_divisible_by=16, init_method_std=0.1,
+        hybrid_layer_pattern="M*-E",
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=48,
+        mamba_head_dim=8,
+        mamba_num_heads=8,
+        mamba_state_dim=8,
+        mamba_num_groups=2,
+        mamba_chunk_size=8,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        squared_relu=True,
+        position_embedding_type="rope",
+        num_experts=8,
+        moe_ffn_hidden_size=16,
+        moe_shared_expert_intermediate_size=16,
+        moe_aux_loss_coeff=1e-2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_token_dispatcher_type=way.dispatcher,
+        make_vocab_size_divisible_by=16,
+        init_method_std=0.1,
         untie_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    )
     return RunConfig(
         model=model,
         data=DataConfig(train_data_path=("absent.jsonl",)),
-        packing=PackingConfig(seq_length=SLOTS, global_batch_size=way.packs, pad_packed_seq_alignment=ALIGNMENT),
-        # An epsilon far above all gradients: steps have their direction and size, as SGD's with momentum.
-        optim=OptimizerConfig(lr=1.0, clip_grad=0.5, adam_beta1=BETA1, adam_eps=1.0, weight_decay=0.01),
+        packing=PackingConfig(
+            seq_length=SLOTS, global_batch_size=way.packs, pad_packed_seq_alignment=ALIGNMENT
+        ),
+        # An epsilon far above all gradients: steps have their direction and size, as SGD's with
+        # momentum.
+        optim=OptimizerConfig(
+            lr=1.0, clip_grad=0.5, adam_beta1=BETA1, adam_eps=1.0, weight_decay=0.01
+        ),
         parallel=ParallelConfig(
             tensor_model_parallel_size=way.tp,
             sequence_parallel=way.tokens == "shared",
@@ -164,7 +207,12 @@ def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[
         dp_size=groups.dp_size,
     ).step(step)
     return [
-        MicroBatch.build([documents[n] for n in pieces], SLOTS, scales=plan.scales, alignment=config.document_alignment)
+        MicroBatch.build(
+            [documents[n] for n in pieces],
+            SLOTS,
+            scales=plan.scales,
+            alignment=config.document_alignment,
+        )
         for pieces in plan.packs[groups.dp_rank]
     ]
 
@@ -187,10 +235,14 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
     with torch.no_grad():
         for layer in model.moe_layers:
             layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
-        for parameter in model.parameters():  # those that stay float32 too: all are compared as closely
+        for (
+            parameter
+        ) in model.parameters():  # those that stay float32 too: all are compared as closely
             parameter.data = parameter.data.to(dtype)
     job = job_of_model(model, config, groups)
-    assert (job.step.overlapped is not None) == (way.sums == "beside") and len(job.buffers.layout.buckets) > 3
+    assert (job.step.overlapped is not None) == (way.sums == "beside") and len(
+        job.buffers.layout.buckets
+    ) > 3
     losses, states = [], []
     for step in range(STEPS):
         norm = job.step(micro_batches(config, groups, step), config.optim.lr)[2:3]
@@ -216,15 +268,21 @@ def test_steps_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
         expected = alone(way.packs)[dtype]
         assert all(torch.equal(rank[dtype].losses, ranks[0][dtype].losses) for rank in ranks)
         # The norm is kept in float32, whatever it is made of.
-        torch.testing.assert_close(ranks[0][dtype].losses[:, :2], expected.losses[:, :2], rtol=tolerance, atol=0)
-        torch.testing.assert_close(ranks[0][dtype].losses[:, 2], expected.losses[:, 2], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            ranks[0][dtype].losses[:, :2], expected.losses[:, :2], rtol=tolerance, atol=0
+        )
+        torch.testing.assert_close(
+            ranks[0][dtype].losses[:, 2], expected.losses[:, 2], rtol=1e-6, atol=0
+        )
         for when in ("first", "last"):
             wanted = assembled([getattr(expected, when)])
             found = assembled([getattr(rank[dtype], when) for rank in ranks])
             assert found.keys() == wanted.keys()
             worst = max(wanted, key=lambda name: relative_error(found[name], wanted[name]))
             error = relative_error(found[worst], wanted[worst])
-            assert error <= tolerance, f"{dtype}, {worst} after the {when} step differs by {error:.1e}"
+            assert error <= tolerance, (
+                f"{dtype}, {worst} after the {when} step differs by {error:.1e}"
+            )
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -235,11 +293,15 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def test_one_process_takes_steps_that_show_something() -> None:
-    """Gradients are clipped, and a step moves every weight a thousand times further than float64 is compared."""
+    """Gradients are clipped, and a step moves every weight a thousand times further than float64 is
+    compared.
+    """
     found = alone(6)[torch.float64]
     first, last = assembled([found.first]), assembled([found.last])
     assert found.losses[:, 2].min() > 0.5 and found.losses[:, :2].min() > 0
-    moved = {name: relative_error(first[name], last[name]) for name in last if name.startswith("model/")}
+    moved = {
+        name: relative_error(first[name], last[name]) for name in last if name.startswith("model/")
+    }
     assert min(moved.values()) > 1000 * TOLERANCES[torch.float64], moved
 
 
@@ -258,7 +320,19 @@ def every_way() -> Iterator[Way]:
             ["after", "beside"],
             [1, 3],
         ):
-            way = Way(processes, tp, tokens, cp, comm, ep, dispatcher, matrices, optimizer, sums, accumulate)
+            way = Way(
+                processes,
+                tp,
+                tokens,
+                cp,
+                comm,
+                ep,
+                dispatcher,
+                matrices,
+                optimizer,
+                sums,
+                accumulate,
+            )
             try:
                 if processes % (tp * cp) == 0:
                     config_of(way).layout(processes)

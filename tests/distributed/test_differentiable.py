@@ -1,4 +1,6 @@
-"""Differentiable collectives: what they mean for one process, exact adjoints, and small models split in every way."""
+"""Differentiable collectives: what they mean for one process, exact adjoints, and small models
+split in every way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.distributed.all_to_all import exchange_rows, heads_to_rows, rows_to_columns, rows_to_heads
+from megatron_packed.distributed.all_to_all import (
+    exchange_rows,
+    heads_to_rows,
+    rows_to_columns,
+    rows_to_heads,
+)
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.differentiable import (
     copy_to,
@@ -31,9 +38,17 @@ SHARED, OWN = "shared", "own"
 
 
 def fused_to_heads(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(T/c, 12 + 4 + 8)``: four heads of 3, four of 1, and two of 4 that are copied where there are more ranks."""
+    """``(T/c, 12 + 4 + 8)``: four heads of 3, four of 1, and two of 4 that are copied where there
+    are more ranks.
+    """
     x, dt, b = x_TW.split([12, 4, 8], dim=1)
-    return torch.cat([y.flatten(1) for y in rows_to_heads([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)], 1)  # noqa: E501  # fmt: skip
+    return torch.cat(
+        [
+            y.flatten(1)
+            for y in rows_to_heads([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)
+        ],
+        1,
+    )
 
 
 def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -44,7 +59,9 @@ def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``(T, 6 + 2)``: two heads of 3 and two of 1 on every rank."""
     y, z = x_TW.split([6, 2], dim=1)
-    return torch.cat([y.flatten(1) for y in heads_to_rows([y.unflatten(1, (2, 3)), z], group)], dim=1)
+    return torch.cat(
+        [y.flatten(1) for y in heads_to_rows([y.unflatten(1, (2, 3)), z], group)], dim=1
+    )
 
 
 def counts(source: int, destination: int) -> int:
@@ -56,7 +73,9 @@ def by_counts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sent = [counts(rank, other) for other in range(size)]
-    return exchange_rows(x[: sum(sent)], sent, [counts(other, rank) for other in range(size)], group)
+    return exchange_rows(
+        x[: sum(sent)], sent, [counts(other, rank) for other in range(size)], group
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,9 @@ def test_backward_is_the_adjoint(pools: WorkerPools, world_size: int, tp_size: i
 
 @pytest.mark.multi_gpu
 def test_backward_is_the_adjoint_on_gpus() -> None:
-    check_adjointness(run_distributed(adjointness, 2, backend="nccl", layout={"tp_size": 2}, timeout=120))
+    check_adjointness(
+        run_distributed(adjointness, 2, backend="nccl", layout={"tp_size": 2}, timeout=120)
+    )
 
 
 def check_adjointness(ranks: list[dict[str, tuple[float, float, bool, bool]]]) -> None:
@@ -175,7 +196,10 @@ def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
     assert name == "exchange_rows"
     starts = [sum(counts(source, other) for other in range(rank)) for source in range(size)]
     return torch.cat(
-        [part[start : start + counts(source, rank)] for source, (part, start) in enumerate(zip(x, starts))]
+        [
+            part[start : start + counts(source, rank)]
+            for source, (part, start) in enumerate(zip(x, starts))
+        ]
     )
 
 
@@ -191,7 +215,9 @@ def test_forward_is_what_one_process_would_compute(
             x = [found[name][0] for found in members]
             for rank, found in enumerate(members):
                 assert found[name][1].dtype == dtype
-                torch.testing.assert_close(found[name][1], meaning(name, x, rank), rtol=0, atol=0, msg=f"{name} {rank}")
+                torch.testing.assert_close(
+                    found[name][1], meaning(name, x, rank), rtol=0, atol=0, msg=f"{name} {rank}"
+                )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,18 +234,27 @@ def test_one_rank_gets_its_own_tensor_back(name: str) -> None:
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor, groups: ParallelGroups, how: str) -> Tensor:
-    """Column-parallel, then row-parallel; ``x`` and the result are shared, or rows under sequence parallelism."""
+    """Column-parallel, then row-parallel; ``x`` and the result are shared, or rows under sequence
+    parallelism.
+    """
     group = groups.tp_group
-    w1, w2 = _mine(w1, groups.tp_rank, groups.tp_size, 0), _mine(w2, groups.tp_rank, groups.tp_size, 1)
+    w1, w2 = (
+        _mine(w1, groups.tp_rank, groups.tp_size, 0),
+        _mine(w2, groups.tp_rank, groups.tp_size, 1),
+    )
     if how == "sequence parallel":
         return scatter_rows(F.gelu(gather_rows(x, group) @ w1.T) @ w2.T, group)
     if how == "gathered":
-        return gather_last(F.gelu(copy_to(x, group) @ w1.T), group) @ join_rows(w2.T.contiguous(), group)
+        return gather_last(F.gelu(copy_to(x, group) @ w1.T), group) @ join_rows(
+            w2.T.contiguous(), group
+        )
     return reduce_from(F.gelu(copy_to(x, group) @ w1.T) @ w2.T, group)
 
 
 def mixer(x_TW: Tensor, decay_N: Tensor, groups: ParallelGroups) -> Tensor:
-    """A running sum over all tokens per head, scaled by a group of heads: ``(T/c, 4 x 3 + 2 x 3)`` -> ``(T/c, 12)``."""
+    """A running sum over all tokens per head, scaled by a group of heads: ``(T/c, 4 x 3 + 2 x 3)``
+    -> ``(T/c, 12)``.
+    """
     group, ranks, rank = groups.tp_group, groups.tp_size, groups.tp_rank
     x, b = x_TW.split([12, 6], dim=1)
     x, b = rows_to_heads([x.unflatten(1, (4, 3)), b.unflatten(1, (2, 3))], group)
@@ -234,7 +269,9 @@ def _mine(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
 
 
 def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
-    """Loss and gradients of every weight by the loss of all tokens, summed over ranks: those of one process."""
+    """Loss and gradients of every weight by the loss of all tokens, summed over ranks: those of one
+    process.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (16, 18), "w1": (20, 18), "w2": (18, 20), "decay": (4,), "out": (12,)}
     weights = {
@@ -249,7 +286,9 @@ def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
     loss = (mixer(h, weights["decay"], groups) * weights["out"]).sum().tanh() if size == 1 else None
     if loss is None:
         # The same loss: its sum over tokens is one over ranks.
-        loss = reduce_from((mixer(h, weights["decay"], groups) * weights["out"]).sum(), group).tanh()
+        loss = reduce_from(
+            (mixer(h, weights["decay"], groups) * weights["out"]).sum(), group
+        ).tanh()
     loss.backward()
     found = {"loss": loss.detach()}
     for name, weight in weights.items():

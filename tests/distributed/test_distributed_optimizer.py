@@ -1,8 +1,10 @@
-"""``--use-distributed-optimizer``: every rank updates its part of the weights, and the numbers stay what they were.
+"""``--use-distributed-optimizer``: every rank updates its part of the weights, and the numbers stay
+what they were.
 
-Sums of two numbers do not depend on their order, so with two ranks, and with four of which two have nothing to add, all
-is compared bit for bit. In sums of four gloo's reduce-scatter and all-reduce round differently: there the comparison
-has a tolerance, and one with gradients whose sums are exact has none.
+Sums of two numbers do not depend on their order, so with two ranks, and with four of which two have
+nothing to add, all is compared bit for bit. In sums of four gloo's reduce-scatter and all-reduce
+round differently: there the comparison has a tolerance, and one with gradients whose sums are exact
+has none.
 """
 
 from __future__ import annotations
@@ -40,15 +42,31 @@ from megatron_packed.training.state import RunState, held_state
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M*-E", hidden_size=40, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=56,
-    mamba_head_dim=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8, add_bias_linear=False,
-    normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=5, moe_ffn_hidden_size=24,
-    moe_aux_loss_coeff=1e-2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
-)  # fmt: skip
+    hybrid_layer_pattern="M*-E",
+    hidden_size=40,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=56,
+    mamba_head_dim=8,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+    mamba_chunk_size=8,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    squared_relu=True,
+    position_embedding_type="rope",
+    num_experts=5,
+    moe_ffn_hidden_size=24,
+    moe_aux_loss_coeff=1e-2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+)
 Found = dict[str, Any]
 
 
-def job_of(groups: ParallelGroups, distributed: bool, *, bf16: bool, clip: float = 0.5, seed: int = 1) -> Job:
+def job_of(
+    groups: ParallelGroups, distributed: bool, *, bf16: bool, clip: float = 0.5, seed: int = 1
+) -> Job:
     return build_job(config_of(distributed, bf16=bf16, clip=clip, seed=seed), groups, VOCAB)
 
 
@@ -65,7 +83,10 @@ def config_of(distributed: bool, *, bf16: bool, clip: float, seed: int) -> RunCo
 
 def micro_batches(step: int, rank: int, count: int, *, empty: bool = False) -> list[MicroBatch]:
     draw = np.random.default_rng([step, rank])
-    packs = [[] if empty else [(draw.integers(0, VOCAB, n), None) for n in (19, 8, 3)] for _ in range(count)]
+    packs = [
+        [] if empty else [(draw.integers(0, VOCAB, n), None) for n in (19, 8, 3)]
+        for _ in range(count)
+    ]
     return [MicroBatch.build(pack, SLOTS, scales=(1 / 100, 1 / 8)) for pack in packs]
 
 
@@ -73,13 +94,23 @@ def everything(job: Job) -> Found:
     """Weights and expert biases, and this rank's ranges of the optimizer's state."""
     shards = [held.shard for held in held_state(job.model, job.optimizer)]
     return {
-        "model": {s.name: s.tensor.view(s.global_shape).clone() for s in shards if s.name.startswith("model/")},
-        "state": [(s.name, s.global_shape, s.start, s.tensor.clone()) for s in shards if s.name.startswith("optim")],
+        "model": {
+            s.name: s.tensor.view(s.global_shape).clone()
+            for s in shards
+            if s.name.startswith("model/")
+        },
+        "state": [
+            (s.name, s.global_shape, s.start, s.tensor.clone())
+            for s in shards
+            if s.name.startswith("optim")
+        ],
     }
 
 
 def assembled(ranks: list[Found]) -> dict[str, Tensor]:
-    """Model and optimizer state of all ranks, each element from its owner; ranks must agree on what they share."""
+    """Model and optimizer state of all ranks, each element from its owner; ranks must agree on what
+    they share.
+    """
     whole = dict(ranks[0]["model"])
     for found in ranks[1:]:
         assert found["model"].keys() == ranks[0]["model"].keys()
@@ -98,9 +129,17 @@ def assembled(ranks: list[Found]) -> dict[str, Tensor]:
 
 
 def train(
-    groups: ParallelGroups, distributed: bool, bf16: bool, clip: float, accumulate: int, two_work: bool, bad_step: int
+    groups: ParallelGroups,
+    distributed: bool,
+    bf16: bool,
+    clip: float,
+    accumulate: int,
+    two_work: bool,
+    bad_step: int,
 ) -> Found:
-    """Four steps; in ``bad_step`` the last rank has an infinite gradient where the first rank is the owner."""
+    """Four steps; in ``bad_step`` the last rank has an infinite gradient where the first rank is
+    the owner.
+    """
     job = job_of(groups, distributed, bf16=bf16, clip=clip)
     reduce, metrics = job.buffers.reduce, []
 
@@ -113,15 +152,21 @@ def train(
         job.buffers.reduce = spoilt if step == bad_step else reduce  # type: ignore[method-assign]
         before = everything(job)
         idle = two_work and groups.rank not in (0, groups.world_size - 1)
-        metrics.append(job.step(micro_batches(step, groups.rank, accumulate, empty=idle), 1e-2).clone())
+        metrics.append(
+            job.step(micro_batches(step, groups.rank, accumulate, empty=idle), 1e-2).clone()
+        )
         if step == bad_step:
             after = everything(job)
-            assert all(same_bits(after["model"][name], tensor) for name, tensor in before["model"].items())
+            assert all(
+                same_bits(after["model"][name], tensor) for name, tensor in before["model"].items()
+            )
             assert all(same_bits(a[3], b[3]) for a, b in zip(after["state"], before["state"]))
     return {"metrics": torch.stack(metrics), "steps": job.optimizer.steps.item(), **everything(job)}
 
 
-CASES = [(bf16, clip, accumulate) for bf16 in (False, True) for clip, accumulate in ((0.0, 1), (0.05, 3))]
+CASES = [
+    (bf16, clip, accumulate) for bf16 in (False, True) for clip, accumulate in ((0.0, 1), (0.05, 3))
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -129,7 +174,9 @@ CASES = [(bf16, clip, accumulate) for bf16 in (False, True) for clip, accumulate
 def test_steps_are_those_of_the_all_reduce(
     world_size: int, bf16: bool, clip: float, accumulate: int, pools: WorkerPools
 ) -> None:
-    """Losses, norms, weights, masters and moments, bit for bit; the third of four steps is not finite."""
+    """Losses, norms, weights, masters and moments, bit for bit; the third of four steps is not
+    finite.
+    """
     expected, found = (
         pools.run(train, world_size, distributed, bf16, clip, accumulate, world_size == 4, 2)
         for distributed in (False, True)
@@ -138,18 +185,26 @@ def test_steps_are_those_of_the_all_reduce(
         assert same_bits(one["metrics"], other["metrics"])
         losses, norms, skipped = (other["metrics"][:, column] for column in (0, 2, 3))
         assert skipped.tolist() == [0, 0, 1, 0] and other["steps"] == 3
-        assert losses.min() > 0 and losses.unique().numel() == 4 and (clip == 0 or norms.min() > clip)
+        assert (
+            losses.min() > 0 and losses.unique().numel() == 4 and (clip == 0 or norms.min() > clip)
+        )
     assert_same_bits(assembled(expected), assembled(found))
 
 
 def test_four_ranks_that_all_have_work(pools: WorkerPools) -> None:
-    """Sums of four round differently in gloo's two collectives, and Adam's first steps magnify that."""
-    expected, found = (pools.run(train, 4, distributed, False, 0.05, 1, False, -1) for distributed in (False, True))
+    """Sums of four round differently in gloo's two collectives, and Adam's first steps magnify
+    that.
+    """
+    expected, found = (
+        pools.run(train, 4, distributed, False, 0.05, 1, False, -1) for distributed in (False, True)
+    )
     torch.testing.assert_close(found[0]["metrics"], expected[0]["metrics"], rtol=1e-5, atol=1e-6)
     whole, other = assembled(expected), assembled(found)
     for name, tensor in whole.items():
         scale = tensor.abs().max().item()
-        torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-4 * max(scale, 1e-6), msg=name)
+        torch.testing.assert_close(
+            other[name], tensor, rtol=0, atol=2e-4 * max(scale, 1e-6), msg=name
+        )
 
 
 class Odd(nn.Module):
@@ -167,7 +222,9 @@ class Odd(nn.Module):
 
 
 def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> Found:
-    """Three steps on gradients of few bits, and what memory and collectives they take. On a GPU nothing waits."""
+    """Three steps on gradients of few bits, and what memory and collectives they take. On a GPU
+    nothing waits.
+    """
     module = Odd().to(groups.device)
     ownership = Ownership.over(groups) if distributed else None
     buffers = FlatBuffers(module, extras={"loss": 1}, counters={"experts": 3}, ownership=ownership)
@@ -181,7 +238,9 @@ def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> F
             draw = torch.Generator().manual_seed(97 * step + groups.rank + 7 * len(name))
             parameter.main_grad.copy_(torch.randint(-64, 65, parameter.shape, generator=draw) / 256)
         buffers.extras["loss"].fill_(groups.rank + 1)
-        buffers.counters["experts"].add_(torch.tensor([2**24 + 1, 0, groups.rank], device=groups.device))
+        buffers.counters["experts"].add_(
+            torch.tensor([2**24 + 1, 0, groups.rank], device=groups.device)
+        )
         with noted(calls), no_wait(groups.device if step else torch.device("cpu")):
             buffers.reduce(groups)
             norms.append(optimizer.step(1e-2, loss=buffers.extras["loss"]).grad_norm.clone())
@@ -231,27 +290,44 @@ def noted(calls: list[tuple[str, int]]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", noting("all_reduce", 0, dist.all_reduce))
-        patch.setattr(collectives, "_reduce_scatter", noting("reduce_scatter", 1, collectives._reduce_scatter))
+        patch.setattr(
+            collectives, "_reduce_scatter", noting("reduce_scatter", 1, collectives._reduce_scatter)
+        )
         patch.setattr(collectives, "_all_gather", noting("all_gather", 0, collectives._all_gather))
         yield
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_odd_sizes_with_sums_that_are_exact(world_size: int, clip: float, pools: WorkerPools) -> None:
-    expected, found = (pools.run(exact_gradients, world_size, distributed, clip) for distributed in (False, True))
+def test_odd_sizes_with_sums_that_are_exact(
+    world_size: int, clip: float, pools: WorkerPools
+) -> None:
+    expected, found = (
+        pools.run(exact_gradients, world_size, distributed, clip) for distributed in (False, True)
+    )
     assert_same_bits(assembled(expected), assembled(found))
     ranks = range(world_size)
     for one, other in zip(expected, found):
-        assert same_bits(one["norms"], other["norms"]) and one["norms"].min() > 1 and not other["moved"]
-        assert one["extras"] == other["extras"] == [
-            [world_size * (world_size + 1) / 2], [world_size * (2**24 + 1), 0, sum(ranks)],
-        ]  # fmt: skip
+        assert (
+            same_bits(one["norms"], other["norms"])
+            and one["norms"].min() > 1
+            and not other["moved"]
+        )
+        assert (
+            one["extras"]
+            == other["extras"]
+            == [
+                [world_size * (world_size + 1) / 2],
+                [world_size * (2**24 + 1), 0, sum(ranks)],
+            ]
+        )
 
 
 @pytest.mark.multi_gpu
 def test_odd_sizes_on_two_gpus() -> None:
-    expected, found = (run_distributed(exact_gradients, 2, flag, 1.0, backend="nccl") for flag in (False, True))
+    expected, found = (
+        run_distributed(exact_gradients, 2, flag, 1.0, backend="nccl") for flag in (False, True)
+    )
     assert_same_bits(assembled(expected), assembled(found))
     for one, other in zip(expected, found):
         assert same_bits(one["norms"], other["norms"]) and one["extras"] == other["extras"]
@@ -259,19 +335,33 @@ def test_odd_sizes_on_two_gpus() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> None:
-    """Masters and moments take 1 / ranks of the memory, and no collective moves all gradients to all ranks."""
+    """Masters and moments take 1 / ranks of the memory, and no collective moves all gradients to
+    all ranks.
+    """
     found = pools.run(exact_gradients, world_size, True, 1.0)
     for result in found:
         sizes, calls = result["sizes"], result["calls"]
-        assert sizes["master"] * world_size == sizes["bf16"] and sizes["updated"] * world_size == sizes["elements"]
+        assert (
+            sizes["master"] * world_size == sizes["bf16"]
+            and sizes["updated"] * world_size == sizes["elements"]
+        )
         assert sizes["moments"] == (sizes["elements"] // world_size,) * 2
         low, high = sizes["bf16"], sizes["elements"] - sizes["bf16"]
         one_step = [
-            ("reduce_scatter", low), ("reduce_scatter", high), ("all_reduce", 64), ("all_reduce", 2),
-            ("all_gather", low), ("all_gather", high),
-        ]  # fmt: skip
+            ("reduce_scatter", low),
+            ("reduce_scatter", high),
+            ("all_reduce", 64),
+            ("all_reduce", 2),
+            ("all_gather", low),
+            ("all_gather", high),
+        ]
         assert calls == (3 * one_step if world_size > 1 else [])
-    starts = [start for result in found for name, _, start, _ in result["state"] if name.startswith("exp_avg/")]
+    starts = [
+        start
+        for result in found
+        for name, _, start, _ in result["state"]
+        if name.startswith("exp_avg/")
+    ]
     assert world_size == 1 or any(start % 111 for start in starts)  # a cut inside a row of a matrix
 
 
@@ -292,7 +382,9 @@ def save(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool) -> 
     return {**then, "later": everything(job), "sizes": sizes}
 
 
-def load(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool, finetune: bool = False) -> Found:
+def load(
+    groups: ParallelGroups, folder: str, distributed: bool, bf16: bool, finetune: bool = False
+) -> Found:
     """What a job with other weights restores, and where its next step leads."""
     job = job_of(groups, distributed, bf16=bf16, seed=2)
     addresses = [p.data_ptr() for p in job.model.parameters()]
@@ -310,7 +402,9 @@ def test_checkpoints_load_into_any_number_of_ranks(
 ) -> None:
     written = pools.run(save, 2, str(tmp_path), distributed, bf16)
     expected, later = assembled(written), assembled([rank["later"] for rank in written])
-    assert any(tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/"))
+    assert any(
+        tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/")
+    )
     one, two = written[0]["sizes"]
     assert max(one, two) < 1.5 * min(one, two)  # both write
     for world_size in (1, 2, 4):
@@ -338,7 +432,9 @@ def test_finetuning_takes_masters_from_the_weights(tmp_path: Path, pools: Worker
 def whole_state(groups: ParallelGroups, distributed: bool) -> Found:
     """``load_state`` takes whole tensors, whatever the rank keeps of them, and gathers the weights."""
     module = Odd()
-    optimizer = Optimizer(FlatBuffers(module, ownership=Ownership.over(groups) if distributed else None))
+    optimizer = Optimizer(
+        FlatBuffers(module, ownership=Ownership.over(groups) if distributed else None)
+    )
     shapes = optimizer.global_shapes()
     draw = torch.Generator().manual_seed(5)
     state = {name: torch.rand(shape, generator=draw) for name, shape in shapes.items()}
@@ -348,7 +444,10 @@ def whole_state(groups: ParallelGroups, distributed: bool) -> Found:
     parts = optimizer.state_shards()
     return {
         "model": {name: p.detach().clone() for name, p in module.named_parameters()},
-        "state": [(name, shapes[name], optimizer.state_starts()[name], part.clone()) for name, part in parts.items()],
+        "state": [
+            (name, shapes[name], optimizer.state_starts()[name], part.clone())
+            for name, part in parts.items()
+        ],
     }
 
 

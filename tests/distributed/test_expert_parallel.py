@@ -1,4 +1,6 @@
-"""Expert parallelism: every layout and dispatcher computes what one process computes, and says when it does not."""
+"""Expert parallelism: every layout and dispatcher computes what one process computes, and says when
+it does not.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,27 @@ from unittest import mock
 import pytest
 import rank_models
 import torch
-from rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, only_own_rows, own_value
+from rank_models import (
+    QUESTIONS,
+    cases,
+    gathered_without_sum,
+    mutated,
+    observe,
+    only_own_rows,
+    own_value,
+)
 from recorder import Recorder
 from torch import Tensor
 
 import megatron_packed.layers.moe.dispatcher as dispatchers
 import megatron_packed.layers.moe.parallel as moe_parallel
 import megatron_packed.layers.moe.router as router_module
-from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum, own_rows, reduce_scatter_rows
+from megatron_packed.distributed.collectives import (
+    all_gather_rows,
+    all_reduce_sum,
+    own_rows,
+    reduce_scatter_rows,
+)
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Ownership
@@ -48,15 +63,26 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (4, {"cp_size": 2, "ep_size": 4}),
     (4, {"tp_size": 2, "cp_size": 2, "expert_tp_size": 1, "ep_size": 4}),
 ]
-NAMES = [" ".join(f"{name[:-5]}{size}" for name, size in ({"world_size": w} | sizes).items()) for w, sizes in LAYOUTS]
+NAMES = [
+    " ".join(f"{name[:-5]}{size}" for name, size in ({"world_size": w} | sizes).items())
+    for w, sizes in LAYOUTS
+]
 
 TIED = {"untie_embeddings_and_output_weights": False}
 SOFTMAX = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, **TIED}
 SIGMOID = {
-    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 3,
-    "moe_shared_expert_intermediate_size": 24, "squared_relu": False, "swiglu": True, "moe_aux_loss_coeff": 0.1,
-}  # fmt: skip
-ALLGATHER, ALLTOALL = {"moe_token_dispatcher_type": "allgather"}, {"moe_token_dispatcher_type": "alltoall"}
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk": 3,
+    "moe_shared_expert_intermediate_size": 24,
+    "squared_relu": False,
+    "swiglu": True,
+    "moe_aux_loss_coeff": 0.1,
+}
+ALLGATHER, ALLTOALL = (
+    {"moe_token_dispatcher_type": "allgather"},
+    {"moe_token_dispatcher_type": "alltoall"},
+)
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 
@@ -84,9 +110,12 @@ class Run:
 
 def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
     model = rank_models.build(
-        run.pattern, {"num_experts": EXPERTS, **run.changes}, groups, dtype=run.dtype,
+        run.pattern,
+        {"num_experts": EXPERTS, **run.changes},
+        groups,
+        dtype=run.dtype,
         sequence_parallel=run.sequence_parallel,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for layer in model.moe_layers:
             expert_bias = layer.mixer.router.expert_bias
@@ -103,13 +132,17 @@ def packs() -> list[MicroBatch]:
     slots, targets = sum(cases.AWKWARD) + 13, sum(map(cases.count_targets, every))
     every.insert(2, [])
     return [
-        cases.make_pack(documents, slots - sum(len(tokens) for tokens, _ in documents), 2, 1 / PACKS, targets)
+        cases.make_pack(
+            documents, slots - sum(len(tokens) for tokens, _ in documents), 2, 1 / PACKS, targets
+        )
         for documents in every
     ]
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """This rank's packs one after the other: what they give, and this rank's parts of all summed gradients."""
+    """This rank's packs one after the other: what they give, and this rank's parts of all summed
+    gradients.
+    """
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
@@ -123,7 +156,9 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         shared.sum()
         sharded = model.sharded_parameters()
         for part in sharded.values():
-            if groups is not None and not (part.is_expert and run.mutation == "weights of experts without a sum"):
+            if groups is not None and not (
+                part.is_expert and run.mutation == "weights of experts without a sum"
+            ):
                 group = groups.expert_dp_group if part.is_expert else groups.dp_cp_group
                 all_reduce_sum(part.parameter.grad, group)
         return {
@@ -138,15 +173,23 @@ def of_pack(output: HybridOutput, groups: ParallelGroups | None) -> list[Tensor]
     """What all context-parallel ranks found of a pack together."""
     group = groups.cp_group if groups else None
     together = {
-        name: all_gather_rows(value.detach(), group) if name == "per_token_loss_T" else value.detach().clone()
+        name: all_gather_rows(value.detach(), group)
+        if name == "per_token_loss_T"
+        else value.detach().clone()
         for name, value in output._asdict().items()
     }
-    return [value if name == "per_token_loss_T" else all_reduce_sum(value, group) for name, value in together.items()]
+    return [
+        value if name == "per_token_loss_T" else all_reduce_sum(value, group)
+        for name, value in together.items()
+    ]
 
 
 def shards_of(model: HybridModel) -> dict[str, Any]:
     sharded = model.sharded_parameters()
-    return {name: (part.shard, tuple(part.global_shape), part.flat_pieces()) for name, part in sharded.items()}
+    return {
+        name: (part.shard, tuple(part.global_shape), part.flat_pieces())
+        for name, part in sharded.items()
+    }
 
 
 def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
@@ -159,7 +202,9 @@ def reference(run: Run) -> dict[str, Any]:
 
 
 def whole(ranks: list[dict[str, Any]], kind: str, name: str, *, exact: bool = True) -> Tensor:
-    """The tensor of one process, from the parts of all ranks; copies must agree bit for bit if it is ``exact``."""
+    """The tensor of one process, from the parts of all ranks; copies must agree bit for bit if it
+    is ``exact``.
+    """
     shape = ranks[0]["shards"][name][1]
     result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
     by_ranges = torch.full_like(result, float("nan")).flatten()
@@ -168,7 +213,9 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str, *, exact: bool = Tr
         assert its_shape == shape
         local = rank[kind][name]
         taken = shard.take(result)
-        assert not exact or torch.equal(torch.where(taken.isnan(), local, taken), local), f"{name}: copies differ"
+        assert not exact or torch.equal(torch.where(taken.isnan(), local, taken), local), (
+            f"{name}: copies differ"
+        )
         shard.place(local, result)
         for piece in flat_pieces:
             place = by_ranges[piece.global_start : piece.global_start + piece.length]
@@ -177,12 +224,18 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str, *, exact: bool = Tr
     return result
 
 
-def errors(ranks: list[dict[str, Any]], expected: dict[str, Any], *, exact: bool = True) -> dict[str, float]:
-    """Relative errors of everything that one process computes; and that parameters are the same to the bit."""
+def errors(
+    ranks: list[dict[str, Any]], expected: dict[str, Any], *, exact: bool = True
+) -> dict[str, float]:
+    """Relative errors of everything that one process computes; and that parameters are the same to
+    the bit.
+    """
     found = {}
     for rank in ranks:
         for number, outputs in rank["outputs"].items():
-            for i, (value, other) in enumerate(zip(outputs, expected["outputs"][number], strict=True)):
+            for i, (value, other) in enumerate(
+                zip(outputs, expected["outputs"][number], strict=True)
+            ):
                 if other.numel():
                     found[f"output {i} of pack {number}"] = cases.relative_error(value, other)
     for name, parameter in expected["parameters"].items():
@@ -197,11 +250,15 @@ def check(pools: WorkerPools, world_size: int, layout: dict[str, int], runs: lis
     results = pools.run(train_ranks, world_size, runs, layout=layout)
     for i, run in enumerate(runs):
         ranks = [result[i] for result in results]
-        assert all(not outputs[-1] for rank in ranks for outputs in rank["outputs"].values()), "no buffer overflows"
+        assert all(not outputs[-1] for rank in ranks for outputs in rank["outputs"].values()), (
+            "no buffer overflows"
+        )
         assert {number for rank in ranks for number in rank["outputs"]} == set(range(PACKS))
         found = errors(ranks, reference(run.of_one_process))
         where = max(found, key=found.__getitem__)
-        assert found[where] <= TOLERANCES[run.dtype], f"{run}: {where} differs by {found[where]:.2e}"
+        assert found[where] <= TOLERANCES[run.dtype], (
+            f"{run}: {where} differs by {found[where]:.2e}"
+        )
 
 
 def with_and_without_sequence_parallel(layout: dict[str, int], runs: list[Run]) -> list[Run]:
@@ -210,7 +267,9 @@ def with_and_without_sequence_parallel(layout: dict[str, int], runs: list[Run]) 
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=NAMES)
-def test_ranks_compute_what_one_process_computes(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
+def test_ranks_compute_what_one_process_computes(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
     split = layout.get("tp_size", 1) > 1
     runs = [
         Run({**SOFTMAX, **ALLGATHER}),
@@ -229,8 +288,12 @@ FAVOURITE = {**SIGMOID, "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1}
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[5], LAYOUTS[7]])
-def test_all_tokens_to_one_expert(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
-    """The other experts have no rows, and most ranks none at all; theirs and the router's gradients stay finite."""
+def test_all_tokens_to_one_expert(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """The other experts have no rows, and most ranks none at all; theirs and the router's gradients
+    stay finite.
+    """
     runs = [Run({**FAVOURITE, **kind}, "E", favourite=6) for kind in (ALLGATHER, ALLTOALL)]
     results = pools.run(train_ranks, world_size, runs, layout=layout)
     for i, run in enumerate(runs):
@@ -247,13 +310,25 @@ def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int])
     """Dropped tokens are those that one process drops with the same packs, padded or not."""
     kinds = (ALLGATHER, ALLTOALL, {**ALLTOALL, "moe_pad_expert_input_to_capacity": True})
     runs = [
-        Run({**settings, **kind, "moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": policy}, "E*E")
+        Run(
+            {
+                **settings,
+                **kind,
+                "moe_expert_capacity_factor": 0.6,
+                "moe_token_drop_policy": policy,
+            },
+            "E*E",
+        )
         for kind in kinds
         for settings, policy in ((SOFTMAX, "probs"), (SIGMOID, "position"))
     ]
     check(pools, world_size, layout, runs)
-    dropped, every = (reference(replace(runs[0], changes=c)) for c in (runs[0].changes, {**SOFTMAX, **ALLGATHER}))
-    assert cases.relative_error(dropped["outputs"][0][1], every["outputs"][0][1]) > 1e-4, "nothing was dropped"
+    dropped, every = (
+        reference(replace(runs[0], changes=c)) for c in (runs[0].changes, {**SOFTMAX, **ALLGATHER})
+    )
+    assert cases.relative_error(dropped["outputs"][0][1], every["outputs"][0][1]) > 1e-4, (
+        "nothing was dropped"
+    )
 
 
 # -- static buffers --------------------------------------------------------------------------------
@@ -261,16 +336,22 @@ def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int])
 
 def overflows(groups: ParallelGroups, runs: list[Run]) -> list[list[float]]:
     """The flags of this rank's packs, run by run."""
-    return [[float(outputs[-1]) for outputs in train(run, groups)["outputs"].values()] for run in runs]
+    return [
+        [float(outputs[-1]) for outputs in train(run, groups)["outputs"].values()] for run in runs
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[8]])
 def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
-    """With all tokens of a pack at one expert only its rank has too many rows; done again with room for all."""
+    """With all tokens of a pack at one expert only its rank has too many rows; done again with room
+    for all.
+    """
     small = Run({**FAVOURITE, "moe_expert_rank_capacity_factor": 1.0}, "E", favourite=6)
-    enough = replace(small, changes={**FAVOURITE, "moe_expert_rank_capacity_factor": float(layout["ep_size"])})
+    enough = replace(
+        small, changes={**FAVOURITE, "moe_expert_rank_capacity_factor": float(layout["ep_size"])}
+    )
     again = replace(small, full_buffers=True)
     results = pools.run(overflows, world_size, [small, enough, again], layout=layout)
     for rank, (flags, *without) in enumerate(results):
@@ -278,21 +359,32 @@ def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
         assert not any(flag for other in without for flag in other)
     for first in range(0, world_size, layout.get("tp_size", 1)):
         assert all(results[first] == results[first + r] for r in range(layout.get("tp_size", 1)))
-    again = replace(again, changes={**SOFTMAX, "moe_expert_rank_capacity_factor": 0.3}, favourite=None)
+    again = replace(
+        again, changes={**SOFTMAX, "moe_expert_rank_capacity_factor": 0.3}, favourite=None
+    )
     check(pools, world_size, layout, [again])
 
 
 def test_the_size_of_the_buffer_is_told(pools: WorkerPools) -> None:
     T, K, D = packs()[0].packed.total_tokens, 2, 32
     single = build(Run(pattern="E"), None).expert_buffer(T)
-    assert single is not None and (single.rows, single.worst_rows, single.bytes_per_row) == (T * K, T * K, 8 * D)
+    assert single is not None and (single.rows, single.worst_rows, single.bytes_per_row) == (
+        T * K,
+        T * K,
+        8 * D,
+    )
     assert cases.tiny_model("-").expert_buffer(T) is None
-    runs = [Run(changes, "E") for changes in ({}, {"moe_expert_rank_capacity_factor": 1.25}, CAPACITY)]
+    runs = [
+        Run(changes, "E") for changes in ({}, {"moe_expert_rank_capacity_factor": 1.25}, CAPACITY)
+    ]
     for sizes in pools.run(buffer_sizes, 4, runs, layout={"ep_size": 4}):
         worst, smaller, bounded = sizes
         assert worst == (4 * T * K, 4 * T * K)
         assert smaller == (T * K * 5 // 4, 4 * T * K)
-        assert bounded == (4 * 2 * 10, 4 * 2 * 10)  # of every rank 10 tokens (ceil(0.6 * 64 * 2 / 8)) for 2 experts
+        assert bounded == (
+            4 * 2 * 10,
+            4 * 2 * 10,
+        )  # of every rank 10 tokens (ceil(0.6 * 64 * 2 / 8)) for 2 experts
 
 
 def buffer_sizes(groups: ParallelGroups, runs: list[Run]) -> list[tuple[int, int]]:
@@ -304,12 +396,16 @@ def buffer_sizes(groups: ParallelGroups, runs: list[Run]) -> list[tuple[int, int
 
 
 def optimized(run: Run, groups: ParallelGroups | None, distributed: bool) -> dict[str, Any]:
-    """Two steps over flat buffers: norms, this rank's parts of the parameters, and exact counts of routed tokens."""
+    """Two steps over flat buffers: norms, this rank's parts of the parameters, and exact counts of
+    routed tokens.
+    """
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
     groups = groups or ParallelGroups.single()
     model = build(run, groups)
     ownership = (Ownership.over if distributed else Ownership.undivided)(groups)
-    buffers = FlatBuffers(model, {"loss": 1}, {"counts": EXPERTS * model.num_moe_layers}, ownership=ownership)
+    buffers = FlatBuffers(
+        model, {"loss": 1}, {"counts": EXPERTS * model.num_moe_layers}, ownership=ownership
+    )
     shared, (norm_group, copies) = model.shared_gradients(), ranks_of_norm(groups, buffers)
     optimizer = Optimizer(
         buffers,
@@ -329,21 +425,33 @@ def optimized(run: Run, groups: ParallelGroups | None, distributed: bool) -> dic
         shared.sum()
         buffers.reduce(groups)
         norm = optimizer.step(1e-3).grad_norm.clone()
-        reported += [norm, buffers.extras["loss"].clone(), buffers.counters["counts"].value().clone()]
+        reported += [
+            norm,
+            buffers.extras["loss"].clone(),
+            buffers.counters["counts"].value().clone(),
+        ]
     return {
         "reported": reported,
         "shards": shards_of(model),
-        "parameters": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        "parameters": {
+            name: parameter.detach().clone() for name, parameter in model.named_parameters()
+        },
         "elements": optimizer.exp_avg.numel(),
     }
 
 
-def optimized_ranks(groups: ParallelGroups, runs: list[Run], distributed: bool) -> list[dict[str, Any]]:
+def optimized_ranks(
+    groups: ParallelGroups, runs: list[Run], distributed: bool
+) -> list[dict[str, Any]]:
     return [optimized(run, groups, distributed) for run in runs]
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["every rank steps", "distributed optimizer"])
-@pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]])
+@pytest.mark.parametrize(
+    "distributed", [False, True], ids=["every rank steps", "distributed optimizer"]
+)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]]
+)
 def test_steps_over_flat_buffers(
     pools: WorkerPools, world_size: int, layout: dict[str, int], distributed: bool
 ) -> None:
@@ -357,8 +465,12 @@ def test_steps_over_flat_buffers(
     start = dict(build(run, None).named_parameters())
     for name, parameter in expected["parameters"].items():
         moved = cases.relative_error(start[name].detach(), parameter)
-        assert cases.relative_error(whole(ranks, "parameters", name), parameter) <= 0.01 * moved, name
-    if distributed and layout == {"ep_size": 2} and world_size == 2:  # whole experts have one owner here, the rest two
+        assert cases.relative_error(whole(ranks, "parameters", name), parameter) <= 0.01 * moved, (
+            name
+        )
+    if (
+        distributed and layout == {"ep_size": 2} and world_size == 2
+    ):  # whole experts have one owner here, the rest two
         assert all(rank["elements"] < expected["elements"] * 0.75 for rank in ranks)
 
 
@@ -371,7 +483,9 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
     for run in runs:
         model, calls = build(run, groups), []
         for lengths, tail, spare in (([5, 20, 3, 1, 30], 5, 2), ([40, 2], 22, 5)):
-            batch = cases.make_pack(cases.make_documents(lengths), tail=tail, spare=spare, aux_scale=1.0)
+            batch = cases.make_pack(
+                cases.make_documents(lengths), tail=tail, spare=spare, aux_scale=1.0
+            )
             with Recorder() as recorder, mock.patch.object(Tensor, "tolist", recorder.tolist):
                 model(batch).loss.backward()
             calls.append(recorder.calls)
@@ -392,7 +506,9 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
         for rank in pools.run(recorded_calls, 2, runs, layout=layout):
             for run, (first, second) in zip(runs, rank):
                 names = {name for name, _ in first}
-                assert len(first) > 100 and any("c10d" in name for name in names), "the collectives must be seen"
+                assert len(first) > 100 and any("c10d" in name for name in names), (
+                    "the collectives must be seen"
+                )
                 asked = any(question in name for question in QUESTIONS for name in names)
                 exact_splits = run.changes == kinds[-1]
                 assert asked == exact_splits, run
@@ -403,7 +519,9 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
 
 
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
-    """What a changed token of one document of rank 0's pack moves: elsewhere, and (to see that it is seen) in it."""
+    """What a changed token of one document of rank 0's pack moves: elsewhere, and (to see that it
+    is seen) in it.
+    """
     found = []
     for run in runs:
         model, before, after = build(run, groups), {}, {}
@@ -415,7 +533,11 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
                 other.tokens[at] = (other.tokens[at] + change) % cases.VOCAB
                 other.labels[at - 1] = other.tokens[at]
             seen |= observe(model, other)
-        others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at] if groups.dp_rank == 0 else slice(None)
+        others_T = (
+            batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
+            if groups.dp_rank == 0
+            else slice(None)
+        )
         changes = {}
         for name in before:
             rows_T = others_T
@@ -427,9 +549,13 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.shows("isolation", "EP allgather", "EP alltoall", of=lambda world_size, layout: (world_size, layout))
+@pytest.mark.shows(
+    "isolation", "EP allgather", "EP alltoall", of=lambda world_size, layout: (world_size, layout)
+)
 @pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[5], LAYOUTS[7]])
-def test_other_documents_do_not_change_by_a_bit(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
+def test_other_documents_do_not_change_by_a_bit(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
     """Neither in the same pack nor in those of other ranks, whose tokens the same experts see."""
     runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in (ALLGATHER, ALLTOALL)]
     runs = with_and_without_sequence_parallel(layout, runs)
@@ -453,11 +579,23 @@ def _joined_with_sum(x: Tensor, group: Any) -> Tensor:
 
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "gathering tokens without a sum in backward": (dispatchers, "gather_rows", gathered_without_sum),
+    "gathering tokens without a sum in backward": (
+        dispatchers,
+        "gather_rows",
+        gathered_without_sum,
+    ),
     "bringing rows back without a sum": (dispatchers, "scatter_rows", only_own_rows),
-    "splitting rows without a gather in backward": (moe_parallel, "split_rows", _split_without_gather),
+    "splitting rows without a gather in backward": (
+        moe_parallel,
+        "split_rows",
+        _split_without_gather,
+    ),
     "joining rows with a sum in backward": (moe_parallel, "join_rows", _joined_with_sum),
-    "gathering logits without a sum in backward": (router_module, "gather_rows", gathered_without_sum),
+    "gathering logits without a sum in backward": (
+        router_module,
+        "gather_rows",
+        gathered_without_sum,
+    ),
     "auxiliary loss counted by each rank": (TensorParallel, "counted_once", own_value),
 }
 
@@ -477,7 +615,9 @@ MUTATIONS = {
 def test_a_missing_sum_is_seen(pools: WorkerPools) -> None:
     expected = reference(Run(SOFTMAX, "E"))
     for name, layout in MUTATIONS.items():
-        results = pools.run(train_ranks, 2, [Run(SOFTMAX, "E"), Run(SOFTMAX, "E", mutation=name)], layout=layout)
+        results = pools.run(
+            train_ranks, 2, [Run(SOFTMAX, "E"), Run(SOFTMAX, "E", mutation=name)], layout=layout
+        )
         sound, mutant = ([rank[i] for rank in results] for i in range(2))
         assert max(errors(sound, expected).values()) <= 1e-9, name
         assert max(errors(mutant, expected, exact=False).values()) > 1e-4, name

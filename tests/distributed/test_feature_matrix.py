@@ -1,6 +1,8 @@
-"""Packing, shared metadata, offload and graphs, each on and off, in layouts of each kind: the same losses.
+"""Packing, shared metadata, offload and graphs, each on and off, in layouts of each kind: the same
+losses.
 
-Off: documents one to a pack; tables that each layer derives for itself; everything kept; everything run eagerly.
+Off: documents one to a pack; tables that each layer derives for itself; everything kept; everything
+run eagerly.
 """
 
 from __future__ import annotations
@@ -24,14 +26,21 @@ from megatron_packed.training.graphs import build_graphs, capture_graphs, releas
 
 FEATURES = ("packing", "metadata", "offload", "graphs")
 WAYS = {
-    "tp": Way(2, 2, True), "cp": Way(2, cp_size=2), "ep": Way(2, ep_size=2), "dp": Way(2, distributed_optimizer=True)
-}  # fmt: skip
+    "tp": Way(2, 2, True),
+    "cp": Way(2, cp_size=2),
+    "ep": Way(2, ep_size=2),
+    "dp": Way(2, distributed_optimizer=True),
+}
 IMPLS = {"tp": "local", "cp": "full_iteration", "ep": "full_iteration", "dp": "local"}
 OFFLOAD = MemoryConfig(
-    recompute_granularity="full", recompute_method="block", recompute_num_layers=3, offload_layer_inputs=True,
-    fine_grained_activation_offloading=True, offload_modules=("mlp_norm", "expert_fc1", "moe_act"),
+    recompute_granularity="full",
+    recompute_method="block",
+    recompute_num_layers=3,
+    offload_layer_inputs=True,
+    fine_grained_activation_offloading=True,
+    offload_modules=("mlp_norm", "expert_fc1", "moe_act"),
     min_offloaded_tensor_size=1,
-)  # fmt: skip
+)
 """The input of each of three layers, and parts of the fourth."""
 EVERYTHING = frozenset(FEATURES)
 COMBINATIONS = [EVERYTHING, frozenset(), *(EVERYTHING - {feature} for feature in FEATURES)]
@@ -40,7 +49,9 @@ STEPS = 2
 
 
 def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> list[MicroBatch]:
-    """This rank's packs of the same documents, all with room for as many as graphs of their size have."""
+    """This rank's packs of the same documents, all with room for as many as graphs of their size
+    have.
+    """
     draw = np.random.default_rng(number)
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in LENGTHS]
     if not packing:
@@ -53,12 +64,16 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
         assert cell is not None
         alignment = config_of(way).document_alignment
         made.append(
-            MicroBatch.build(together[groups.dp_rank], SLOTS, cell.capacity, scales, cell.max_seqlen, alignment)
+            MicroBatch.build(
+                together[groups.dp_rank], SLOTS, cell.capacity, scales, cell.max_seqlen, alignment
+            )
         )
     return made
 
 
-def train(groups: ParallelGroups, way: Way, impl: str, on: frozenset[str]) -> tuple[list[list[float]], int]:
+def train(
+    groups: ParallelGroups, way: Way, impl: str, on: frozenset[str]
+) -> tuple[list[list[float]], int]:
     """Loss and norm of gradients of each step; how many micro-batches were replayed."""
     # Balance is a pack's, so it may not be the same in others.
     options: dict[str, Any] = {"memory": OFFLOAD} if "offload" in on else {}
@@ -72,18 +87,26 @@ def train(groups: ParallelGroups, way: Way, impl: str, on: frozenset[str]) -> tu
         if graphs is not None:
             capture_graphs(graphs, job.step, len(LENGTHS), groups)
             job.step.graphs = graphs
-        metrics = [job.step(step_of(way, groups, "packing" in on, n), 1e-2).tolist() for n in range(STEPS)]
-        return [[one[0], one[2]] for one in metrics], 0 if graphs is None else graphs.counters.replays
+        metrics = [
+            job.step(step_of(way, groups, "packing" in on, n), 1e-2).tolist() for n in range(STEPS)
+        ]
+        return [
+            [one[0], one[2]] for one in metrics
+        ], 0 if graphs is None else graphs.counters.replays
 
 
 @pytest.mark.shows("eager", of=lambda name: (2, config_of(WAYS[name])))
 @pytest.mark.shows("offload", of=lambda name: (2, config_of(WAYS[name])))
-@pytest.mark.shows(lambda name: f"graphs: {IMPLS[name]}", of=lambda name: (2, config_of(WAYS[name])))
+@pytest.mark.shows(
+    lambda name: f"graphs: {IMPLS[name]}", of=lambda name: (2, config_of(WAYS[name]))
+)
 @pytest.mark.shows(lambda name: f"graphs: {IMPLS[name]}", "offload")
 @pytest.mark.parametrize("name", WAYS)
 def test_each_on_and_off_has_the_same_losses(name: str, pools: WorkerPools) -> None:
     way = WAYS[name]
-    found = {on: pools.run(train, 2, way, IMPLS[name], on, layout=way.layout) for on in COMBINATIONS}
+    found = {
+        on: pools.run(train, 2, way, IMPLS[name], on, layout=way.layout) for on in COMBINATIONS
+    }
     expected, _ = found[frozenset()][0]
     assert np.isfinite(expected).all() and expected[0] != expected[1]
     for on, ranks in found.items():

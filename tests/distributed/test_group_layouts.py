@@ -24,7 +24,9 @@ LAYOUTS = [
 
 
 def describe(groups: ParallelGroups) -> dict:
-    """Per kind of group: members as the group itself and as a sum over it tell, size, rank; and what is shared."""
+    """Per kind of group: members as the group itself and as a sum over it tell, size, rank; and
+    what is shared.
+    """
     found, made = {}, {}
     for axis in GROUP_AXES:
         group = getattr(groups, f"{axis}_group")
@@ -34,7 +36,11 @@ def describe(groups: ParallelGroups) -> dict:
             made[axis] = id(group)
         found[axis] = (
             tuple(dist.get_process_group_ranks(group)) if group is not None else (groups.rank,),
-            tuple(rank for rank in range(groups.world_size) if str(int(total))[::-1][rank : rank + 1] == "1"),
+            tuple(
+                rank
+                for rank in range(groups.world_size)
+                if str(int(total))[::-1][rank : rank + 1] == "1"
+            ),
             getattr(groups, f"{axis}_size"),
             getattr(groups, f"{axis}_rank"),
         )
@@ -60,7 +66,9 @@ def describe(groups: ParallelGroups) -> dict:
     }
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k[:-5]}{v}" for k, v in sizes.items()) or "dp")
+@pytest.mark.parametrize(
+    "sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k[:-5]}{v}" for k, v in sizes.items()) or "dp"
+)
 def test_groups_of_four_ranks(pools: WorkerPools, sizes: dict[str, int]) -> None:
     check(Layout(world_size=4, **sizes), pools.run(describe, 4, layout=sizes), timedelta(minutes=1))
 
@@ -77,10 +85,17 @@ def check(layout: Layout, ranks: list[dict], timeout: timedelta) -> None:
         assert found["world"] == list(range(layout.world_size))
         for axis in GROUP_AXES:
             members = layout.ranks(axis, rank)
-            assert found["axes"][axis] == (members, members, len(members), members.index(rank)), (rank, axis)
+            assert found["axes"][axis] == (members, members, len(members), members.index(rank)), (
+                rank,
+                axis,
+            )
             if axis in found["meshes"]:
                 assert found["meshes"][axis] == members
-        large = {axis for axis in ("dp", "cp", "tp", "expert_dp", "ep", "expert_tp") if layout.size(axis) > 1}
+        large = {
+            axis
+            for axis in ("dp", "cp", "tp", "expert_dp", "ep", "expert_tp")
+            if layout.size(axis) > 1
+        }
         assert set(found["meshes"]) == large
         # What was asked for; torch's own defaults are half an hour for gloo, ten minutes for NCCL.
         assert found["timeouts"] == {timeout}
@@ -89,7 +104,11 @@ def check(layout: Layout, ranks: list[dict], timeout: timedelta) -> None:
 def test_equal_groups_are_one_but_gradients_never_wait_behind_tokens(pools: WorkerPools) -> None:
     found = pools.run(describe, 4, layout={"tp_size": 2, "ep_size": 4, "expert_tp_size": 1})[0]
     made, is_world = found["made"], found["is_world"]
-    assert made["dp"] == made["dp_cp"] and made["tp"] == made["tp_cp"] and made["ep"] == made["expert_tp_ep"]
+    assert (
+        made["dp"] == made["dp_cp"]
+        and made["tp"] == made["tp_cp"]
+        and made["ep"] == made["expert_tp_ep"]
+    )
     assert "cp" not in made and "expert_tp" not in made and "expert_dp" not in made
     assert not any(is_world.values())  # experts are spread over the world: a group of their own
     spread = pools.run(describe, 4, layout={"ep_size": 4})[0]
@@ -103,7 +122,9 @@ def refused(groups: ParallelGroups) -> str:
 
     with pytest.raises(ValueError) as raised:
         ParallelGroups.create(
-            _Backend(distributed_backend="gloo", distributed_timeout_minutes=1), "cpu", layout=Layout(world_size=8)
+            _Backend(distributed_backend="gloo", distributed_timeout_minutes=1),
+            "cpu",
+            layout=Layout(world_size=8),
         )
     return str(raised.value)
 

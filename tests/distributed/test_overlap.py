@@ -1,6 +1,8 @@
-"""``--overlap-grad-reduce`` and ``--overlap-param-gather``: other times for the same collectives, and the same bits.
+"""``--overlap-grad-reduce`` and ``--overlap-param-gather``: other times for the same collectives,
+and the same bits.
 
-Sums of two numbers do not depend on their order, so wherever two ranks add up, all is compared bit for bit.
+Sums of two numbers do not depend on their order, so wherever two ranks add up, all is compared bit
+for bit.
 """
 
 from __future__ import annotations
@@ -39,18 +41,25 @@ def with_overlap(way: Way, overlap: bool, **options: Any) -> RunConfig:
     config = config_of(way, **options)
     gather = overlap and way.distributed_optimizer
     parallel = dataclasses.replace(
-        config.parallel, ddp_bucket_size=BUCKET, overlap_grad_reduce=overlap, overlap_param_gather=gather
+        config.parallel,
+        ddp_bucket_size=BUCKET,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=gather,
     )
     return dataclasses.replace(config, parallel=parallel)
 
 
-def job_of(groups: ParallelGroups, way: Way, overlap: bool, *, bf16: bool = False, **model: Any) -> Job:
+def job_of(
+    groups: ParallelGroups, way: Way, overlap: bool, *, bf16: bool = False, **model: Any
+) -> Job:
     config = with_overlap(way, overlap, bf16=bf16, **model)
     training = dataclasses.replace(config.training, device=groups.device.type)
     return build_job(dataclasses.replace(config, training=training), groups, VOCAB)
 
 
-def train(groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: bool) -> dict[str, Any]:
+def train(
+    groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: bool
+) -> dict[str, Any]:
     job = job_of(groups, way, overlap, bf16=bf16)
     metrics, begun, under_way = [], [], []
     for step in range(3):
@@ -61,8 +70,14 @@ def train(groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: boo
             under_way.append(job.buffers.gather.under_way)
     layout = job.buffers.layout
     late = {id(parameter) for parameter in job.model.shared_gradients().parameters}
-    held_back = {slot.bucket for slot in layout.slots if id(job.buffers.parameters[slot.name]) in late}
-    held_back |= {number for number, used in enumerate(stages_of_buckets(job.buffers, job.model.stages)) if not used[0]}
+    held_back = {
+        slot.bucket for slot in layout.slots if id(job.buffers.parameters[slot.name]) in late
+    }
+    held_back |= {
+        number
+        for number, used in enumerate(stages_of_buckets(job.buffers, job.model.stages))
+        if not used[0]
+    }
     return {
         "metrics": torch.stack(metrics).cpu(),
         "state": [(*shard[:3], shard[3].cpu()) for shard in everything(job)],
@@ -74,19 +89,28 @@ def train(groups: ParallelGroups, way: Way, count: int, overlap: bool, bf16: boo
 
 
 WAYS = [
-    (Way(2), 2), (Way(2), 6), (Way(2, distributed_optimizer=True), 6), (Way(2, distributed_optimizer=True), 2),
-    (Way(2, ep_size=2), 6), (Way(2, cp_size=2), 1), (Way(4, 2, True), 2),
-    (Way(4, 2, True, True, 2, 1), 2), (Way(4, 2, True, False, 2, 1), 2),
-]  # fmt: skip
+    (Way(2), 2),
+    (Way(2), 6),
+    (Way(2, distributed_optimizer=True), 6),
+    (Way(2, distributed_optimizer=True), 2),
+    (Way(2, ep_size=2), 6),
+    (Way(2, cp_size=2), 1),
+    (Way(4, 2, True), 2),
+    (Way(4, 2, True, True, 2, 1), 2),
+    (Way(4, 2, True, False, 2, 1), 2),
+]
 
 
 @pytest.mark.shows("eager", of=lambda way: (way.world_size, with_overlap(way, overlap=True)))
 @pytest.mark.parametrize(("way", "count"), WAYS, ids=str)
 def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: WorkerPools) -> None:
-    """Metrics, weights and moments of three steps; sums begin in the backward pass, parameters come back late."""
+    """Metrics, weights and moments of three steps; sums begin in the backward pass, parameters come
+    back late.
+    """
     bf16 = way.distributed_optimizer
     expected, found = (
-        pools.run(train, way.world_size, way, count, overlap, bf16, layout=way.layout) for overlap in (False, True)
+        pools.run(train, way.world_size, way, count, overlap, bf16, layout=way.layout)
+        for overlap in (False, True)
     )
     for one, other in zip(expected, found):
         assert torch.equal(one["metrics"], other["metrics"]) and one["metrics"][:, 0].min() > 1
@@ -94,7 +118,10 @@ def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: Wor
         assert (other["experts"] > 0) == (way.ep_size > 1)
         if way.distributed_optimizer:
             assert min(other["under_way"]) >= 5
-    assert_same_bits(assembled([rank["state"] for rank in found]), assembled([rank["state"] for rank in expected]))
+    assert_same_bits(
+        assembled([rank["state"] for rank in found]),
+        assembled([rank["state"] for rank in expected]),
+    )
 
 
 def test_four_ranks_that_add_up(pools: WorkerPools) -> None:
@@ -132,7 +159,9 @@ def test_ranks_begin_the_same_in_the_same_order(way: Way, pools: WorkerPools) ->
     one, other = pools.run(order_of_calls, 2, way, layout=way.layout)
     assert one == other and len(one) > (10 if way.distributed_optimizer else 5)
     assert {name for name, _ in one} == (
-        {"_reduce_scatter", "all_reduce", "_all_gather"} if way.distributed_optimizer else {"all_reduce"}
+        {"_reduce_scatter", "all_reduce", "_all_gather"}
+        if way.distributed_optimizer
+        else {"all_reduce"}
     )
 
 
@@ -164,7 +193,9 @@ def test_who_reads_parameters_waits_for_them(tmp_path: Path, pools: WorkerPools)
     ranks = pools.run(readers, 2, way, str(tmp_path))
     for found in ranks:
         assert found["losses"][True] == found["losses"][False]
-    assert_same_bits(*(assembled([found["state"][overlap] for found in ranks]) for overlap in (False, True)))
+    assert_same_bits(
+        *(assembled([found["state"][overlap] for found in ranks]) for overlap in (False, True))
+    )
 
 
 @pytest.mark.shows("eager", of=lambda way: (way.world_size, with_overlap(way, overlap=True)))
@@ -175,7 +206,9 @@ def test_who_reads_parameters_waits_for_them(tmp_path: Path, pools: WorkerPools)
 def test_the_same_numbers_on_two_gpus(way: Way) -> None:
     """Up to what bf16 kernels round that add in a changing order."""
     expected, found = (
-        run_distributed(train, 2, way, 6, overlap, True, backend="nccl", layout=way.layout, timeout=300.0)
+        run_distributed(
+            train, 2, way, 6, overlap, True, backend="nccl", layout=way.layout, timeout=300.0
+        )
         for overlap in (False, True)
     )
     for one, other in zip(expected, found):

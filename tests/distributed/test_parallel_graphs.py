@@ -1,4 +1,5 @@
-"""CUDA graphs in parallel layouts, with a stand-in for capture: a replayed step is the eager step, bit for bit.
+"""CUDA graphs in parallel layouts, with a stand-in for capture: a replayed step is the eager step,
+bit for bit.
 
 Collectives of the layers are inside what is captured; the stand-in runs them again at every replay.
 """
@@ -23,7 +24,13 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.capacity import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import Graphs, audit_graphs, build_graphs, capture_graphs, released
+from megatron_packed.training.graphs import (
+    Graphs,
+    audit_graphs,
+    build_graphs,
+    capture_graphs,
+    released,
+)
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
@@ -38,7 +45,9 @@ EQUAL = "replay what they compute (largest difference 0.0e+00)"
 
 
 def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list[MicroBatch]:
-    """This rank's packs of a step; all ranks' micro-batch i has the same cell, or room beyond the ladder."""
+    """This rank's packs of a step; all ranks' micro-batch i has the same cell, or room beyond the
+    ladder.
+    """
     draw = np.random.default_rng(number)
     alignment = config_of(way).document_alignment
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in lengths]
@@ -49,7 +58,9 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
         documents = max(map(len, together))
         cell = LADDER.cell_for(documents, SLOTS)
         room = (documents, None) if cell is None else (cell.capacity, cell.max_seqlen)
-        made.append(MicroBatch.build(together[groups.dp_rank], SLOTS, room[0], scales, room[1], alignment))
+        made.append(
+            MicroBatch.build(together[groups.dp_rank], SLOTS, room[0], scales, room[1], alignment)
+        )
     return made
 
 
@@ -63,7 +74,9 @@ def graphed(
 ) -> tuple[Job, Graphs, RecordingEngine]:
     config = config_of(way, **model)
     if overlap:
-        parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=True, ddp_bucket_size=3000)
+        parallel = dataclasses.replace(
+            config.parallel, overlap_grad_reduce=True, ddp_bucket_size=3000
+        )
         config = dataclasses.replace(config, parallel=parallel)
     # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
     object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
@@ -76,9 +89,14 @@ def graphed(
 
 
 def compare(
-    groups: ParallelGroups, way: Way, model: dict[str, Any], impl: str = "local", fails: tuple[int, ...] = ()
+    groups: ParallelGroups,
+    way: Way,
+    model: dict[str, Any],
+    impl: str = "local",
+    fails: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data rank; an audit.
+    """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data
+    rank; an audit.
 
     Args:
         fails: numbers of captures that fail on the last rank alone.
@@ -100,7 +118,10 @@ def compare(
         counters = graphs.counters
         return {
             "metrics": equal,
-            "state": all(same_bits(one[3], other[3]) for one, other in zip(everything(job), everything(eager))),
+            "state": all(
+                same_bits(one[3], other[3])
+                for one, other in zip(everything(job), everything(eager))
+            ),
             "replays": counters.replays,
             "fallbacks": dict(counters.fallbacks),
             "module_fallbacks": dict(counters.module_fallbacks),
@@ -128,7 +149,11 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
     for rank, result in enumerate(found):
         assert all(result["metrics"]) and result["state"], result
         assert result["replays"] == 3 * per_rank - 1 and not result["module_fallbacks"], result
-        where = "" if rank < way.world_size // way.dp_size else " on another rank, whose graphs share collectives"
+        where = (
+            ""
+            if rank < way.world_size // way.dp_size
+            else " on another rank, whose graphs share collectives"
+        )
         assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
         assert result["audited"] == f"4 modules {EQUAL}"
 
@@ -136,8 +161,12 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
 @pytest.mark.shows("graphs: full_iteration", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
-    [Way(2, 2, True), Way(2, cp_size=2), Way(2, cp_size=2, comm_type="p2p"),
-     Way(2, ep_size=2, distributed_optimizer=True)],
+    [
+        Way(2, 2, True),
+        Way(2, cp_size=2),
+        Way(2, cp_size=2, comm_type="p2p"),
+        Way(2, ep_size=2, distributed_optimizer=True),
+    ],
     ids=str,
 )
 def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
@@ -151,16 +180,19 @@ def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -
 
 
 PADDED = {
-    "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.5,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": 1.5,
     "moe_pad_expert_input_to_capacity": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.shows("graphs: local", "EP alltoall")
 def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
     way = Way(2, ep_size=2)
     for result in pools.run(compare, 2, way, PADDED, layout=way.layout):
-        assert all(result["metrics"]) and result["state"] and result["audited"] == f"4 modules {EQUAL}", result
+        assert (
+            all(result["metrics"]) and result["state"] and result["audited"] == f"4 modules {EQUAL}"
+        ), result
 
 
 def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
@@ -177,11 +209,18 @@ def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
         wanted = StepValues.from_list(eager.step(micro_batches, 1e-2).tolist())
         validated = job.step.validation_loss.equal(eager.step.validation_loss)
         fallbacks = dict(graphs.counters.fallbacks)
-        return {"held": held, "again": again == wanted, "validated": validated, "fallbacks": fallbacks}
+        return {
+            "held": held,
+            "again": again == wanted,
+            "validated": validated,
+            "fallbacks": fallbacks,
+        }
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_a_step_without_room_for_experts_is_done_again_without_graphs(impl: str, pools: WorkerPools) -> None:
+def test_a_step_without_room_for_experts_is_done_again_without_graphs(
+    impl: str, pools: WorkerPools
+) -> None:
     way = Way(2, ep_size=2)
     reason = "it needs room for all rows of experts, and its graphs have less"
     for result in pools.run(overflowing, 2, way, impl, layout=way.layout):
@@ -190,9 +229,13 @@ def test_a_step_without_room_for_experts_is_done_again_without_graphs(impl: str,
 
 @pytest.mark.shows("graphs: transformer_engine", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize("way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2)], ids=str)
-def test_replayed_layers_of_transformer_engine_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
+def test_replayed_layers_of_transformer_engine_are_the_eager_ones(
+    way: Way, pools: WorkerPools
+) -> None:
     """It runs a pass of its own before its captures, in which ranks wait for each other."""
-    for result in pools.run(compare, way.world_size, way, {}, "transformer_engine", layout=way.layout):
+    for result in pools.run(
+        compare, way.world_size, way, {}, "transformer_engine", layout=way.layout
+    ):
         assert all(result["metrics"]) and result["state"] and not result["module_fallbacks"], result
         assert result["audited"] == f"4 modules {EQUAL}"
 
@@ -204,7 +247,9 @@ def other_words(reason: str) -> str:
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -> None:
-    """The tables of the largest cell, and then a layer: nobody is left waiting, and each rank says why."""
+    """The tables of the largest cell, and then a layer: nobody is left waiting, and each rank says
+    why.
+    """
     way = Way(2, 2, True)
     results = pools.run(compare, 2, way, {}, impl, (0, 4), layout=way.layout)
     why = "OutOfMemoryError: capture 4 has no memory"
@@ -216,7 +261,9 @@ def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -
 
 
 @pytest.mark.parametrize(
-    "fails, replays, part", [((0,), 0, ""), ((1,), 5, "micro-batch: ")], ids=["the end of a step", "a micro-batch"]
+    "fails, replays, part",
+    [((0,), 0, ""), ((1,), 5, "micro-batch: ")],
+    ids=["the end of a step", "a micro-batch"],
 )
 def test_a_part_of_a_step_that_one_rank_cannot_capture_runs_eagerly_on_all(
     fails: tuple[int, ...], replays: int, part: str, pools: WorkerPools
@@ -226,12 +273,16 @@ def test_a_part_of_a_step_that_one_rank_cannot_capture_runs_eagerly_on_all(
     reason = f"OutOfMemoryError: capture {fails[0]} has no memory"
     for result, said in zip(results, (other_words(reason), reason), strict=True):
         assert all(result["metrics"]) and result["state"] and result["replays"] == replays, result
-        assert result["fallbacks"] == {f"no graphs for its capacity ({part}{said})": 11 - replays,
-                                       "more than 6 documents": 1}  # fmt: skip
+        assert result["fallbacks"] == {
+            f"no graphs for its capacity ({part}{said})": 11 - replays,
+            "more than 6 documents": 1,
+        }
 
 
 def moves(groups: ParallelGroups, way: Way, impl: str) -> list[tuple[bool, bool, int]]:
-    """Steps with a weight of the last rank at another address in the second and the third, and then captured again."""
+    """Steps with a weight of the last rank at another address in the second and the third, and then
+    captured again.
+    """
     eager = build_job(config_of(way), groups, VOCAB)
     job, graphs, _ = graphed(way, groups, {}, impl)
     found = []
@@ -245,7 +296,9 @@ def moves(groups: ParallelGroups, way: Way, impl: str) -> list[tuple[bool, bool,
             replays, micro_batches = graphs.counters.replays, step_of(way, groups, number, LENGTHS)
             values, wanted = (one.step(micro_batches, 1e-2).tolist() for one in (job, eager))
             moved = StepValues.from_list(values).weights_moved
-            same = StepValues.from_list(values)._replace(weights_moved=False) == StepValues.from_list(wanted)
+            same = StepValues.from_list(values)._replace(
+                weights_moved=False
+            ) == StepValues.from_list(wanted)
             found.append((same, moved, graphs.counters.replays - replays))
     return found
 
@@ -259,7 +312,9 @@ def test_weights_that_moved_on_one_rank_are_known_to_all(impl: str, pools: Worke
 
 
 def audited_with_overlap(groups: ParallelGroups, way: Way) -> tuple[str | None, str]:
-    """What an audit says, and what it says where one rank replays another last micro-batch than it computes."""
+    """What an audit says, and what it says where one rank replays another last micro-batch than it
+    computes.
+    """
     job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
     micro_batch = step_of(way, groups, 0, LENGTHS)[0]
     overlapped, replay = job.step.overlapped, graphs.replay
@@ -282,10 +337,16 @@ def audited_with_overlap(groups: ParallelGroups, way: Way) -> tuple[str | None, 
     return sound, ""
 
 
-@pytest.mark.shows("graphs: full_iteration", "overlapped sums", of=lambda way: (way.world_size, config_of(way)))
+@pytest.mark.shows(
+    "graphs: full_iteration", "overlapped sums", of=lambda way: (way.world_size, config_of(way))
+)
 @pytest.mark.parametrize("way", [Way(2), Way(2, distributed_optimizer=True)], ids=str)
-def test_last_micro_batches_are_audited_with_the_sums_that_they_begin(way: Way, pools: WorkerPools) -> None:
+def test_last_micro_batches_are_audited_with_the_sums_that_they_begin(
+    way: Way, pools: WorkerPools
+) -> None:
     (sound, spoiled), (other, unspoiled) = pools.run(audited_with_overlap, 2, way)
     assert sound == other == f"whole micro-batches and last micro-batches {EQUAL}"
-    assert spoiled.startswith("the replay of a last micro-batch is not what it computes: gradients of ")
+    assert spoiled.startswith(
+        "the replay of a last micro-batch is not what it computes: gradients of "
+    )
     assert unspoiled == ""

@@ -18,14 +18,21 @@ FLAGS = """--hybrid-layer-pattern M*-E --hidden-size 32 --num-attention-heads 4 
     --mamba-num-groups 2 --mamba-state-dim 8 --num-experts 4 --disable-bias-linear --bf16 --device cpu --seq-length 64
     --global-batch-size 4 --lr 1e-3 --train-iters 1 --ddp-bucket-size 1000"""
 LAYOUTS = [{"tp_size": 2, "cp_size": 2}, {"tp_size": 2, "ep_size": 2, "expert_tp_size": 1}]
-NAMES = {"tp_size": "tensor_model_parallel_size", "cp_size": "context_parallel_size",
-         "ep_size": "expert_model_parallel_size", "expert_tp_size": "expert_tensor_parallel_size"}  # fmt: skip
+NAMES = {
+    "tp_size": "tensor_model_parallel_size",
+    "cp_size": "context_parallel_size",
+    "ep_size": "expert_model_parallel_size",
+    "expert_tp_size": "expert_tensor_parallel_size",
+}
 
 
 def built(groups: ParallelGroups, config: RunConfig) -> tuple[int, int, int]:
     """Bytes of parameters, gradients, and optimizer state of this rank."""
     job = build_job(config, groups, VOCAB)
-    parameters = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in job.buffers.params.values()}
+    parameters = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in job.buffers.params.values()
+    }
     optimizer = job.optimizer
     masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in parameters]
     state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
@@ -35,7 +42,9 @@ def built(groups: ParallelGroups, config: RunConfig) -> tuple[int, int, int]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_holds_what_the_plan_says(pools: WorkerPools, layout: dict[str, int]) -> None:
     base = parse([*FLAGS.split(), "--data-path", __file__], 1)
-    sizes = {"expert_tensor_parallel_size": layout["tp_size"]} | {NAMES[name]: size for name, size in layout.items()}
+    sizes = {"expert_tensor_parallel_size": layout["tp_size"]} | {
+        NAMES[name]: size for name, size in layout.items()
+    }
     config = replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True, **sizes))
     [one] = estimates(config, 4, VOCAB, 4).values()
     expected = (one.static.parameters, one.static.gradients, one.static.optimizer)

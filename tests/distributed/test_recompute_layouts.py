@@ -1,5 +1,6 @@
-"""Recomputation and offload in parallel layouts: collectives run again in the backward pass, what left comes back, and
-every bit is that without."""
+"""Recomputation and offload in parallel layouts: collectives run again in the backward pass, what
+left comes back, and every bit is that without.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,23 @@ from megatron_packed.training.build import build_job
 
 PARTS = ("core_attn", "mamba", "mlp", "moe", "layernorm", "moe_act")
 MODES = {
-    "groups": MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
-    "two layers": MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+    "groups": MemoryConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3
+    ),
+    "two layers": MemoryConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
+    ),
     "parts": MemoryConfig(recompute_granularity="selective", recompute_modules=PARTS),
     "offload": MemoryConfig(
-        recompute_granularity="full", recompute_method="block", recompute_num_layers=3, offload_layer_inputs=True,
-        fine_grained_activation_offloading=True, offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1,
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=3,
+        offload_layer_inputs=True,
+        fine_grained_activation_offloading=True,
+        offload_modules=("expert_fc1", "moe_act"),
+        min_offloaded_tensor_size=1,
     ),
-}  # fmt: skip
+}
 WAYS = [
     Way(4, 2, "shared", 1, "none", 2, "allgather", "whole", "shared", "beside", 1),
     Way(4, 2, "whole", 2, "a2a", 2, "alltoall", "shared", "copied", "beside", 1),
@@ -37,7 +47,9 @@ WAYS = [
 
 
 def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], int]:
-    """Metrics, state (first moments are gradients) and random state, and how many collectives it has."""
+    """Metrics, state (first moments are gradients) and random state, and how many collectives it
+    has.
+    """
     seed_all(5, groups.dp_rank, cp_rank=groups.cp_rank, tp_rank=groups.tp_rank)
     job = build_job(config, groups, VOCAB)
     with Recorder() as recorder:
@@ -49,7 +61,9 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
 def compare(groups: ParallelGroups, way: Way, dropout: float) -> dict[str, tuple[bool, int]]:
     """Mode -> whether all is the same, and how many collectives there were more."""
     config = config_of(way)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dropout=dropout))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, hidden_dropout=dropout)
+    )
     expected, fewest = one_step(config, groups)
     answers = {}
     for name, memory in MODES.items():
@@ -63,7 +77,9 @@ def alike(found: list[object], expected: list[object]) -> bool:
         if isinstance(one, torch.Tensor):
             if not torch.equal(one, other):
                 return False
-        elif not all(a[:1] == b[:1] and same_bits(a[3], b[3]) for a, b in zip(one, other, strict=True)):
+        elif not all(
+            a[:1] == b[:1] and same_bits(a[3], b[3]) for a, b in zip(one, other, strict=True)
+        ):
             return False
     return True
 
@@ -78,4 +94,6 @@ def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
     for mode in MODES:
         answers = [rank[mode] for rank in ranks]
         assert all(same for same, _ in answers), mode
-        assert len(set(answers)) == 1 and answers[0][1] > 0, f"{mode}: collectives more than without: {answers}"
+        assert len(set(answers)) == 1 and answers[0][1] > 0, (
+            f"{mode}: collectives more than without: {answers}"
+        )

@@ -1,6 +1,8 @@
-"""One flipped bit of one weight on one rank, between two steps, is found before the cast or the gather overwrites it.
+"""One flipped bit of one weight on one rank, between two steps, is found before the cast or the
+gather overwrites it.
 
-Sums of gradients over replicas are checked, too: what changes on one rank while they are formed, or after.
+Sums of gradients over replicas are checked, too: what changes on one rank while they are formed, or
+after.
 """
 
 from __future__ import annotations
@@ -63,8 +65,14 @@ def job_of(case: Case, groups: ParallelGroups) -> Job:
     config = config_of(case.way, bf16=case.bf16)
     if case.overlap:
         gathers = case.way.distributed_optimizer
-        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gathers, "ddp_bucket_size": 3000}
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **overlap))
+        overlap = {
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": gathers,
+            "ddp_bucket_size": 3000,
+        }
+        config = dataclasses.replace(
+            config, parallel=dataclasses.replace(config.parallel, **overlap)
+        )
     return build_job(config, groups, VOCAB)
 
 
@@ -86,7 +94,9 @@ def said(action: Callable[[], object]) -> str:
 
 
 def flipped(groups: ParallelGroups, cases: list[Case], flips: list[Flip]) -> list[dict[str, Any]]:
-    """Return the answers of checked steps by layout: sound weights, each flip, and a flip one step earlier."""
+    """Return the answers of checked steps by layout: sound weights, each flip, and a flip one step
+    earlier.
+    """
     return [flipped_in(groups, case, flips) for case in cases]
 
 
@@ -106,7 +116,9 @@ def flipped_in(groups: ParallelGroups, case: Case, flips: list[Flip]) -> dict[st
         turn(job, groups, flip)
         before = everything(job)
         found.append(checked())
-        assert all(same_bits(a[3], b[3]) for a, b in zip(everything(job), before)), "something was updated"
+        assert all(same_bits(a[3], b[3]) for a, b in zip(everything(job), before)), (
+            "something was updated"
+        )
         turn(job, groups, flip)
     sound.append(checked())
     turn(job, groups, flips[0])
@@ -117,8 +129,8 @@ def flipped_in(groups: ParallelGroups, case: Case, flips: list[Flip]) -> dict[st
 def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
     """With an interval of 1 none is missed, and with 2 none before a checked step.
 
-    The one before a step without a check is found where float32 weights keep it. The cast or gather of that step
-    overwrites the others, which ``docs/data_parallelism.md`` says.
+    The one before a step without a check is found where float32 weights keep it. The cast or gather
+    of that step overwrites the others, which ``docs/data_parallelism.md`` says.
     """
     results, others = pools.run(flipped, 2, list(LAYOUTS.values()), FLIPS)
     assert results == others, "all ranks say the same"
@@ -136,8 +148,12 @@ def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
 
 
 def test_one_process_compares_bf16_weights_with_their_masters() -> None:
-    [result] = flipped(ParallelGroups.single(), [Case(Way(), True)], [flip._replace(rank=0) for flip in FLIPS[3:]])
-    assert not any(result["sound"]) and all("than its own rounded masters" in said for said in result["found"])
+    [result] = flipped(
+        ParallelGroups.single(), [Case(Way(), True)], [flip._replace(rank=0) for flip in FLIPS[3:]]
+    )
+    assert not any(result["sound"]) and all(
+        "than its own rounded masters" in said for said in result["found"]
+    )
 
 
 def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: WorkerPools) -> None:
@@ -149,7 +165,9 @@ def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: Wor
             for flip, sentence in zip(flips, result["found"]):
                 assert flip.name in sentence and "rank 3 with other bits" in sentence
                 assert ("tensor-parallel rank 1" in sentence) == (case.way.tp_size > 1)
-                assert ("expert-parallel rank 1" in sentence) == (case.way.ep_size > 1 and "experts" in flip.name)
+                assert ("expert-parallel rank 1" in sentence) == (
+                    case.way.ep_size > 1 and "experts" in flip.name
+                )
 
 
 def state_flipped(groups: ParallelGroups) -> list[list[str]]:
@@ -172,15 +190,22 @@ def state_flipped(groups: ParallelGroups) -> list[list[str]]:
 
 def test_masters_and_moments_are_compared_where_they_have_replicas(pools: WorkerPools) -> None:
     [replicas, owned], _ = pools.run(state_flipped, 2)
-    assert "master/embedding.weight: ranks 0, 1 have no majority" in replicas[0] and "rounded" not in replicas[0]
+    assert (
+        "master/embedding.weight: ranks 0, 1 have no majority" in replicas[0]
+        and "rounded" not in replicas[0]
+    )
     assert "rank 0 with other bits than its own rounded masters" in replicas[1]
-    assert "exp_avg/embedding.weight: ranks 0, 1 have no majority" in replicas[2] and not replicas[3]
+    assert (
+        "exp_avg/embedding.weight: ranks 0, 1 have no majority" in replicas[2] and not replicas[3]
+    )
     assert "ranks 0, 1 with other bits than the rounded masters of rank 0" in owned[1]
     assert [bool(sentence) for sentence in owned] == [False, True, False, False]
 
 
 def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
-    """A flip before the replay that ends a step; then a step whose gradients are checked, and an eager job's."""
+    """A flip before the replay that ends a step; then a step whose gradients are checked, and an
+    eager job's.
+    """
     way = Way(2, distributed_optimizer=True)
     job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
     eager = job_of(Case(way, False, overlap=True), groups)
@@ -199,7 +224,9 @@ def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
 
 
 def test_with_whole_steps_in_graphs(pools: WorkerPools) -> None:
-    """Weights are compared before the replay that ends the step; checked gradients change no number."""
+    """Weights are compared before the replay that ends the step; checked gradients change no
+    number.
+    """
     for result in pools.run(in_whole_steps, 2):
         assert "embedding.weight" in result["found"] and result["equal"] and result["state"]
         assert result["replays"] == 3 * len(LENGTHS) // 2
@@ -216,12 +243,22 @@ GRADIENTS = [
 
 
 def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
-    """A sound step with and without the check; then what it says of a bit flipped before a sum, and after it."""
+    """A sound step with and without the check; then what it says of a bit flipped before a sum, and
+    after it.
+    """
     job, other = (job_of(case, groups) for _ in range(2))
-    check, packs = ReplicaCheck(job.model, job.optimizer, groups), mine(groups, case.way, 0, 2 * case.way.dp_size)
+    check, packs = (
+        ReplicaCheck(job.model, job.optimizer, groups),
+        mine(groups, case.way, 0, 2 * case.way.dp_size),
+    )
     checks = StepChecks(gradients=check.gradients)
-    metrics = [one.step(packs, 1e-2, **given).clone() for one, given in ((job, {"checks": checks}), (other, {}))]
-    equal = torch.equal(*metrics) and all(same_bits(a[3], b[3]) for a, b in zip(everything(job), everything(other)))
+    metrics = [
+        one.step(packs, 1e-2, **given).clone()
+        for one, given in ((job, {"checks": checks}), (other, {}))
+    ]
+    equal = torch.equal(*metrics) and all(
+        same_bits(a[3], b[3]) for a, b in zip(everything(job), everything(other))
+    )
     reduce, last = job.step._reduce_over_replicas, groups.rank == groups.world_size - 1
 
     def spoil(gradient: Tensor, bit: int) -> None:
@@ -240,14 +277,19 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
         job.step._reduce_over_replicas = spoiled  # type: ignore[method-assign]
         return said(lambda: job.step(packs, 1e-2, checks=checks))
 
-    found = {f"{when} {bit}": with_flip(when, bit) for when, bit in (("before", 27), ("before", 21), ("after", 0))}
+    found = {
+        f"{when} {bit}": with_flip(when, bit)
+        for when, bit in (("before", 27), ("before", 21), ("after", 0))
+    }
     job.step._reduce_over_replicas = reduce  # type: ignore[method-assign]
     before = job.step._reduce_over_tp
 
     def with_nan() -> None:
         before()
         for slot in job.buffers.layout.slots:  # of ranks, each with other bits
-            job.buffers.grads[slot.start : slot.start + 1].view(torch.int32).fill_(0x7FC00001 + groups.rank)
+            job.buffers.grads[slot.start : slot.start + 1].view(torch.int32).fill_(
+                0x7FC00001 + groups.rank
+            )
 
     job.step._reduce_over_tp = with_nan  # type: ignore[method-assign]
     return {"equal": equal, **found, "nan": said(lambda: job.step(packs, 1e-2, checks=checks))}

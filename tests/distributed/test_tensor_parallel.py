@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism: every layout computes what one process computes, and no sum can be left out."""
+"""Tensor and sequence parallelism: every layout computes what one process computes, and no sum can
+be left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any
 import pytest
 import rank_models
 import torch
-from rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, only_own_rows, own_value
+from rank_models import (
+    QUESTIONS,
+    cases,
+    gathered_without_sum,
+    mutated,
+    observe,
+    only_own_rows,
+    own_value,
+)
 from recorder import Recorder
 from torch import Tensor
 
@@ -37,20 +47,34 @@ ROPE = {"position_embedding_type": "rope", "rotary_percent": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied, layer norm, biases, gelu, rope": {
-        **TIED, **ROPE, "normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True,
+        **TIED,
+        **ROPE,
+        "normalization": "LayerNorm",
+        "squared_relu": False,
+        "add_bias_linear": True,
     },
-    "one group for all, swiglu": {**ONE_GROUP, "squared_relu": False, "swiglu": True, "add_qkv_bias": True},
+    "one group for all, swiglu": {
+        **ONE_GROUP,
+        "squared_relu": False,
+        "swiglu": True,
+        "add_qkv_bias": True,
+    },
     "ranks with padding rows only, tied": {**TIED, "make_vocab_size_divisible_by": 128},
     "rows that this layout alone has, untied": {"make_vocab_size_divisible_by": 61},
     "a group for each head": {"mamba_num_groups": 4, "num_query_groups": 4},
-}  # fmt: skip
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "softmax router, losses": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, **TIED},
     "sigmoid router, bias, shared expert, swiglu": {
-        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 3,
-        "moe_shared_expert_intermediate_size": 24, "squared_relu": False, "swiglu": True, "moe_aux_loss_coeff": 0.1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk": 3,
+        "moe_shared_expert_intermediate_size": 24,
+        "squared_relu": False,
+        "swiglu": True,
+        "moe_aux_loss_coeff": 0.1,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,10 @@ def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
 
 
 def packs() -> list[Any]:
-    first, second = cases.make_documents(cases.AWKWARD), cases.make_documents(list(reversed(cases.AWKWARD)), seed=1)
+    first, second = (
+        cases.make_documents(cases.AWKWARD),
+        cases.make_documents(list(reversed(cases.AWKWARD)), seed=1),
+    )
     targets = cases.count_targets(first) + cases.count_targets(second)
     return [
         cases.make_pack(documents, tail=TAIL, spare=2, aux_scale=AUX_SCALE, targets=targets)
@@ -82,7 +109,9 @@ def packs() -> list[Any]:
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """Two micro-batches: their losses, logits, and this rank's parts of all parameters and gradients."""
+    """Two micro-batches: their losses, logits, and this rank's parts of all parameters and
+    gradients.
+    """
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         buffers = FlatBuffers(model) if run.flat else None
@@ -97,7 +126,12 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
                 for _ in range(2):
                     output = model(batch)
                     (output.loss / 2).backward()
-            outputs = (output.loss, output.aux_loss, output.per_token_loss_T, output.tokens_per_expert)
+            outputs = (
+                output.loss,
+                output.aux_loss,
+                output.per_token_loss_T,
+                output.tokens_per_expert,
+            )
             losses += [value.detach() for value in outputs]
         shared.sum()
         batch = packs()[0]
@@ -116,7 +150,13 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
 def described(model: HybridModel) -> dict[str, Any]:
     """Where the parts of this rank belong, in the whole of this layout and in that of a checkpoint."""
     return {
-        name: (p.shard, tuple(p.global_shape), tuple(p.stored_shape), p.flat_pieces(), p.stored_pieces())
+        name: (
+            p.shard,
+            tuple(p.global_shape),
+            tuple(p.stored_shape),
+            p.flat_pieces(),
+            p.stored_pieces(),
+        )
         for name, p in model.sharded_parameters().items()
     }
 
@@ -126,7 +166,9 @@ def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]
 
 
 def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
-    """The tensor of one process, from the parts of all tensor-parallel ranks; copies must agree bit for bit."""
+    """The tensor of one process, from the parts of all tensor-parallel ranks; copies must agree bit
+    for bit.
+    """
     _, shape, stored_shape, *_ = ranks[0]["shards"][name]
     result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
     by_ranges = torch.full_like(result, float("nan")).flatten()
@@ -138,10 +180,14 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
         for piece in stored_pieces:
             for here, there in piece.runs():
                 place = stored[there : there + piece.length]
-                assert not piece.owned or place.isnan().all(), f"{name}: two ranks own a range of a checkpoint"
+                assert not piece.owned or place.isnan().all(), (
+                    f"{name}: two ranks own a range of a checkpoint"
+                )
                 place.copy_(local.flatten()[here : here + piece.length])
         taken = shard.take(result)
-        assert torch.equal(torch.where(taken.isnan(), local, taken), local), f"{name}: copies differ"
+        assert torch.equal(torch.where(taken.isnan(), local, taken), local), (
+            f"{name}: copies differ"
+        )
         shard.place(local, result)
         for piece in flat_pieces:
             if piece.owned:
@@ -149,12 +195,16 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
                 assert place.isnan().all(), f"{name}: two ranks own a range"
                 place.copy_(local.flatten()[piece.local_start : piece.local_start + piece.length])
     assert torch.equal(by_ranges.view(shape), result), f"{name}: flat ranges and pieces differ"
-    assert torch.equal(stored.view(stored_shape), result[: stored_shape[0]]), f"{name}: a checkpoint has other ranges"
+    assert torch.equal(stored.view(stored_shape), result[: stored_shape[0]]), (
+        f"{name}: a checkpoint has other ranges"
+    )
     return result[: stored_shape[0]]
 
 
 def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of everything that one process computes; and that parameters are the same to the bit."""
+    """Relative errors of everything that one process computes; and that parameters are the same to
+    the bit.
+    """
     found = {}
     for rank in ranks:
         for i, (loss, expected) in enumerate(zip(rank["losses"], reference["losses"], strict=True)):
@@ -168,8 +218,13 @@ def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, 
 
 def gradient_errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
     expected = reference["gradients"]
-    assert all(gradient.abs().max() > 0 for gradient in expected.values()), "a gradient that is 0 shows nothing"
-    return {name: cases.relative_error(whole(ranks, "gradients", name), g) for name, g in expected.items()}
+    assert all(gradient.abs().max() > 0 for gradient in expected.values()), (
+        "a gradient that is 0 shows nothing"
+    )
+    return {
+        name: cases.relative_error(whole(ranks, "gradients", name), g)
+        for name, g in expected.items()
+    }
 
 
 def check(pools: WorkerPools, world_size: int, tp_size: int, runs: list[Run]) -> None:
@@ -180,7 +235,9 @@ def check(pools: WorkerPools, world_size: int, tp_size: int, runs: list[Run]) ->
             ranks = [results[first + r][i] for r in range(tp_size)]
             found = errors(ranks, reference) | gradient_errors(ranks, reference)
             where = max(found, key=found.__getitem__)
-            assert found[where] <= TOLERANCES[run.dtype], f"{run}: {where} differs by {found[where]:.2e}"
+            assert found[where] <= TOLERANCES[run.dtype], (
+                f"{run}: {where} differs by {found[where]:.2e}"
+            )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
@@ -188,12 +245,19 @@ def check(pools: WorkerPools, world_size: int, tp_size: int, runs: list[Run]) ->
 def test_ranks_compute_what_one_process_computes(
     pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool
 ) -> None:
-    check(pools, world_size, tp_size, [Run(changes, "M*-M", sequence_parallel) for changes in CASES.values()])
+    check(
+        pools,
+        world_size,
+        tp_size,
+        [Run(changes, "M*-M", sequence_parallel) for changes in CASES.values()],
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
 @pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
-def test_gradients_in_flat_buffers(pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool) -> None:
+def test_gradients_in_flat_buffers(
+    pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool
+) -> None:
     runs = [
         Run(changes, "M*-", sequence_parallel, torch.float32, flat)
         for changes in CASES.values()
@@ -204,17 +268,25 @@ def test_gradients_in_flat_buffers(pools: WorkerPools, world_size: int, tp_size:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
 @pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
-def test_experts(pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool) -> None:
+def test_experts(
+    pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool
+) -> None:
     runs = [Run(changes, "ME*E", sequence_parallel) for changes in EXPERTS.values()]
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
     check(pools, world_size, tp_size, runs)
 
 
 def after_a_rounding(groups: ParallelGroups) -> dict[str, Tensor]:
-    """Gradients that every rank finds in full, after one rank's kernels have rounded otherwise, and after the sum."""
+    """Gradients that every rank finds in full, after one rank's kernels have rounded otherwise, and
+    after the sum.
+    """
     model = build(Run(BIASES, "M*-", dtype=torch.float32), groups)
     FlatBuffers(model)
-    copies = {n: p for n, p in model.named_parameters() if n.endswith(("norm.weight", "norm.bias", "proj.bias"))}
+    copies = {
+        n: p
+        for n, p in model.named_parameters()
+        if n.endswith(("norm.weight", "norm.bias", "proj.bias"))
+    }
     copies = {n: p for n, p in copies.items() if ".mixer.norm." not in n}
     for number, parameter in enumerate(copies.values()):
         parameter.main_grad.fill_(1.0 + number + 1e-3 * groups.tp_rank)
@@ -232,7 +304,10 @@ def test_copies_do_not_drift_apart(pools: WorkerPools) -> None:
 
 def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
     """Of what autograd keeps between forward and backward."""
-    model, found = build(Run(pattern=pattern, sequence_parallel=True, dtype=torch.float32), groups), []
+    model, found = (
+        build(Run(pattern=pattern, sequence_parallel=True, dtype=torch.float32), groups),
+        [],
+    )
     batch = packs()[0]
     packed = model.prepare(batch.packed)
 
@@ -246,7 +321,9 @@ def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("pattern", ["-", "*", "M"])
-def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(pools: WorkerPools, pattern: str) -> None:
+def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(
+    pools: WorkerPools, pattern: str
+) -> None:
     tokens, hidden = packs()[0].packed.total_tokens, 32
     for found in pools.run(saved_shapes, 2, pattern, layout={"tp_size": 2}):
         assert (tokens, hidden) not in found
@@ -262,7 +339,9 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
         shared = model.shared_gradients()
         calls = []
         for lengths, tail, spare in (([5, 20, 3, 1, 30], 5, 2), ([40, 2], 22, 5)):
-            batch = cases.make_pack(cases.make_documents(lengths), tail=tail, spare=spare, aux_scale=1.0)
+            batch = cases.make_pack(
+                cases.make_documents(lengths), tail=tail, spare=spare, aux_scale=1.0
+            )
             with Recorder() as recorder:
                 model(batch).loss.backward()
                 shared.sum()
@@ -274,7 +353,9 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
 def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
     """Without attention, whose reference reads the offsets on a CPU to compute each document alone."""
     changes = ONE_GROUP | EXPERTS["softmax router, losses"]
-    runs = [Run(changes, "ME-", sequence_parallel, torch.float32) for sequence_parallel in (False, True)]
+    runs = [
+        Run(changes, "ME-", sequence_parallel, torch.float32) for sequence_parallel in (False, True)
+    ]
     for rank in pools.run(recorded_calls, 2, runs, layout={"tp_size": 2}):
         for first, second in rank:
             names = {name for name, _ in first}
@@ -298,10 +379,18 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "entering without a sum in backward": (tensor_parallel, "copy_to", _identity),
     "leaving without a sum": (tensor_parallel, "reduce_from", _identity),
     "gathering without a sum in backward": (tensor_parallel, "gather_rows", gathered_without_sum),
-    "projecting gathered rows without a sum in backward": (linear_module, "reduce_scatter_rows", own_rows),
+    "projecting gathered rows without a sum in backward": (
+        linear_module,
+        "reduce_scatter_rows",
+        own_rows,
+    ),
     "scattering without a sum": (tensor_parallel, "scatter_rows", only_own_rows),
     "norm of a group without a sum": (TensorParallel, "sum_over_ranks", own_value),
-    "norm of a group without a sum in backward": (TensorParallel, "sum_over_ranks", _forward_sum_only),
+    "norm of a group without a sum in backward": (
+        TensorParallel,
+        "sum_over_ranks",
+        _forward_sum_only,
+    ),
     "auxiliary loss counted by each rank": (TensorParallel, "counted_once", own_value),
     "softmax without a sum": (sys.modules[HybridModel.__module__], "all_reduce_sum", _identity),
 }
@@ -332,18 +421,29 @@ MUTATIONS = [
     ),
     *(
         Run(BIASES, "M*-", True, mutation=f"unsummed {name}")
-        for name in ("0.norm.weight", "1.norm.bias", "final_norm.weight", "final_norm.bias", "proj.bias", "fc2.bias")
+        for name in (
+            "0.norm.weight",
+            "1.norm.bias",
+            "final_norm.weight",
+            "final_norm.bias",
+            "proj.bias",
+            "fc2.bias",
+        )
     ),
 ]
 
 
 def test_a_missing_sum_is_seen(pools: WorkerPools) -> None:
     results = pools.run(train_ranks, 2, MUTATIONS, layout={"tp_size": 2})
-    unmutated = pools.run(train_ranks, 2, [replace(run, mutation=None) for run in MUTATIONS], layout={"tp_size": 2})
+    unmutated = pools.run(
+        train_ranks, 2, [replace(run, mutation=None) for run in MUTATIONS], layout={"tp_size": 2}
+    )
     for i, run in enumerate(MUTATIONS):
         reference = train(replace(run, sequence_parallel=False, mutation=None))
         sound = [rank[i] for rank in unmutated]
-        assert max((errors(sound, reference) | gradient_errors(sound, reference)).values()) <= 1e-9, run
+        assert (
+            max((errors(sound, reference) | gradient_errors(sound, reference)).values()) <= 1e-9
+        ), run
         assert worst_error([rank[i] for rank in results], reference) > 1e-4, run
 
 
@@ -364,7 +464,9 @@ LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
 
 
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
-    """What a changed token of the second document moves: in the others, and (to see that it is seen) in its own."""
+    """What a changed token of the second document moves: in the others, and (to see that it is
+    seen) in its own.
+    """
     found = []
     for run in runs:
         model = build(run, groups)
@@ -382,7 +484,9 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
             if name == "input gradients" and run.sequence_parallel:
                 rows_T = own_rows(others_T, groups.tp_group)
             changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
-        changes["own"] = float((before["outputs"][~others_T] - after["outputs"][~others_T]).abs().max())
+        changes["own"] = float(
+            (before["outputs"][~others_T] - after["outputs"][~others_T]).abs().max()
+        )
         found.append(changes)
     return found
 
@@ -393,9 +497,13 @@ def outputs_and_gradients(model: HybridModel, batch: Any) -> dict[str, Tensor]:
     return {"outputs": logits_TV, **observe(model, batch)}
 
 
-@pytest.mark.shows("isolation", "TP + SP", of=lambda world_size, tp_size: (world_size, {"tp_size": tp_size}))
+@pytest.mark.shows(
+    "isolation", "TP + SP", of=lambda world_size, tp_size: (world_size, {"tp_size": tp_size})
+)
 @pytest.mark.parametrize(("world_size", "tp_size"), LAYOUTS[:2])
-def test_other_documents_do_not_change_by_a_bit(pools: WorkerPools, world_size: int, tp_size: int) -> None:
+def test_other_documents_do_not_change_by_a_bit(
+    pools: WorkerPools, world_size: int, tp_size: int
+) -> None:
     runs = [
         Run(changes, "M*-M", sequence_parallel, torch.float32)
         for changes in (CASES["plain"], BIASES)
@@ -423,7 +531,9 @@ def test_pieces_of_segments() -> None:
 def test_ranges_along_an_inner_dimension() -> None:
     shard = Shard.of([Segment(noun="channels", count=6)], rank=1, size=2, dim=1)
     assert shard.global_shape((2, 3, 5)) == (2, 6, 5)
-    assert torch.equal(shard.take(torch.arange(60).view(2, 6, 5)), torch.arange(60).view(2, 6, 5)[:, 3:])
+    assert torch.equal(
+        shard.take(torch.arange(60).view(2, 6, 5)), torch.arange(60).view(2, 6, 5)[:, 3:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -431,11 +541,28 @@ def test_ranges_along_an_inner_dimension() -> None:
     [
         ("*", {}, 8, r"tp_size \(8\) does not fit the number of attention heads \(4\)"),
         ("M", {}, 8, r"tp_size \(8\) does not fit the number of Mamba heads \(4\)"),
-        ("-", {"ffn_hidden_size": 50}, 4, r"tp_size \(4\) does not fit the number of inner channels of an MLP \(50\)"),
-        ("*", {"num_attention_heads": 12, "num_query_groups": 3}, 4, r"key-value heads \(3\); choose a divisor or a"),
+        (
+            "-",
+            {"ffn_hidden_size": 50},
+            4,
+            r"tp_size \(4\) does not fit the number of inner channels of an MLP \(50\)",
+        ),
+        (
+            "*",
+            {"num_attention_heads": 12, "num_query_groups": 3},
+            4,
+            r"key-value heads \(3\); choose a divisor or a",
+        ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(pattern: str, changes: dict[str, Any], tp_size: int, message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(
+    pattern: str, changes: dict[str, Any], tp_size: int, message: str
+) -> None:
     groups = ParallelGroups(device=torch.device("cpu"), tp_size=tp_size, expert_tp_size=tp_size)
     with pytest.raises(ValueError, match=message):
-        HybridModel(cases.tiny_config(pattern, **changes), vocab_size=cases.VOCAB, max_positions=8, groups=groups)
+        HybridModel(
+            cases.tiny_config(pattern, **changes),
+            vocab_size=cases.VOCAB,
+            max_positions=8,
+            groups=groups,
+        )

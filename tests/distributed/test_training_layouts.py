@@ -1,4 +1,6 @@
-"""Training in parallel layouts: steps, checkpoints and decisions are those of one process on the same packs."""
+"""Training in parallel layouts: steps, checkpoints and decisions are those of one process on the
+same packs.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,32 @@ from megatron_packed.training.train_step import StepValues
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M*-E", hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-    mamba_head_dim=8, mamba_num_heads=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8,
-    add_bias_linear=False, normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=8,
-    moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=16, moe_aux_loss_coeff=1e-2,
-    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, make_vocab_size_divisible_by=16,
+    hybrid_layer_pattern="M*-E",
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+    mamba_head_dim=8,
+    mamba_num_heads=8,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+    mamba_chunk_size=8,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    squared_relu=True,
+    position_embedding_type="rope",
+    num_experts=8,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=16,
+    moe_aux_loss_coeff=1e-2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    make_vocab_size_divisible_by=16,
     init_method_std=0.1,
-)  # fmt: skip
-"""Tied embeddings; on 4 ranks a group and a key-value head belong to two, and the vocabulary has more padding."""
+)
+"""Tied embeddings; on 4 ranks a group and a key-value head belong to two, and the vocabulary has
+more padding.
+"""
 
 
 class Way(NamedTuple):
@@ -74,14 +94,26 @@ class Way(NamedTuple):
 
     @property
     def layout(self) -> dict[str, int]:
-        sizes = {"tp_size": self.tp_size, "ep_size": self.ep_size, "expert_tp_size": self.expert_tp_size}
+        sizes = {
+            "tp_size": self.tp_size,
+            "ep_size": self.ep_size,
+            "expert_tp_size": self.expert_tp_size,
+        }
         sizes["cp_size"] = self.cp_size
         return {name: size for name, size in sizes.items() if size is not None}
 
     def __str__(self) -> str:
-        words = [f"tp{self.tp_size}", f"dp{self.dp_size}", "sp" * self.sequence_parallel, "zero" * self[3]]
+        words = [
+            f"tp{self.tp_size}",
+            f"dp{self.dp_size}",
+            "sp" * self.sequence_parallel,
+            "zero" * self[3],
+        ]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
-        words += [f"ep{self.ep_size}" * (self.ep_size > 1), f"etp{self.expert_tp_size}" * bool(self.expert_tp_size)]
+        words += [
+            f"ep{self.ep_size}" * (self.ep_size > 1),
+            f"etp{self.expert_tp_size}" * bool(self.expert_tp_size),
+        ]
         words.append("alltoall" * (self.dispatcher == "alltoall"))
         return "-".join(word for word in words if word)
 
@@ -91,7 +123,8 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
         model=dataclasses.replace(MODEL, **{"moe_token_dispatcher_type": way.dispatcher, **model}),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=12),
-        # An epsilon far above the rounding of gradients: updates follow them, also where they are nearly zero.
+        # An epsilon far above the rounding of gradients: updates follow them, also where they are
+        # nearly zero.
         optim=OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-3),
         parallel=ParallelConfig(
             tensor_model_parallel_size=way.tp_size,
@@ -110,7 +143,10 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
 def packs_of(way: Way, step: int, count: int) -> list[MicroBatch]:
     """The packs of a step; the last one is empty where there are several."""
     draw = np.random.default_rng(step)
-    packs = [[(draw.integers(0, VOCAB, n), None) for n in draw.permutation([19, 8, 3, 1])] for _ in range(count)]
+    packs = [
+        [(draw.integers(0, VOCAB, n), None) for n in draw.permutation([19, 8, 3, 1])]
+        for _ in range(count)
+    ]
     if count > 2:
         packs[-1] = []
     targets = sum(len(tokens) - 1 for pack in packs for tokens, _ in pack)
@@ -123,11 +159,23 @@ def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroB
     return packs_of(way, step, count)[groups.dp_rank :: groups.dp_size]
 
 
-NUMBERS = ("loss", "aux_loss", "grad_norm", "nonfinite", "stop_requested", "params_norm", "grad_zeros")
+NUMBERS = (
+    "loss",
+    "aux_loss",
+    "grad_norm",
+    "nonfinite",
+    "stop_requested",
+    "params_norm",
+    "grad_zeros",
+)
 
 
-def train(groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]) -> tuple[Tensor, Shards, Shards]:
-    """Metrics of three steps of ``count`` packs; the state after the first of them (moments are gradients) and last."""
+def train(
+    groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]
+) -> tuple[Tensor, Shards, Shards]:
+    """Metrics of three steps of ``count`` packs; the state after the first of them (moments are
+    gradients) and last.
+    """
     job = build_job(config_of(way, **model), groups, VOCAB)
     metrics, states = [], []
     for step in range(3):
@@ -147,28 +195,45 @@ def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], 
 @pytest.mark.shows("eager", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
-    [Way(4, 2, True), Way(4, 1, False, True, 2), Way(2, ep_size=2), Way(4, cp_size=2, comm_type="p2p")],
+    [
+        Way(4, 2, True),
+        Way(4, 1, False, True, 2),
+        Way(2, ep_size=2),
+        Way(4, cp_size=2, comm_type="p2p"),
+    ],
     ids=str,
 )
 def test_steps_with_an_empty_pack_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
-    """Losses, norms, first moments after one step, and weights; `test_covering_layouts.py` has other steps."""
+    """Losses, norms, first moments after one step, and weights; `test_covering_layouts.py` has
+    other steps.
+    """
     packs = 3 * way.dp_size
     found = pools.run(train, way.world_size, way, packs, {}, layout=way.layout)
     compare(found, *alone(packs))
 
 
-def compare(found: list[Any], expected: Tensor, first: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+def compare(
+    found: list[Any], expected: Tensor, first: dict[str, Tensor], last: dict[str, Tensor]
+) -> None:
     for metrics, _, _ in found:
         assert torch.equal(metrics, found[0][0]), "ranks report different numbers"
         torch.testing.assert_close(metrics, expected, rtol=1e-5, atol=1e-7)
-    assert expected[:, 0].min() > 1 and expected[:, 2].min() > 0.5 and expected[:, 3:5].abs().max() == 0
-    assert expected[:, 5].min() > 1 and expected[:, 6].min() > 100, "norms of parameters and zeros show nothing"
+    assert (
+        expected[:, 0].min() > 1
+        and expected[:, 2].min() > 0.5
+        and expected[:, 3:5].abs().max() == 0
+    )
+    assert expected[:, 5].min() > 1 and expected[:, 6].min() > 100, (
+        "norms of parameters and zeros show nothing"
+    )
     assert torch.equal(found[0][0][:, 6:], expected[:, 6:])
     for which, wanted, tolerance in ((1, first, 1e-5), (2, last, 1e-4)):
         for name, tensor in assembled([rank[which] for rank in found]).items():
             scale = wanted[name].abs().max().item()
             assert scale > 0 or "expert_bias" in name, f"{name} is zero and shows nothing"
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=tolerance * scale, msg=f"{name} {which}")
+            torch.testing.assert_close(
+                tensor, wanted[name], rtol=0, atol=tolerance * scale, msg=f"{name} {which}"
+            )
 
 
 def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: WorkerPools) -> None:
@@ -178,7 +243,9 @@ def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: W
 
 
 def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
-    """Return the dropped assignments that a step reports by layer, and those counted from the room of experts."""
+    """Return the dropped assignments that a step reports by layer, and those counted from the room
+    of experts.
+    """
     job = build_job(config_of(way, moe_expert_capacity_factor=0.5), groups, VOCAB)
     forward, beyond = job.model.forward, torch.zeros(1)
 
@@ -195,9 +262,13 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
     return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp_group)
 
 
-@pytest.mark.parametrize("way", [Way(4, ep_size=2, cp_size=2), Way(4, 2, True, True, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "way", [Way(4, ep_size=2, cp_size=2), Way(4, 2, True, True, 4, 1)], ids=str
+)
 def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: WorkerPools) -> None:
-    """Tensor-parallel ranks know the same ones; context-parallel ranks have a capacity for their slice each."""
+    """Tensor-parallel ranks know the same ones; context-parallel ranks have a capacity for their
+    slice each.
+    """
     for found, expected in pools.run(dropped, way.world_size, way, layout=way.layout):
         assert found == expected.tolist() and found[0] > 10
 
@@ -218,12 +289,16 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
             job.buffers.grads[3] = float("inf")
         if last and where == "loss":
             job.buffers.extras["loss"].fill_(float("nan"))
-        if last and where == "spike":  # of one tensor-parallel rank: it has another loss than its neighbour
+        if (
+            last and where == "spike"
+        ):  # of one tensor-parallel rank: it has another loss than its neighbour
             job.buffers.extras["loss"].add_(100)
         reduce()
 
     job.step._reduce = spoil  # type: ignore[method-assign]
-    values = job.step(mine(groups, way, 1, way.dp_size), 1e-2, stop_requested=last and where == "stop")
+    values = job.step(
+        mine(groups, way, 1, way.dp_size), 1e-2, stop_requested=last and where == "stop"
+    )
     after = everything(job)
     unchanged = all(same_bits(one[3], other[3]) for one, other in zip(before, after))
     return {"values": StepValues.from_list(values.tolist()), "unchanged": unchanged}
@@ -235,16 +310,23 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
     [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4), Way(4, cp_size=2)],
     ids=str,
 )
-def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, where: str, pools: WorkerPools) -> None:
+def test_what_one_rank_finds_is_decided_alike_by_all(
+    way: Way, where: str, pools: WorkerPools
+) -> None:
     for found in pools.run(spoilt, way.world_size, way, where, layout=way.layout):
         values = found["values"]
-        assert (values.nonfinite, values.stop_requested) == (where in ("gradient", "loss"), where == "stop")
+        assert (values.nonfinite, values.stop_requested) == (
+            where in ("gradient", "loss"),
+            where == "stop",
+        )
         assert [spike.name for spike in values.spikes] == ["loss"] * (where == "spike")
         assert found["unchanged"] == (where != "stop")
 
 
 def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
-    """The second micro-batch of the last replica has a gradient that is not finite, in the last rank's rows alone."""
+    """The second micro-batch of the last replica has a gradient that is not finite, in the last
+    rank's rows alone.
+    """
     job = build_job(config_of(way), groups, VOCAB)
     if groups.rank == groups.world_size - 1:
         keep = job.step._keep_sum
@@ -263,12 +345,17 @@ def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
 def test_all_ranks_learn_which_micro_batch_was_bad(way: Way, pools: WorkerPools) -> None:
     assert pools.run(poisoned, 4, way, layout=way.layout) == [{3: 1}] * 4
     assert bad_places({3: 1}, 2) == ["micro-batch 1 of ranks 2 to 3"]
-    assert bad_places({2: 2, 3: 1, 0: 5}, 2) == ["micro-batch 1 of ranks 2 to 3", "micro-batch 5 of ranks 0 to 1"]
+    assert bad_places({2: 2, 3: 1, 0: 5}, 2) == [
+        "micro-batch 1 of ranks 2 to 3",
+        "micro-batch 5 of ranks 0 to 1",
+    ]
     assert bad_places({2: 2, 0: 1}, 1) == ["micro-batch 2 of rank 2", "micro-batch 1 of rank 0"]
 
 
 def replicas_checked(groups: ParallelGroups, way: Way) -> list[str]:
-    """What the check says of sound weights, then of a bit that is wrong on the last rank, then of one of an expert."""
+    """What the check says of sound weights, then of a bit that is wrong on the last rank, then of
+    one of an expert.
+    """
     job = build_job(config_of(way), groups, VOCAB)
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
     said = [checked(job, groups)]
@@ -291,21 +378,38 @@ def checked(job: Job, groups: ParallelGroups) -> str:
 
 @pytest.mark.parametrize("way", [Way(4, 2, True), Way(4, ep_size=2), Way(4, cp_size=2)], ids=str)
 def test_weights_that_differ_between_replicas_are_found(way: Way, pools: WorkerPools) -> None:
-    [said] = {tuple(found) for found in pools.run(replicas_checked, way.world_size, way, layout=way.layout)}
+    [said] = {
+        tuple(found)
+        for found in pools.run(replicas_checked, way.world_size, way, layout=way.layout)
+    }
     assert said[0] == ""
     assert "embedding.weight" in said[1] and "experts" not in said[1] and "experts.fc1" in said[2]
-    for sentence, layout in ((said[1], f"tensor-parallel rank {way.tp_size - 1}"), (said[2], "expert-parallel rank")):
-        assert re.search(r"ranks? [0-9, ]*3 (of|have)", sentence) and sentence.count("embedding.weight") == 1
+    for sentence, layout in (
+        (said[1], f"tensor-parallel rank {way.tp_size - 1}"),
+        (said[2], "expert-parallel rank"),
+    ):
+        assert (
+            re.search(r"ranks? [0-9, ]*3 (of|have)", sentence)
+            and sentence.count("embedding.weight") == 1
+        )
         assert (layout in sentence) == (way.tp_size > 1 if "tensor" in layout else way.ep_size > 1)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-WAYS = [Way(), Way(2, 2, True), Way(4, 4), Way(4, 2, True, True), Way(2, ep_size=2), Way(4, 2, True, True, 4, 1)]
+WAYS = [
+    Way(),
+    Way(2, 2, True),
+    Way(4, 4),
+    Way(4, 2, True, True),
+    Way(2, ep_size=2),
+    Way(4, 2, True, True, 4, 1),
+]
 WAYS += [Way(4, 2, True, True, cp_size=2)]
 ZIGZAGS = [
-    Way(2, cp_size=2, comm_type="all_gather"), Way(2, ep_size=2, cp_size=2, comm_type="p2p", dispatcher="alltoall"),
-]  # fmt: skip
+    Way(2, cp_size=2, comm_type="all_gather"),
+    Way(2, ep_size=2, cp_size=2, comm_type="p2p", dispatcher="alltoall"),
+]
 """Which load what each other saves, and what one process does."""
 
 
@@ -338,11 +442,15 @@ def load(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
 @pytest.mark.shows("Precision", "bf16")
 @pytest.mark.shows("checkpoint", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize("way", WAYS + ZIGZAGS, ids=str)
-def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: Path, pools: WorkerPools) -> None:
+def test_a_checkpoint_of_one_layout_loads_into_every_other(
+    way: Way, tmp_path: Path, pools: WorkerPools
+) -> None:
     written = pools.run(save, way.world_size, way, str(tmp_path), layout=way.layout)
     expected = assembled([rank["state"] for rank in written])
     assert expected["model/embedding.weight"].shape == (224, 32)  # as one process pads it
-    assert any(tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/"))
+    assert any(
+        tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/")
+    )
     sizes = written[0]["sizes"]
     assert len(sizes) == way.world_size and max(sizes) < 2 * min(sizes)  # all write
     for into in [Way(), *ZIGZAGS] if way in ZIGZAGS else WAYS:
@@ -360,25 +468,48 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(way: Way, tmp_path: P
 
 
 def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[bool]:
-    """Whether the checks pass; rank ``leaking`` has attention that looks over the boundaries of documents."""
+    """Whether the checks pass; rank ``leaking`` has attention that looks over the boundaries of
+    documents.
+    """
     sound: Callable[..., Tensor] = attention.varlen_attention
 
-    def leak(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **more: Any) -> Tensor:
+    def leak(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **more: Any
+    ) -> Tensor:
         whole = torch.tensor([0, *[len(q)] * (len(cu_seqlens) - 1)], dtype=torch.int32)
-        return sound(q, k, v, whole, len(q), **{**more, "seq_idx_1T": torch.zeros(1, len(q), dtype=torch.int32)})
+        return sound(
+            q,
+            k,
+            v,
+            whole,
+            len(q),
+            **{**more, "seq_idx_1T": torch.zeros(1, len(q), dtype=torch.int32)},
+        )
 
-    with mock.patch.object(attention, "varlen_attention", leak if groups.rank == leaking else sound):
+    with mock.patch.object(
+        attention, "varlen_attention", leak if groups.rank == leaking else sound
+    ):
         results = check_isolation(
-            MODEL, "cpu", torch.float32, groups=groups, cp_comm_type=way.comm_type,
+            MODEL,
+            "cpu",
+            torch.float32,
+            groups=groups,
+            cp_comm_type=way.comm_type,
             sequence_parallel=way.sequence_parallel,
-        )  # fmt: skip
+        )
     return [result.passed for result in results]
 
 
 @pytest.mark.shows("isolation", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize(
     "way",
-    [Way(2, 2, True), Way(4, 4), Way(2, cp_size=2), Way(4, 2, True, cp_size=2), Way(4, cp_size=4, comm_type="p2p")],
+    [
+        Way(2, 2, True),
+        Way(4, 4),
+        Way(2, cp_size=2),
+        Way(4, 2, True, cp_size=2),
+        Way(4, cp_size=4, comm_type="p2p"),
+    ],
     ids=str,
 )
 def test_the_isolation_self_test(way: Way, pools: WorkerPools) -> None:
@@ -402,7 +533,11 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
 
     with mock.patch.object(Op, "select", select):
         model(packs_of(way, 0, 1)[0]).loss.backward()
-    told = {op.name: inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op.name != "adamw"}
+    told = {
+        op.name: inputs
+        for op, inputs in op_inputs(config, torch.device("cpu"))
+        if op.name != "adamw"
+    }
     return set(told) == set(seen) and all(inputs in seen[name] for name, inputs in told.items())
 
 

@@ -33,8 +33,20 @@ def batch(rank: int) -> torch.Tensor:
 def describe(groups: ParallelGroups) -> dict:
     ones = torch.full((3,), float(groups.rank + 1))
     result = {
-        "sizes": (groups.world_size, groups.dp_size, groups.dp_cp_size, groups.expert_dp_size, groups.tp_size),
-        "ranks": (groups.rank, groups.dp_rank, groups.dp_cp_rank, groups.expert_dp_rank, groups.tp_rank),
+        "sizes": (
+            groups.world_size,
+            groups.dp_size,
+            groups.dp_cp_size,
+            groups.expert_dp_size,
+            groups.tp_size,
+        ),
+        "ranks": (
+            groups.rank,
+            groups.dp_rank,
+            groups.dp_cp_rank,
+            groups.expert_dp_rank,
+            groups.tp_rank,
+        ),
         "axes": groups.mesh.mesh_dim_names,
         "sum": all_reduce_sum(ones.clone(), groups.dp_group),
         "max": all_reduce_max(ones.clone(), groups.dp_group),
@@ -58,7 +70,9 @@ def take_turns(groups: ParallelGroups, first_of_its_machine: int) -> tuple[float
         time.sleep(0.1)
         return start, time.monotonic(), groups.rank
 
-    return in_turns(replace(groups, local_rank=0 if groups.rank == first_of_its_machine else 1), action)
+    return in_turns(
+        replace(groups, local_rank=0 if groups.rank == first_of_its_machine else 1), action
+    )
 
 
 def test_turns_are_rank_0_then_one_per_machine_then_the_rest(pools: WorkerPools) -> None:
@@ -71,21 +85,31 @@ def test_turns_are_rank_0_then_one_per_machine_then_the_rest(pools: WorkerPools)
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"cp_size": 2}, {"ep_size": 2}], ids=str)
-def test_ranks_that_wait_for_each_other_take_a_turn_together(layout: dict, pools: WorkerPools) -> None:
-    """Of two replicas the first one first, and its ranks do not wait: each needs the other for a forward pass."""
-    first, second = (lambda ranks: (ranks[:2], ranks[2:]))(pools.run(take_turns, 4, 3, layout=layout))
+def test_ranks_that_wait_for_each_other_take_a_turn_together(
+    layout: dict, pools: WorkerPools
+) -> None:
+    """Of two replicas the first one first, and its ranks do not wait: each needs the other for a
+    forward pass.
+    """
+    first, second = (lambda ranks: (ranks[:2], ranks[2:]))(
+        pools.run(take_turns, 4, 3, layout=layout)
+    )
     for one, other in (first, second):
         assert one[0] < other[1] and other[0] < one[1]
     assert min(start for start, _, _ in second) >= max(end for _, end, _ in first)
 
 
 def gradients(groups: ParallelGroups) -> dict:
-    """One step on this rank's batch: gradients, an extra, a counter and a flag through one all-reduce."""
+    """One step on this rank's batch: gradients, an extra, a counter and a flag through one
+    all-reduce.
+    """
     module = model()
     buffers = FlatBuffers(module, extras={"loss": 1, "bad": 2}, counters={"experts": 3})
     calls = []
     original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: calls.append(args[0].numel()) or original(*args, **kwargs)
+    dist.all_reduce = lambda *args, **kwargs: (
+        calls.append(args[0].numel()) or original(*args, **kwargs)
+    )
     buffers.zero_grad()
     for rank in (groups.dp_rank,) if groups.world_size == 2 else (0, 1):
         loss = module(batch(rank)).square().sum()
@@ -139,7 +163,9 @@ def misbehave(groups: ParallelGroups, how: str) -> None:
         ("hang", r"rank [01] did not finish in time and was killed. Its stacks:", 3),
     ],
 )
-def test_the_harness_reports_the_cause_and_never_hangs(how: str, first_line: str, timeout: float) -> None:
+def test_the_harness_reports_the_cause_and_never_hangs(
+    how: str, first_line: str, timeout: float
+) -> None:
     start = time.monotonic()
     with pytest.raises(DistributedError, match=first_line) as raised:
         run_distributed(misbehave, 2, how, timeout=timeout)
@@ -166,7 +192,11 @@ def test_shutdown_after_a_peer_has_gone() -> None:
 def test_results_of_every_dtype_come_back(pools: WorkerPools) -> None:
     for rank, found in enumerate(pools.run(results, 2)):
         assert found[0].dtype == torch.bfloat16 and found[0].tolist() == [float(rank)] * 2
-        assert found[1]["empty"].shape == (0, 3) and found[1]["scalar"] == rank and found[1]["scalar"].shape == ()
+        assert (
+            found[1]["empty"].shape == (0, 3)
+            and found[1]["scalar"] == rank
+            and found[1]["scalar"].shape == ()
+        )
 
 
 def results(groups: ParallelGroups) -> tuple:
@@ -190,7 +220,10 @@ def test_a_pool_keeps_processes_and_groups_until_a_call_fails() -> None:
         assert first == again and first[0][0] != first[1][0] != os.getpid()
         sharded = pools.run(remember, 2, layout={"tp_size": 2})
         assert [pid for pid, _, _ in sharded] == [pid for pid, _, _ in first] and sharded != first
-        assert pools.run(remember, 2, layout={"tp_size": 2}) == sharded and pools.run(remember, 2) == first
+        assert (
+            pools.run(remember, 2, layout={"tp_size": 2}) == sharded
+            and pools.run(remember, 2) == first
+        )
         with pytest.raises(DistributedError, match="KeyError"):
             pools.run(fail_together, 2)
         assert pools.run(remember, 2)[0][0] != first[0][0]

@@ -15,18 +15,25 @@ Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 def everything(job: Job) -> Shards:
     """What this rank holds, as ranges of what checkpoints hold."""
     shards = [held.shard for held in held_state(job.model, job.optimizer)]
-    return [(shard.name, shard.global_shape, tuple(shard.extent), shard.tensor.clone()) for shard in shards]
+    return [
+        (shard.name, shard.global_shape, tuple(shard.extent), shard.tensor.clone())
+        for shard in shards
+    ]
 
 
 def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
-    """Whole tensors; what several ranks hold must be the same to the bit, and nothing may be missing."""
+    """Whole tensors; what several ranks hold must be the same to the bit, and nothing may be
+    missing.
+    """
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for shards in ranks:
         for name, shape, extent, part in shards:
             flat = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype)).view(-1)
             known = seen.setdefault(name, torch.zeros(flat.numel(), dtype=torch.bool))
-            place = torch.cat([torch.arange(row.start, row.end) for row in Extent(*extent).each_row()])
+            place = torch.cat(
+                [torch.arange(row.start, row.end) for row in Extent(*extent).each_row()]
+            )
             agree = torch.where(known[place], flat[place], part)
             assert same_bits(agree, part), f"copies of {name} differ"
             flat[place], known[place] = part, True
@@ -35,7 +42,9 @@ def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

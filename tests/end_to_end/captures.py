@@ -1,4 +1,6 @@
-"""Runs with CUDA graphs on the CPU: the stand-in for capture of the unit tests, put in place in a process of a run."""
+"""Runs with CUDA graphs on the CPU: the stand-in for capture of the unit tests, put in place in a
+process of a run.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ def capture_on_cpu(
     rank: int = 0,
     diary: Path | None = None,
 ) -> None:
-    """Graphs are captured by a stand-in, and everything they own is made NaN before each micro-batch.
+    """Graphs are captured by a stand-in, and everything they own is made NaN before each
+    micro-batch.
 
     Args:
         fault: what else is wrong in this process.
         fail_at: numbers of the captures (from 0) that find no memory, on ``rank``.
-        diary: receives a line when the graphs are given up, and when the process group is or a failure is reported.
+        diary: receives a line when the graphs are given up, and when the process group is or a
+            failure is reported.
     """
     engine = RecordingEngine(fail_at if int(os.environ["RANK"]) == rank else ())
     pretrain.build_graphs = partial(pretrain.build_graphs, engine=engine)
@@ -60,7 +64,9 @@ def _before_each_call(owner: Any, name: str, action: Callable[[], None]) -> None
 
 def _keep(diary: Path, engine: RecordingEngine) -> None:
     def write(event: str) -> Callable[[Any], None]:
-        return lambda _: diary.open("a").write(f"{event}, {sum(not graph.gone for graph in engine.graphs)} graphs\n")
+        return lambda _: diary.open("a").write(
+            f"{event}, {sum(not graph.gone for graph in engine.graphs)} graphs\n"
+        )
 
     on_call(ParallelGroups, "shutdown", 1, write("shutdown"))
     on_call(FailureWatch, "report", 1, write("report"))

@@ -15,11 +15,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 @pytest.fixture(scope="session")
 def dropout_options(data: Data) -> dict[str, Any]:
-    """A run whose every step draws random numbers, with validations and checkpoints at different steps."""
+    """A run whose every step draws random numbers, with validations and checkpoints at different
+    steps.
+    """
     return tiny_options(
-        data, train_iters=LAST, hidden_dropout=0.1, valid_data_path=data.valid, eval_interval=4, eval_iters=2,
+        data,
+        train_iters=LAST,
+        hidden_dropout=0.1,
+        valid_data_path=data.valid,
+        eval_interval=4,
+        eval_iters=2,
         save_interval=3,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="session")

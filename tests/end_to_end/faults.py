@@ -1,4 +1,6 @@
-"""What goes wrong in a process of a run: called there before the script, each a function with plain arguments."""
+"""What goes wrong in a process of a run: called there before the script, each a function with plain
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +74,18 @@ def kill_at(site: str, call: int, rank: int) -> None:
 
 
 def stop_at(site: str, call: int, rank: int, seconds: float) -> None:
-    """The process of ``rank`` is stopped, not killed, at one of `SITES`; collectives wait ``seconds``."""
+    """The process of ``rank`` is stopped, not killed, at one of `SITES`; collectives wait
+    ``seconds``.
+    """
     do_not_wait_for_the_dead()
     wait_for_collectives(seconds)
     on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def sleep_at(site: str, call: int, rank: int, seconds: float) -> None:
-    """The process of ``rank`` lives and does nothing at one of `SITES`; collectives wait ``seconds``."""
+    """The process of ``rank`` lives and does nothing at one of `SITES`; collectives wait
+    ``seconds``.
+    """
     wait_for_collectives(seconds)
     on_rank(rank, site, call, lambda _: time.sleep(3600))
 
@@ -87,7 +93,8 @@ def sleep_at(site: str, call: int, rank: int, seconds: float) -> None:
 def wait_for_collectives(seconds: float) -> None:
     """In place of ``--distributed-timeout-minutes``, which counts in minutes.
 
-    Not from the start, when processes may be late for good reasons: from the update of the second step on.
+    Not from the start, when processes may be late for good reasons: from the update of the second
+    step on.
     """
 
     def shorten(_: Any) -> None:
@@ -126,7 +133,9 @@ def full_log(line: int) -> None:
 
 
 def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None:
-    """``action()`` in the process of ``rank`` at a place of the commit protocol in its ``save``-th save."""
+    """``action()`` in the process of ``rank`` at a place of the commit protocol in its ``save``-th
+    save.
+    """
     if int(os.environ["RANK"]) != rank:
         return
     original, calls = run_state.save_checkpoint, count(1)
@@ -134,7 +143,9 @@ def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None
     def at(number: int) -> Callable[[str], None]:
         return lambda passed: action() if number == save and passed == site else None
 
-    run_state.save_checkpoint = lambda *args, **kwargs: original(*args, **kwargs, on_site=at(next(calls)))
+    run_state.save_checkpoint = lambda *args, **kwargs: original(
+        *args, **kwargs, on_site=at(next(calls))
+    )
 
 
 def kill_in_save(site: str, save: int, rank: int) -> None:
@@ -144,7 +155,9 @@ def kill_in_save(site: str, save: int, rank: int) -> None:
 
 
 def until_logged(save: int, rank: int, iteration: int, log: Path) -> None:
-    """The disk of ``rank`` is so slow in its ``save``-th save that the log has the line of a step before it is done."""
+    """The disk of ``rank`` is so slow in its ``save``-th save that the log has the line of a step
+    before it is done.
+    """
 
     def wait() -> None:
         deadline = time.monotonic() + 20
@@ -167,7 +180,9 @@ def tear_line(line: int) -> None:
 
 
 def poison_forward(call: int, rank: int, value: float) -> None:
-    """The ``call``-th forward pass of ``rank`` sees embeddings multiplied by ``value``: nan, inf, or a spike."""
+    """The ``call``-th forward pass of ``rank`` sees embeddings multiplied by ``value``: nan, inf,
+    or a spike.
+    """
     if int(os.environ["RANK"]) == rank:
         on_call(HybridModel, "forward", call, lambda model: _poison_next_embedding(model, value))
 
@@ -274,7 +289,9 @@ def defect(site: str, call: int, rank: int) -> None:
 
 
 def damaged_block(micro_batch: int, rank: int) -> None:
-    """To ``rank`` the disk gives other bytes than were written, when its ``micro_batch``-th is made ready."""
+    """To ``rank`` the disk gives other bytes than were written, when its ``micro_batch``-th is made
+    ready.
+    """
 
     def damage(loader: Loader) -> None:
         tokens = loader.dataset._tokens
@@ -293,8 +310,9 @@ class _Done:
 
 
 def watched(patience: float, site: tuple[Any, str], call: int, seconds: float) -> None:
-    """As on a GPU that others wait for: a thread ends the run when nothing moves. And the ``call``-th call of a method
-    begins after so many seconds."""
+    """As on a GPU that others wait for: a thread ends the run when nothing moves. And the
+    ``call``-th call of a method begins after so many seconds.
+    """
 
     def heartbeat_of(_: Any, report: Callable[[Exception], int]) -> Heartbeat:
         return Heartbeat(patience, lambda error: os._exit(report(error)), _Done)
@@ -317,15 +335,19 @@ class _Moment:
 
 
 def stands_still(patience: float, seconds: float, mark: int, rank: int) -> None:
-    """The device of ``rank`` takes so long from one mark of the heartbeat to the next, and never comes to the
-    ``mark``-th (from 1). A thread watches it as it would a GPU, and the host waits for it to end a step."""
+    """The device of ``rank`` takes so long from one mark of the heartbeat to the next, and never
+    comes to the ``mark``-th (from 1). A thread watches it as it would a GPU, and the host waits for
+    it to end a step.
+    """
     if int(os.environ["RANK"]) != rank:
         return
     last, calls = _Moment(time.monotonic()), count(1)
 
     def next_mark() -> _Moment:
         nonlocal last
-        last = _Moment(float("inf") if next(calls) >= mark else max(time.monotonic(), last.at) + seconds)
+        last = _Moment(
+            float("inf") if next(calls) >= mark else max(time.monotonic(), last.at) + seconds
+        )
         return last
 
     def heartbeat_of(_: Any, report: Callable[[Exception], int]) -> Heartbeat:
@@ -336,7 +358,9 @@ def stands_still(patience: float, seconds: float, mark: int, rank: int) -> None:
 
 
 def while_waiting(fault: Callable[[], None], rank: int) -> None:
-    """Something goes wrong elsewhere while ``rank`` waits without end, as for a GPU that waits for another one."""
+    """Something goes wrong elsewhere while ``rank`` waits without end, as for a GPU that waits for
+    another one.
+    """
     on_rank(rank, "between backward and all-reduce", 5, lambda _: time.sleep(3600))
     fault()
 
@@ -377,10 +401,24 @@ def leaking_attention(rank: int) -> None:
         return
     original = attention.varlen_attention
 
-    def leak(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *args: Any, **names: Any):
+    def leak(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        *args: Any,
+        **names: Any,
+    ):
         joined = torch.full_like(cu_seqlens, len(q))
         joined[0] = 0
-        return original(q, k, v, joined, len(q), **{**names, "seq_idx_1T": torch.zeros_like(names["seq_idx_1T"])})
+        return original(
+            q,
+            k,
+            v,
+            joined,
+            len(q),
+            **{**names, "seq_idx_1T": torch.zeros_like(names["seq_idx_1T"])},
+        )
 
     attention.varlen_attention = leak
 
@@ -391,7 +429,9 @@ def hide_package(name: str) -> None:
 
 
 def forget_step(number: int) -> None:
-    """The ``number``-th step is computed, and all that it changed is put back: what a skipped step must equal."""
+    """The ``number``-th step is computed, and all that it changed is put back: what a skipped step
+    must equal.
+    """
     original, calls = TrainStep.__call__, count(1)
 
     def wrapped(self: TrainStep, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -408,7 +448,9 @@ def forget_step(number: int) -> None:
 
 
 def flip_weight(step: int, rank: int, name: str, bit: int) -> None:
-    """A bit of the first element of a bfloat16 weight flips on ``rank`` before its ``step``-th step."""
+    """A bit of the first element of a bfloat16 weight flips on ``rank`` before its ``step``-th
+    step.
+    """
 
     def flip(train_step: TrainStep) -> None:
         train_step.buffers.wait_params()
@@ -419,7 +461,9 @@ def flip_weight(step: int, rank: int, name: str, bit: int) -> None:
 
 
 def spoil_steps(spikes: tuple[int, ...], without_targets: tuple[int, ...]) -> None:
-    """Steps (from 1, of the whole run) with a hundred times the loss, and steps that have nothing to learn."""
+    """Steps (from 1, of the whole run) with a hundred times the loss, and steps that have nothing
+    to learn.
+    """
     original = Loader.micro_batches
 
     def spoilt(self: Loader, number: int) -> list[Any]:

@@ -1,8 +1,10 @@
-"""A Python whose torch is imported already, for commands that a shell starts: `python`, `torchrun`, `megatron-packed`.
+"""A Python whose torch is imported already, for commands that a shell starts: `python`, `torchrun`,
+`megatron-packed`.
 
-A server imports the package once. The commands of `folder` are clients that start in 20 ms: they hand it their words,
-folder, environment and the three streams; it forks, runs the program, and they end with its exit code. What they cannot
-do is what a user of a fresh interpreter could not see: modules that the server has imported are there.
+A server imports the package once. The commands of `folder` are clients that start in 20 ms: they
+hand it their words, folder, environment and the three streams; it forks, runs the program, and they
+end with its exit code. What they cannot do is what a user of a fresh interpreter could not see:
+modules that the server has imported are there.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PRELOAD = (
-    "torch.distributed.run", "torch.distributed.device_mesh", "numpy.random", "megatron_packed.cli.main",
+    "torch.distributed.run",
+    "torch.distributed.device_mesh",
+    "numpy.random",
+    "megatron_packed.cli.main",
     "megatron_packed.training.pretrain",
-)  # fmt: skip
+)
 PROGRAMS = {
     "python": [],
     "torchrun": ["-c", "from torch.distributed.run import main; main()"],
-    "megatron-packed": ["-c", "import sys; from megatron_packed.cli.main import main; sys.exit(main())"],
+    "megatron-packed": [
+        "-c",
+        "import sys; from megatron_packed.cli.main import main; sys.exit(main())",
+    ],
 }
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
@@ -45,10 +53,14 @@ def quick_python(folder: Path) -> Iterator[None]:
     """Writes the commands into ``folder`` and serves them."""
     address = folder / "server"
     for name, words in PROGRAMS.items():
-        (folder / name).write_text(CLIENT.format(python=sys.executable, address=str(address), words=words))
+        (folder / name).write_text(
+            CLIENT.format(python=sys.executable, address=str(address), words=words)
+        )
         (folder / name).chmod(0o755)
     root = str(Path(__file__).parents[2])
-    server = subprocess.Popen([sys.executable, __file__, str(address)], env={**os.environ, "PYTHONPATH": root})
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(address)], env={**os.environ, "PYTHONPATH": root}
+    )
     try:
         while not address.exists():
             assert server.poll() is None, "the server did not start"

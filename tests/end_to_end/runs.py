@@ -1,7 +1,9 @@
-"""Real runs of ``pretrain_hybrid.py`` on the CPU: their processes, exit codes, console, log and checkpoints.
+"""Real runs of ``pretrain_hybrid.py`` on the CPU: their processes, exit codes, console, log and
+checkpoints.
 
-`start` takes the processes from a fork server that has torch imported, with the environment that torchrun gives them:
-the script itself, but a start costs a fraction of a second. `torchrun` is the launcher that a user has.
+`start` takes the processes from a fork server that has torch imported, with the environment that
+torchrun gives them: the script itself, but a start costs a fraction of a second. `torchrun` is the
+launcher that a user has.
 """
 
 from __future__ import annotations
@@ -34,24 +36,54 @@ TIMEOUT = 120.0
 """Seconds after which a run counts as hanging. One lasts a few seconds on an idle machine."""
 
 _PRELOAD = [
-    "torch", "torch.distributed.device_mesh", "numpy.random", "triton", "megatron_packed.config.flags",
+    "torch",
+    "torch.distributed.device_mesh",
+    "numpy.random",
+    "triton",
+    "megatron_packed.config.flags",
     "megatron_packed.training.pretrain",
-]  # fmt: skip
+]
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
 """Of runs in different layouts, which add in another order."""
-_TIMINGS = ("step_time_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "memory_gib", "dp_imbalance",
-            "memory_reserved_gib", "host_memory_gib", "data_wait_ms", "kernels")  # fmt: skip
+_TIMINGS = (
+    "step_time_ms",
+    "tokens_per_second",
+    "tflops_per_gpu",
+    "mfu",
+    "memory_gib",
+    "dp_imbalance",
+    "memory_reserved_gib",
+    "host_memory_gib",
+    "data_wait_ms",
+    "kernels",
+)
 
-WORDS = ["north", "east", "south", "west", "river", "mountain", "harbour", "lantern", "copper", "silver"]
+WORDS = [
+    "north",
+    "east",
+    "south",
+    "west",
+    "river",
+    "mountain",
+    "harbour",
+    "lantern",
+    "copper",
+    "silver",
+]
 
 
 def write_conversations(path: Path, count: int, seed: int) -> Path:
-    """Questions that are answered by their own words in reverse: short and long ones, something to learn in them."""
+    """Questions that are answered by their own words in reverse: short and long ones, something to
+    learn in them.
+    """
     draw = random.Random(seed)
     lines = []
     for _ in range(count):
         words = draw.choices(WORDS, k=min(1 + int(draw.expovariate(0.3)), 9))
-        turns = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": " ".join(words[::-1])}]
+        turns = [
+            {"role": "user", "content": " ".join(words)},
+            {"role": "assistant", "content": " ".join(words[::-1])},
+        ]
         lines.append(json.dumps({"messages": turns}) + "\n")
     path.write_text("".join(lines))
     return path
@@ -79,16 +111,34 @@ class Data:
 
 
 TINY_MODEL: dict[str, Any] = {
-    "hybrid_layer_pattern": "M*-E", "hidden_size": 32, "num_attention_heads": 2, "position_embedding_type": "rope",
-    "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 1, "mamba_chunk_size": 32,
-    "ffn_hidden_size": 64, "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 1e-3,
-    "squared_relu": True, "disable_bias_linear": True, "normalization": "RMSNorm",
-}  # fmt: skip
+    "hybrid_layer_pattern": "M*-E",
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "position_embedding_type": "rope",
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 16,
+    "mamba_num_groups": 1,
+    "mamba_chunk_size": 32,
+    "ffn_hidden_size": 64,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_aux_loss_coeff": 1e-3,
+    "squared_relu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+}
 TINY_RUN: dict[str, Any] = {
-    "sft": True, "seq_length": 128, "global_batch_size": 4, "lr": 3e-3, "lr_decay_style": "cosine",
-    "lr_warmup_iters": 2, "device": "cpu", "no_isolation_self_test": True,
-}  # fmt: skip
+    "sft": True,
+    "seq_length": 128,
+    "global_batch_size": 4,
+    "lr": 3e-3,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 2,
+    "device": "cpu",
+    "no_isolation_self_test": True,
+}
 
 LAST = 22
 """Iterations of the run that is compared with interrupted ones."""
@@ -101,19 +151,30 @@ def tiny_options(data: Data, **changes: Any) -> dict[str, Any]:
 
 
 def few_documents(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Options of a run over so few documents that epochs end, with four micro-batches a step and validations. Packs are
-    made without regard to the capacities of graphs, so that they are the same with graphs and without."""
+    """Options of a run over so few documents that epochs end, with four micro-batches a step and
+    validations. Packs are made without regard to the capacities of graphs, so that they are the
+    same with graphs and without.
+    """
     data = Data(folder)
     write_conversations(data.train, 110, seed=1)
     write_conversations(data.valid, 24, seed=2)
     return tiny_options(
-        data, seq_length=256, packing_method="best_fit_decreasing", valid_data_path=data.valid, eval_iters=2, **changes
+        data,
+        seq_length=256,
+        packing_method="best_fit_decreasing",
+        valid_data_path=data.valid,
+        eval_iters=2,
+        **changes,
     )
 
 
 def in_folder(folder: Path) -> dict[str, Any]:
     """Options that keep checkpoints and log in ``folder`` and resume from there."""
-    return {"save": folder / "checkpoints", "load": folder / "checkpoints", "log_jsonl": folder / "log.jsonl"}
+    return {
+        "save": folder / "checkpoints",
+        "load": folder / "checkpoints",
+        "log_jsonl": folder / "log.jsonl",
+    }
 
 
 def command_line(options: dict[str, Any]) -> list[str]:
@@ -181,7 +242,9 @@ class Run:
         return Finished(tuple(process.exitcode for process in self.processes), self._console())
 
     def _console(self) -> str:
-        return "".join(f"[output of rank {rank}]\n{path.read_text()}" for rank, path in enumerate(self.outputs))
+        return "".join(
+            f"[output of rank {rank}]\n{path.read_text()}" for rank, path in enumerate(self.outputs)
+        )
 
 
 def start(
@@ -194,7 +257,8 @@ def start(
 
     Args:
         folder: of this run; standard output and error of the ranks go there.
-        prepare: called in each process before the script (a function of a module, or a partial of one).
+        prepare: called in each process before the script (a function of a module, or a partial of
+            one).
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -203,10 +267,15 @@ def start(
     started, outputs = [], []
     for rank in range(processes):
         environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         output = folder / f"output_{rank}.txt"
         arguments = (environment, command_line(options), output, prepare)
         process = context.Process(target=_script, args=arguments, daemon=True)
@@ -217,14 +286,20 @@ def start(
 
 
 def run(
-    options: dict[str, Any], folder: Path, processes: int = 1, prepare: Callable[[], None] | None = None
+    options: dict[str, Any],
+    folder: Path,
+    processes: int = 1,
+    prepare: Callable[[], None] | None = None,
 ) -> Finished:
     """Starts the script and waits for its end."""
     return start(options, folder, processes, prepare).wait()
 
 
 def _script(
-    environment: dict[str, str], arguments: Sequence[str], output: Path, prepare: Callable[[], None] | None
+    environment: dict[str, str],
+    arguments: Sequence[str],
+    output: Path,
+    prepare: Callable[[], None] | None,
 ) -> None:
     file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(file, 1)
@@ -240,10 +315,20 @@ def _script(
 def torchrun_command(options: dict[str, Any], processes: int) -> list[str]:
     """What a user types."""
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "localhost:0", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1",
-        str(SCRIPT), *command_line(options),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(processes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--signals-to-handle",
+        "SIGTERM,SIGINT,SIGUSR1",
+        str(SCRIPT),
+        *command_line(options),
+    ]
 
 
 def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
@@ -252,7 +337,11 @@ def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> sub
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with open(folder / "console.txt", "w") as console:
         return subprocess.Popen(
-            torchrun_command(options, processes), stdout=console, stderr=subprocess.STDOUT, env=environment, text=True
+            torchrun_command(options, processes),
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
         )
 
 
@@ -263,10 +352,14 @@ def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
 
 
 def steps(log: Path) -> list[dict[str, Any]]:
-    """The lines of the log without what differs from run to run or by layout: times, memory, how even ranks are, and
-    the names of kernels."""
+    """The lines of the log without what differs from run to run or by layout: times, memory, how
+    even ranks are, and the names of kernels.
+    """
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    return [{name: value for name, value in record.items() if name not in _TIMINGS} for record in records]
+    return [
+        {name: value for name, value in record.items() if name not in _TIMINGS}
+        for record in records
+    ]
 
 
 def losses(log: Path) -> list[float]:
@@ -281,8 +374,14 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def final_state(checkpoints: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a checkpoint, and the metadata without the configuration (it names the folder)."""
-    [path] = [c.path for c in find_checkpoints(checkpoints) if c.manifest is not None and c.manifest.step == iteration]
+    """All tensors of a checkpoint, and the metadata without the configuration (it names the
+    folder).
+    """
+    [path] = [
+        c.path
+        for c in find_checkpoints(checkpoints)
+        if c.manifest is not None and c.manifest.step == iteration
+    ]
     manifest = read_manifest(path)
     tensors = {name: read_tensor(path, name) for name in manifest.tensors}
     return tensors, {name: value for name, value in manifest.metadata.items() if name != "config"}
@@ -310,10 +409,13 @@ def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) 
 
 
 def assert_same_log(found: Path, expected: Path, *, at_least: int = 6) -> None:
-    """Losses and norms up to rounding, and every number that the host counts: tokens, documents, packs, plan."""
+    """Losses and norms up to rounding, and every number that the host counts: tokens, documents,
+    packs, plan.
+    """
     lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
     assert len(lines) == len(wanted) >= at_least
     for line, other in zip(lines, wanted):
         assert line == {
-            name: pytest.approx(value, rel=_TOLERANCE) if name in _ROUNDED else value for name, value in other.items()
+            name: pytest.approx(value, rel=_TOLERANCE) if name in _ROUNDED else value
+            for name, value in other.items()
         }

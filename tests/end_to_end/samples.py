@@ -1,9 +1,10 @@
-"""Two small data sets that look like what people train on: service dialogues, and documents of very unequal lengths.
+"""Two small data sets that look like what people train on: service dialogues, and documents of very
+unequal lengths.
 
-They are made from a seed, so that the tests need no file and no licence. With ``MEGATRON_PACKED_TEST_DATA`` in the
-environment, the name of a folder, the same tests also run on the beginnings of real sets in it:
-``sgd_chat.train.jsonl.gz``, ``sgd_chat.valid.jsonl.gz`` (dialogues) and ``docs_longtail.jsonl.gz`` (documents, of which
-every tenth is kept for validation).
+They are made from a seed, so that the tests need no file and no licence. With
+``MEGATRON_PACKED_TEST_DATA`` in the environment, the name of a folder, the same tests also run on
+the beginnings of real sets in it: ``sgd_chat.train.jsonl.gz``, ``sgd_chat.valid.jsonl.gz``
+(dialogues) and ``docs_longtail.jsonl.gz`` (documents, of which every tenth is kept for validation).
 """
 
 from __future__ import annotations
@@ -30,17 +31,26 @@ class Sample(NamedTuple):
 def dialogues(folder: Path) -> Sample:
     """600 dialogues about bookings to train on and 60 to validate on."""
     draw = random.Random(7)
-    return _written(folder, [_dialogue(draw) for _ in range(600)], [_dialogue(draw) for _ in range(60)])
+    return _written(
+        folder, [_dialogue(draw) for _ in range(600)], [_dialogue(draw) for _ in range(60)]
+    )
 
 
 def documents(folder: Path) -> Sample:
-    """300 documents to train on and 40 to validate on, most of a few sentences, some of several hundred."""
+    """300 documents to train on and 40 to validate on, most of a few sentences, some of several
+    hundred.
+    """
     draw = random.Random(8)
-    return _written(folder, [_document(draw) for _ in range(300)], [_document(draw) for _ in range(40)])
+    return _written(
+        folder, [_document(draw) for _ in range(300)], [_document(draw) for _ in range(40)]
+    )
 
 
 def real_dialogues(folder: Path) -> Sample:
-    train, valid = (_lines(f"sgd_chat.{part}.jsonl.gz", count) for part, count in (("train", 600), ("valid", 60)))
+    train, valid = (
+        _lines(f"sgd_chat.{part}.jsonl.gz", count)
+        for part, count in (("train", 600), ("valid", 60))
+    )
     return _written(folder, train, valid)
 
 
@@ -64,41 +74,87 @@ def _written(folder: Path, train: object, valid: object) -> Sample:
     return made
 
 
-TOWNS = ["Ashford", "Brinmore", "Calder", "Dunwick", "Elmstead", "Farleigh", "Glenrock", "Hartwell", "Inverloch"]
-NAMES = ["Lantern", "Olive", "Harbour", "Copper", "Willow", "Station", "Juniper", "Falcon", "Meadow", "Anchor"]
+TOWNS = [
+    "Ashford",
+    "Brinmore",
+    "Calder",
+    "Dunwick",
+    "Elmstead",
+    "Farleigh",
+    "Glenrock",
+    "Hartwell",
+    "Inverloch",
+]
+NAMES = [
+    "Lantern",
+    "Olive",
+    "Harbour",
+    "Copper",
+    "Willow",
+    "Station",
+    "Juniper",
+    "Falcon",
+    "Meadow",
+    "Anchor",
+]
 KINDS = {
-    "restaurant": (["Thai", "Greek", "Mexican", "Indian", "vegan"], ["Kitchen", "Table", "Grill"], "a table"),
+    "restaurant": (
+        ["Thai", "Greek", "Mexican", "Indian", "vegan"],
+        ["Kitchen", "Table", "Grill"],
+        "a table",
+    ),
     "hotel": (["cheap", "quiet", "modern", "central", "old"], ["Inn", "House", "Lodge"], "a room"),
-    "concert": (["jazz", "folk", "rock", "piano", "choir"], ["Hall", "Club", "Theatre"], "a ticket"),
+    "concert": (
+        ["jazz", "folk", "rock", "piano", "choir"],
+        ["Hall", "Club", "Theatre"],
+        "a ticket",
+    ),
 }
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 
 def _dialogue(draw: random.Random) -> dict[str, object]:
-    """The user has wishes; the assistant asks for what is missing, proposes, answers questions, books and confirms."""
+    """The user has wishes; the assistant asks for what is missing, proposes, answers questions,
+    books and confirms.
+    """
     kind = draw.choice(list(KINDS))
     styles, endings, unit = KINDS[kind]
-    style, town, day, hour = draw.choice(styles), draw.choice(TOWNS), draw.choice(DAYS), draw.randint(1, 11)
+    style, town, day, hour = (
+        draw.choice(styles),
+        draw.choice(TOWNS),
+        draw.choice(DAYS),
+        draw.randint(1, 11),
+    )
     turns: list[tuple[str, str]] = []
 
     def exchange(user: str, assistant: str) -> None:
         turns.extend([("user", user), ("assistant", assistant)])
 
-    wish = draw.choice(["I am looking for", "Could you find me", "Please help me to find", "I would like"])
+    wish = draw.choice(
+        ["I am looking for", "Could you find me", "Please help me to find", "I would like"]
+    )
     where = draw.random() < 0.5
     exchange(
         f"{wish} a {style} {kind}" + (f" in {town}." if where else "."),
-        "Which day do you have in mind?" if where else f"Sure. In which town should I look for a {kind}?",
+        "Which day do you have in mind?"
+        if where
+        else f"Sure. In which town should I look for a {kind}?",
     )
     if not where:
         exchange(f"{town}, please.", f"Which day do you want to go to {town}?")
     place = f"{draw.choice(NAMES)} {draw.choice(endings)}"
     found = draw.randint(2, 9)
-    exchange(f"On {day}.", f"I found {found} of them. {place} in {town} is a {style} {kind} and has places on {day}.")
+    exchange(
+        f"On {day}.",
+        f"I found {found} of them. {place} in {town} is a {style} {kind} and has places on {day}.",
+    )
     for _ in range(draw.choice([0, 0, 1, 1, 2, 4])):
         if draw.random() < 0.5:
             place = f"{draw.choice(NAMES)} {draw.choice(endings)}"
-            exchange("Is there another one?", f"How about {place}? It is a {style} {kind} in {town} as well.")
+            exchange(
+                "Is there another one?",
+                f"How about {place}? It is a {style} {kind} in {town} as well.",
+            )
         else:
             number = "".join(str(draw.randint(0, 9)) for _ in range(4))
             exchange("What is their phone number?", f"You can reach {place} at 555-{number}.")
@@ -107,12 +163,35 @@ def _dialogue(draw: random.Random) -> dict[str, object]:
             f"Good. Book {unit} at {hour} o'clock.",
             f"Please confirm: {unit} at {place} in {town} on {day} at {hour} o'clock.",
         )
-        exchange("Yes, that is right.", f"Done. {place} expects you on {day} at {hour} o'clock. Anything else?")
-    exchange(draw.choice(["No, thanks.", "That is all.", "Thank you, bye."]), "You are welcome. Have a nice day!")
+        exchange(
+            "Yes, that is right.",
+            f"Done. {place} expects you on {day} at {hour} o'clock. Anything else?",
+        )
+    exchange(
+        draw.choice(["No, thanks.", "That is all.", "Thank you, bye."]),
+        "You are welcome. Have a nice day!",
+    )
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-SYLLABLES = ["ba", "con", "der", "el", "fi", "gra", "har", "in", "jo", "ka", "lu", "mor", "ne", "or", "pra", "qui"]
+SYLLABLES = [
+    "ba",
+    "con",
+    "der",
+    "el",
+    "fi",
+    "gra",
+    "har",
+    "in",
+    "jo",
+    "ka",
+    "lu",
+    "mor",
+    "ne",
+    "or",
+    "pra",
+    "qui",
+]
 
 
 def _vocabulary() -> list[str]:
@@ -124,16 +203,22 @@ VOCABULARY = _vocabulary()
 
 
 def _document(draw: random.Random) -> dict[str, object]:
-    """Headed sentences of invented words; a document keeps to its subject, and common words come after common ones."""
+    """Headed sentences of invented words; a document keeps to its subject, and common words come
+    after common ones.
+    """
     subject = draw.sample(VOCABULARY, 12)
     sentences = max(1, round(draw.lognormvariate(1.6, 1.2)))
-    text = [f"Title: {subject[0]} {subject[1]}\nStatus: {draw.choice(['draft', 'final', 'active'])}\n"]
+    text = [
+        f"Title: {subject[0]} {subject[1]}\nStatus: {draw.choice(['draft', 'final', 'active'])}\n"
+    ]
     for number in range(min(sentences, 400)):
         if number % 12 == 11:
             text.append(f"\n\n{number // 12}. {draw.choice(subject)}\n")
         words = [draw.choice(["The", "A", "Every", "No", "This"])]
         for _ in range(draw.randint(2, 5)):
             words.append(draw.choice(subject) if draw.random() < 0.7 else draw.choice(VOCABULARY))
-            words.append(draw.choice(["of the", "and a", "is", "must have", "with the", "for every", "or"]))
+            words.append(
+                draw.choice(["of the", "and a", "is", "must have", "with the", "for every", "or"])
+            )
         text.append(" ".join([*words, draw.choice(subject)]) + ". ")
     return {"text": "".join(text)}

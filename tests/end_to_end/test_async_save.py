@@ -1,4 +1,6 @@
-"""Real runs with --async-save: the checkpoints of a run that waits for them, and every way in which one may fail."""
+"""Real runs with --async-save: the checkpoints of a run that waits for them, and every way in which
+one may fail.
+"""
 
 import signal
 from collections.abc import Callable
@@ -22,7 +24,9 @@ def contents(checkpoint: Path) -> list[tuple[str, ...]]:
 def test_the_checkpoints_are_those_of_a_run_that_waits(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """On two ranks, every checkpoint; and while the first one is written, two more steps are done and logged."""
+    """On two ranks, every checkpoint; and while the first one is written, two more steps are done
+    and logged.
+    """
     log = tmp_path / "log.jsonl"
     options = {**dropout_options, **in_folder(tmp_path), "async_save": True}
     finished = run(options, tmp_path, 2, partial(until_logged, 1, 0, 4, log))
@@ -52,7 +56,9 @@ def test_killed_in_a_save(
 
 def test_a_full_disk_ends_the_run_after_the_step_under_way(data: Data, tmp_path: Path) -> None:
     """In a layout whose ranks exchange tokens in every pass, beside the saves."""
-    options = tiny_options(data, train_iters=12, save_interval=4, expert_model_parallel_size=2, **in_folder(tmp_path))
+    options = tiny_options(
+        data, train_iters=12, save_interval=4, expert_model_parallel_size=2, **in_folder(tmp_path)
+    )
     options["async_save"] = True
     finished = run(options, tmp_path, 2, partial(full_disk, 2, 1))
     assert finished.exit_code == CHECKPOINT, finished.console

@@ -7,24 +7,42 @@ from runs import Data, assert_same_log, in_folder, run, tiny_options, trained
 
 HALF, LAST = 3, 6
 OPTIONS: dict[str, Any] = {
-    "train_iters": LAST, "eval_interval": HALF, "no_isolation_self_test": None, "num_attention_heads": 4,
-}  # fmt: skip
+    "train_iters": LAST,
+    "eval_interval": HALF,
+    "no_isolation_self_test": None,
+    "num_attention_heads": 4,
+}
 A2A: dict[str, Any] = {"context_parallel_size": 2}
 RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
 
 
-def test_a_run_that_changes_its_partition_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:
+def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
+    data: Data, tmp_path: Path
+) -> None:
     """Begun by heads on two processes, gone on round a ring on four of which two share matrices."""
     options = tiny_options(data, valid_data_path=data.valid, **OPTIONS)
     alone, together = tmp_path / "alone", tmp_path / "together"
     said = trained(alone, 1, options, pad_packed_seq_alignment=4)
-    [padding] = [line for line in said.splitlines() if "Documents lie at multiples of 4 slots" in line]
+    [padding] = [
+        line for line in said.splitlines() if "Documents lie at multiples of 4 slots" in line
+    ]
     said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=HALF, **A2A)
     assert "1 tensor-parallel x 2 context-parallel by a2a x 1 data-parallel" in said
     assert "isolation self-test: 12 checks passed" in said and padding in said
-    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True, **RING}
-    said = trained(together, 4, options, **layout)  # a ring of two takes the same alignment, unasked
-    assert f"(iteration {HALF})" in said and "isolation self-test: 12 checks passed" in said and padding in said
+    layout = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+        **RING,
+    }
+    said = trained(
+        together, 4, options, **layout
+    )  # a ring of two takes the same alignment, unasked
+    assert (
+        f"(iteration {HALF})" in said
+        and "isolation self-test: 12 checks passed" in said
+        and padding in said
+    )
     assert_same_log(together, alone)
 
 
@@ -32,5 +50,7 @@ def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:
     options = tiny_options(data, **{**OPTIONS, "eval_interval": None})
     trained(tmp_path, 2, options, exit_interval=HALF, **A2A)
     refused = run({**options, **in_folder(tmp_path), **RING}, tmp_path, 2)
-    words = "another order of the data: --cp-comm-type p2p, was a2a; leave out --cp-comm-type to resume"
+    words = (
+        "another order of the data: --cp-comm-type p2p, was a2a; leave out --cp-comm-type to resume"
+    )
     assert refused.exit_code == 4 and words in refused.console, refused.console

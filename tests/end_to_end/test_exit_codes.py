@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 from faults import full_console, full_disk, full_log, poison_forward, unreadable_data
-from runs import Data, Finished, final_state, in_folder, run, steps, tiny_options, torchrun, write_conversations
+from runs import (
+    Data,
+    Finished,
+    final_state,
+    in_folder,
+    run,
+    steps,
+    tiny_options,
+    torchrun,
+    write_conversations,
+)
 
 from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.load import find_checkpoints
@@ -44,13 +54,24 @@ def copy(trained: Path, tmp_path: Path) -> Path:
 
 def wrong(data: Data, folder: Path) -> dict[str, Any]:
     return tiny_options(
-        data, hidden_size=33, lr="abc", train_data_path=folder / "absent.jsonl", sequence_lenght=8, save=folder / "new"
+        data,
+        hidden_size=33,
+        lr="abc",
+        train_data_path=folder / "absent.jsonl",
+        sequence_lenght=8,
+        save=folder / "new",
     )
 
 
 def assert_reported_once(console: str) -> None:
     assert console.count("problems in the configuration; nothing was started.") == 1, console
-    for words in ("--hidden-size 33", "--lr 'abc'", "absent.jsonl", "--sequence-lenght 8", "--train-iters\n"):
+    for words in (
+        "--hidden-size 33",
+        "--lr 'abc'",
+        "absent.jsonl",
+        "--sequence-lenght 8",
+        "--train-iters\n",
+    ):
         assert console.count(words) == 1, (words, console)
     assert 'pretrain_hybrid.py", line' not in console and "megatron_packed/" not in console
 
@@ -64,18 +85,27 @@ def test_a_wrong_command_line(data: Data, tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_under_torchrun(data: Data, tmp_path: Path) -> None:
-    """The launcher, which kills the rest when one has ended, finds the code and the words of rank 0."""
+    """The launcher, which kills the rest when one has ended, finds the code and the words of rank
+    0.
+    """
     console = torchrun(wrong(data, tmp_path), tmp_path, 2)
     root_cause = console.partition("Root Cause")[2]
-    assert re.search(r"rank +: 0 ", root_cause) and re.search(r"exitcode +: 2 ", root_cause), console
-    assert "traceback : the configuration is refused; its problems are listed above.\n===" in root_cause, console
+    assert re.search(r"rank +: 0 ", root_cause) and re.search(r"exitcode +: 2 ", root_cause), (
+        console
+    )
+    assert (
+        "traceback : the configuration is refused; its problems are listed above.\n==="
+        in root_cause
+    ), console
     assert_reported_once(console)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_data_without_a_usable_line(processes: int, data: Data, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": "hello"}\n' * 5 + "not json\n" * 5)
-    options = tiny_options(data, train_iters=3, **in_folder(tmp_path)) | {"train_data_path": tmp_path / "bad.jsonl"}
+    options = tiny_options(data, train_iters=3, **in_folder(tmp_path)) | {
+        "train_data_path": tmp_path / "bad.jsonl"
+    }
     finished = run(options, tmp_path, processes)
     assert_ends(finished, DATA, "data error", tmp_path)
     assert "10" in finished.console and "malformed_json" in finished.console
@@ -84,8 +114,14 @@ def test_data_without_a_usable_line(processes: int, data: Data, tmp_path: Path) 
 def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
     """Which of the two sets is meant is said."""
     (tmp_path / "blank.jsonl").write_text("\n\n")
-    options = tiny_options(data, train_iters=3, valid_data_path=tmp_path / "blank.jsonl", eval_interval=1)
-    assert_ends(run(options, tmp_path), DATA, "--valid-data-path: the data holds no document: 2 lines, 2 blank")
+    options = tiny_options(
+        data, train_iters=3, valid_data_path=tmp_path / "blank.jsonl", eval_interval=1
+    )
+    assert_ends(
+        run(options, tmp_path),
+        DATA,
+        "--valid-data-path: the data holds no document: 2 lines, 2 blank",
+    )
 
 
 def test_data_in_which_nothing_is_learned(data: Data, tmp_path: Path) -> None:
@@ -94,7 +130,12 @@ def test_data_in_which_nothing_is_learned(data: Data, tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(f"{line}\n" * 20)
     options = tiny_options(data, train_iters=3, overlong_policy="truncate", **in_folder(tmp_path))
     finished = run(options | {"train_data_path": tmp_path / "long.jsonl"}, tmp_path)
-    assert_ends(finished, DATA, "data error: the training data has no target left: 220 targets of 20", tmp_path)
+    assert_ends(
+        finished,
+        DATA,
+        "data error: the training data has no target left: 220 targets of 20",
+        tmp_path,
+    )
     assert "step 1/" not in finished.console
 
 
@@ -102,7 +143,12 @@ def test_data_that_one_rank_alone_cannot_use(data: Data, tmp_path: Path) -> None
     """The others neither wait for it nor die of its death: all end with the code of the cause."""
     options = tiny_options(data, train_iters=3, **in_folder(tmp_path))
     finished = run(options, tmp_path, 2, partial(unreadable_data, 1))
-    assert_ends(finished, DATA, "data error on rank 1: shard_7.jsonl cannot be read by this machine.", tmp_path)
+    assert_ends(
+        finished,
+        DATA,
+        "data error on rank 1: shard_7.jsonl cannot be read by this machine.",
+        tmp_path,
+    )
 
 
 def test_nothing_to_load(data: Data, tmp_path: Path) -> None:
@@ -116,7 +162,9 @@ def test_nothing_to_load(data: Data, tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints(data: Data, copy: Path) -> None:
-    """One of two: the run goes on from the other, loudly. Both: it does not start, and not from random weights."""
+    """One of two: the run goes on from the other, loudly. Both: it does not start, and not from
+    random weights.
+    """
     options = tiny_options(data, train_iters=4, save_interval=2, **in_folder(copy))
     paths = [candidate.path for candidate in find_checkpoints(copy / "checkpoints")]
     flip_a_bit(paths[0] / "rank_00001.safetensors")
@@ -143,7 +191,9 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     lock = RootLock(copy / "checkpoints", RUN_LOCK)
     assert_ends(run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints here")
     assert (copy / "log.jsonl").read_bytes() == lines
-    assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {"exit_code": DONE}  # the first one's
+    assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {
+        "exit_code": DONE
+    }  # the first one's
     lock.close()
     finished = run({**options, "train_iters": 4}, copy, 2)
     assert finished.exit_code == DONE and "--train-iters 4 is reached" in finished.console
@@ -157,11 +207,17 @@ def test_a_full_disk(data: Data, tmp_path: Path) -> None:
     finished = run(options, tmp_path, 2, partial(full_disk, 2, 1))
     assert_ends(finished, CHECKPOINT, "checkpoint error in step 4: ", tmp_path)
     assert "No space left on device" in finished.console
-    assert [found.manifest.step for found in find_checkpoints(tmp_path / "checkpoints") if found.manifest] == [2]
+    assert [
+        found.manifest.step
+        for found in find_checkpoints(tmp_path / "checkpoints")
+        if found.manifest
+    ] == [2]
 
 
 def test_a_full_disk_under_the_log(data: Data, tmp_path: Path) -> None:
-    """Numbers are worth less than the run: one warning, and it goes on. A report that cannot be made is one, too."""
+    """Numbers are worth less than the run: one warning, and it goes on. A report that cannot be
+    made is one, too.
+    """
     options = tiny_options(data, train_iters=5, **in_folder(tmp_path))
     finished = run(options, tmp_path, 1, partial(full_log, 2))
     assert_ends(finished, DONE, "No space left on device")
@@ -175,7 +231,11 @@ def test_a_console_that_cannot_be_written_ends_nothing(data: Data, tmp_path: Pat
     assert run(options, tmp_path, 1, full_console).exit_code == DONE
     assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": DONE}
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 2, 3]
-    assert [found.manifest.step for found in find_checkpoints(tmp_path / "checkpoints") if found.manifest] == [3]
+    assert [
+        found.manifest.step
+        for found in find_checkpoints(tmp_path / "checkpoints")
+        if found.manifest
+    ] == [3]
 
 
 def one_more_line(path: Path) -> None:
@@ -196,11 +256,15 @@ CHANGES: dict[str, tuple[Callable[[Path], None] | dict[str, Any], str]] = {
     "another word": (another_word, OTHER + ANOTHER_PLACE),
     "the tokenizer, with equal lengths": (
         {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 260},
-        OTHER + r".*; --tokenizer-type TrainedBPETokenizer, was ByteTokenizer; --tokenizer-vocab-size 260, was 4096; "
+        OTHER
+        + r".*; --tokenizer-type TrainedBPETokenizer, was ByteTokenizer; --tokenizer-vocab-size 260, was 4096; "
         r"give --train-data-path \S+ and leave out --tokenizer-type --tokenizer-vocab-size to resume, ",
     ),
     "the seed": ({"seed": 5}, f"{ORDER}--seed 5, was 1234; leave out --seed to resume, "),
-    "the pack": ({"seq_length": 120}, f"{ORDER}--seq-length 120, was 128; give --seq-length 128 to resume, "),
+    "the pack": (
+        {"seq_length": 120},
+        f"{ORDER}--seq-length 120, was 128; give --seq-length 128 to resume, ",
+    ),
     "the pack, by the batch": (
         {"micro_batch_size": 2, "global_batch_size": 8},
         f"{ORDER}--micro-batch-size 2, was 1; leave out --micro-batch-size to resume, ",
@@ -225,7 +289,9 @@ def test_the_same_data_elsewhere_is_the_same(copy: Path, data: Data) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, data: Data) -> None:
-    """A position in one order of the data means nothing in another; only the weights may be taken on."""
+    """A position in one order of the data means nothing in another; only the weights may be taken
+    on.
+    """
     options, (changed, said) = elsewhere(copy, data), CHANGES[change]
     if isinstance(changed, dict):
         options |= changed
@@ -249,52 +315,97 @@ def test_another_batch_size_and_other_tokens(copy: Path, data: Data) -> None:
 def test_another_batch_size_and_a_schedule_in_two_units(copy: Path, data: Data) -> None:
     options = elsewhere(copy, data) | {"global_batch_size": 2, "lr_decay_samples": 24}
     finished = run(options, copy)
-    assert_ends(finished, CHECKPOINT, "with another --global-batch-size (--global-batch-size 2, was 4)", copy)
-    assert "lengths are given in iterations and in samples, which no longer agree" in finished.console
+    assert_ends(
+        finished,
+        CHECKPOINT,
+        "with another --global-batch-size (--global-batch-size 2, was 4)",
+        copy,
+    )
+    assert (
+        "lengths are given in iterations and in samples, which no longer agree" in finished.console
+    )
     finished = run(options | {"lr_warmup_iters": None, "lr_warmup_samples": 8}, copy)
-    assert finished.exit_code == DONE and "--global-batch-size 2, was 4: 16 packs were" in finished.console
+    assert (
+        finished.exit_code == DONE
+        and "--global-batch-size 2, was 4: 16 packs were" in finished.console
+    )
     assert [line["learning_rate"] for line in steps(copy / "log.jsonl")][4:] == pytest.approx(
         [3e-3 * (1 + math.cos(math.pi * (consumed - 8) / 16)) / 2 for consumed in (16, 18)]
     )
 
 
 def test_another_batch_size_when_nothing_is_left(copy: Path, data: Data) -> None:
-    """16 samples are behind it: in steps of one, 8 would end at step -4, and of 20 no batch of 6 is left."""
-    samples = {"train_iters": None, "lr_warmup_iters": None, "train_samples": 8, "global_batch_size": 1}
-    finished = run(elsewhere(copy, data) | samples | {"profile": True, "use_pytorch_profiler": True}, copy)
+    """16 samples are behind it: in steps of one, 8 would end at step -4, and of 20 no batch of 6 is
+    left.
+    """
+    samples = {
+        "train_iters": None,
+        "lr_warmup_iters": None,
+        "train_samples": 8,
+        "global_batch_size": 1,
+    }
+    finished = run(
+        elsewhere(copy, data) | samples | {"profile": True, "use_pytorch_profiler": True}, copy
+    )
     assert finished.exit_code == DONE, finished.console
     assert (
         "--global-batch-size 1, was 4: 16 packs were trained on in 4 steps.\n"
         "no whole batch is left of --train-samples 8: there is nothing left to train.\n"
     ) in finished.console
-    assert "WARNING: --profile-step-start 10 is not reached: the run ends after step 4." in finished.console
-    finished = run(elsewhere(copy, data) | samples | {"train_samples": 20, "global_batch_size": 6}, copy)
+    assert (
+        "WARNING: --profile-step-start 10 is not reached: the run ends after step 4."
+        in finished.console
+    )
+    finished = run(
+        elsewhere(copy, data) | samples | {"train_samples": 20, "global_batch_size": 6}, copy
+    )
     assert finished.exit_code == DONE, finished.console
-    assert "no whole batch is left of --train-samples 20: there is nothing left to train." in finished.console
+    assert (
+        "no whole batch is left of --train-samples 20: there is nothing left to train."
+        in finished.console
+    )
     assert [line["iteration"] for line in steps(copy / "log.jsonl")] == [1, 2, 3, 4]
 
 
 def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
-    """Also one whose tensors have the same shapes: told by option, on one rank, and nothing is changed."""
-    options = tiny_options(data, train_iters=6, **in_folder(copy)) | {"squared_relu": None, "rotary_base": 5e4}
+    """Also one whose tensors have the same shapes: told by option, on one rank, and nothing is
+    changed.
+    """
+    options = tiny_options(data, train_iters=6, **in_folder(copy)) | {
+        "squared_relu": None,
+        "rotary_base": 5e4,
+    }
     lines = (copy / "log.jsonl").read_bytes()
     finished = run(options, copy, 2)
-    assert_ends(finished, CHECKPOINT, "belongs to another model: --squared-relu is off, and the checkpoint was", copy)
+    assert_ends(
+        finished,
+        CHECKPOINT,
+        "belongs to another model: --squared-relu is off, and the checkpoint was",
+        copy,
+    )
     assert "--rotary-base is 50000.0, and the checkpoint was made with 10000.0" in finished.console
     assert (copy / "log.jsonl").read_bytes() == lines
     wider = run({**options, "hidden_size": 64}, copy)
     assert_ends(wider, CHECKPOINT, "--hidden-size is 64, and the checkpoint was made with 32", copy)
     for changes in ({}, {"finetune": True, "save": None}):
         refused = run({**options, **changes, "bf16": True}, copy, 2)
-        assert_ends(refused, CHECKPOINT, "was trained without --bf16, and weights are not converted", copy)
+        assert_ends(
+            refused, CHECKPOINT, "was trained without --bf16, and weights are not converted", copy
+        )
         assert "wanted is" not in refused.console
     anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
-    assert "--squared-relu is off" in anew.console and "takes its weights as they are" in anew.console
+    assert (
+        "--squared-relu is off" in anew.console and "takes its weights as they are" in anew.console
+    )
 
 
-def test_a_pretrained_checkpoint_is_where_a_run_begins_once(trained: Path, data: Data, tmp_path: Path) -> None:
-    """The same command goes on with the run's own checkpoint: nothing is learned twice when a job has another turn."""
+def test_a_pretrained_checkpoint_is_where_a_run_begins_once(
+    trained: Path, data: Data, tmp_path: Path
+) -> None:
+    """The same command goes on with the run's own checkpoint: nothing is learned twice when a job
+    has another turn.
+    """
     options = tiny_options(data, train_iters=8, exit_interval=1, **in_folder(tmp_path)) | {
         "pretrained_checkpoint": trained / "checkpoints"
     }
@@ -302,27 +413,43 @@ def test_a_pretrained_checkpoint_is_where_a_run_begins_once(trained: Path, data:
     assert first.exit_code == second.exit_code == DONE, first.console + second.console
     assert "yet: starting from other weights." in first.console
     assert f"weights of {trained / 'checkpoints' / 'step_00000004'} (iteration 4)" in first.console
-    assert f"resuming from {tmp_path / 'checkpoints' / 'step_00000001'} (iteration 1)" in second.console
+    assert (
+        f"resuming from {tmp_path / 'checkpoints' / 'step_00000001'} (iteration 1)"
+        in second.console
+    )
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 2]
     fresh, pretrained = (steps(folder / "log.jsonl")[0] for folder in (trained, tmp_path))
     assert pretrained["lm_loss"] < fresh["lm_loss"]
-    counts = ("num_seqs", "real_tokens", "target_tokens", "consumed_tokens")  # of the first packs, not of the next
+    counts = (
+        "num_seqs",
+        "real_tokens",
+        "target_tokens",
+        "consumed_tokens",
+    )  # of the first packs, not of the next
     assert [pretrained[name] for name in counts] == [fresh[name] for name in counts]
 
 
 def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path: Path) -> None:
-    """Its first step is 1, on other data; before it, weights and expert biases are the checkpoint's, the rest is new.
+    """Its first step is 1, on other data; before it, weights and expert biases are the
+    checkpoint's, the rest is new.
 
-    The update of that step is left out by a poisoned loss, so that its checkpoint shows what it began with.
+    The update of that step is left out by a poisoned loss, so that its checkpoint shows what it
+    began with.
     """
     other = write_conversations(tmp_path / "other.jsonl", 60, seed=9)
-    options = tiny_options(data, train_iters=8, on_nonfinite="skip", exit_interval=1, finetune=True) | {
-        "train_data_path": other, "save": tmp_path / "checkpoints", "load": trained / "checkpoints",
+    options = tiny_options(
+        data, train_iters=8, on_nonfinite="skip", exit_interval=1, finetune=True
+    ) | {
+        "train_data_path": other,
+        "save": tmp_path / "checkpoints",
+        "load": trained / "checkpoints",
         "log_jsonl": tmp_path / "log.jsonl",
-    }  # fmt: skip
+    }
     finished = run(options, tmp_path, 1, partial(poison_forward, 1, 0, float("nan")))
     assert finished.exit_code == DONE, finished.console
-    assert f"weights of {trained / 'checkpoints' / 'step_00000004'} (iteration 4)" in finished.console
+    assert (
+        f"weights of {trained / 'checkpoints' / 'step_00000004'} (iteration 4)" in finished.console
+    )
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1]
     begun, metadata = final_state(tmp_path / "checkpoints", 1)
     source, _ = final_state(trained / "checkpoints", 4)
@@ -330,5 +457,9 @@ def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path:
     assert any("expert_bias" in name for name in weights)
     assert all(begun[name].equal(source[name]) for name in weights)
     moments = [name for name in begun if name.startswith("optimizer/")]
-    assert any(source[name].any() for name in moments) and not any(begun[name].any() for name in moments)
-    assert metadata["progress"]["consumed_tokens"] == steps(tmp_path / "log.jsonl")[0]["real_tokens"]
+    assert any(source[name].any() for name in moments) and not any(
+        begun[name].any() for name in moments
+    )
+    assert (
+        metadata["progress"]["consumed_tokens"] == steps(tmp_path / "log.jsonl")[0]["real_tokens"]
+    )

@@ -11,27 +11,45 @@ FACTOR = 1.1
 """Of an even share of the rows: enough for some of the first steps and too little for others."""
 
 
-def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:
-    """Begun with experts on two processes, gone on with whole experts beside split layers, with the self-test."""
+def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
+    data: Data, tmp_path: Path
+) -> None:
+    """Begun with experts on two processes, gone on with whole experts beside split layers, with the
+    self-test.
+    """
     options = tiny_options(
-        data, train_iters=LAST, valid_data_path=data.valid, eval_interval=3, no_isolation_self_test=None
+        data,
+        train_iters=LAST,
+        valid_data_path=data.valid,
+        eval_interval=3,
+        no_isolation_self_test=None,
     )
     alone, together = tmp_path / "alone", tmp_path / "together"
     said = trained(alone, 1, options)
     [model] = [line for line in said.splitlines() if "parameters" in line]
-    said = trained(together, 2, options, exit_interval=3, moe_token_dispatcher_type="alltoall", **EXPERTS)
+    said = trained(
+        together, 2, options, exit_interval=3, moe_token_dispatcher_type="alltoall", **EXPERTS
+    )
     assert model in said  # the whole model's parameters, not a rank's
     assert "(experts 1 tensor-parallel x 2 expert-parallel x 1 data-parallel)" in said
     assert "isolation self-test: 12 checks passed" in said
-    layout = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 4}
+    layout = {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 4,
+    }
     said = trained(together, 4, options, use_distributed_optimizer=True, **layout)
-    assert "(iteration 3)" in said and "experts 1 tensor-parallel x 4 expert-parallel x 1 data-parallel" in said
+    assert (
+        "(iteration 3)" in said
+        and "experts 1 tensor-parallel x 4 expert-parallel x 1 data-parallel" in said
+    )
     assert "experts of a rank have room for 256 rows" in said and "the worst case is 256" in said
     assert_same_log(together, alone)
 
 
 def test_steps_whose_experts_have_no_room_are_done_again(data: Data, tmp_path: Path) -> None:
-    """The run of a buffer that is large enough, whatever had to be done again, also around saves and at the end.
+    """The run of a buffer that is large enough, whatever had to be done again, also around saves
+    and at the end.
 
     The buffer of one rank overflows alone: two ranks cannot both have more than an even share.
     """
@@ -40,10 +58,16 @@ def test_steps_whose_experts_have_no_room_are_done_again(data: Data, tmp_path: P
     said = trained(large, 2, options)
     assert "done again" not in said and "have room for 512 rows" in said
     said = trained(small, 2, options, moe_expert_rank_capacity_factor=FACTOR)
-    again = [number for number in range(1, LAST + 1) if f"step {number} needed more room for experts" in said]
+    again = [
+        number
+        for number in range(1, LAST + 1)
+        if f"step {number} needed more room for experts" in said
+    ]
     assert 1 < len(again) < LAST, said
     assert_same_log(small, large)
     state, expected = (final_state(folder / "checkpoints", LAST)[0] for folder in (small, large))
     for name in expected:
         if not name.startswith("rng/"):
-            assert (state[name] - expected[name]).abs().max() <= 1e-4 * expected[name].abs().max(), name
+            assert (state[name] - expected[name]).abs().max() <= 1e-4 * expected[
+                name
+            ].abs().max(), name

@@ -1,4 +1,6 @@
-"""One rank of two fails: both end soon and with the same exit code, one voice says why, and so does STATUS.json."""
+"""One rank of two fails: both end soon and with the same exit code, one voice says why, and so does
+STATUS.json.
+"""
 
 import json
 import re
@@ -35,15 +37,19 @@ from megatron_packed.training.train_step import TrainStep
 
 UNFORESEEN, DATA, LEAK, OUT_OF_MEMORY = 1, 3, 21, 22
 SOON = 30.0
-"""Seconds that a run of a few steps and its end may take; a rank that waits for another one waits for minutes."""
+"""Seconds that a run of a few steps and its end may take; a rank that waits for another one waits
+for minutes.
+"""
 LAST = 8
 UPDATE = "between all-reduce and update"
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 OVERLAP: dict[str, Any] = {
-    "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
     "ddp_bucket_size": 2000,
-}  # fmt: skip
+}
 SILENT = "Rank 1 does not answer: it was killed or is stopped"
 HANGS_FOR = 4.0
 """Seconds that collectives wait in place of minutes."""
@@ -59,8 +65,12 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "checkpoints" / "STATUS.json").read_text())
 
 
-def assert_says(finished: Finished, folder: Path, code: int, rank: int | None, step: int | None, reason: str) -> None:
-    """The rank that failed says it once, with a traceback if nobody foresaw it; the other one says nothing."""
+def assert_says(
+    finished: Finished, folder: Path, code: int, rank: int | None, step: int | None, reason: str
+) -> None:
+    """The rank that failed says it once, with a traceback if nobody foresaw it; the other one says
+    nothing.
+    """
     assert finished.exit_code == code, finished.console
     written = status(folder)
     assert reason in written.pop("reason")
@@ -69,40 +79,72 @@ def assert_says(finished: Finished, folder: Path, code: int, rank: int | None, s
     assert sum(voice.count(reason) for voice in voices) == 1, finished.console
     speaker = 0 if reason in voices[0] else 1
     assert rank in (speaker, None)
-    assert not re.search(r"(?i)error|process was lost|c10d|trace", voices[1 - speaker]), finished.console
+    assert not re.search(r"(?i)error|process was lost|c10d|trace", voices[1 - speaker]), (
+        finished.console
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "code", "rank", "step", "reason"),
     [
         pytest.param(
-            partial(out_of_memory, 9, 1), OUT_OF_MEMORY, 1, 5,
+            partial(out_of_memory, 9, 1),
+            OUT_OF_MEMORY,
+            1,
+            5,
             "out of memory on rank 1 in step 5: Tried to allocate 2.00 GiB; lower --seq-length or --micro-batch-size",
             id="out-of-memory",
         ),
         pytest.param(
-            partial(damaged_block, 9, 1), DATA, 1, 5, "data error on rank 1 in step 5: ", id="damaged-block"
+            partial(damaged_block, 9, 1),
+            DATA,
+            1,
+            5,
+            "data error on rank 1 in step 5: ",
+            id="damaged-block",
         ),
         pytest.param(
-            partial(defect, UPDATE, 5, 0), UNFORESEEN, 0, 5,
-            "unforeseen AssertionError on rank 0 in step 5: the sum is 3.", id="defect",
+            partial(defect, UPDATE, 5, 0),
+            UNFORESEEN,
+            0,
+            5,
+            "unforeseen AssertionError on rank 0 in step 5: the sum is 3.",
+            id="defect",
         ),
         pytest.param(
-            partial(defect, LOG_SITE, 4, 0), UNFORESEEN, 0, 5, "AssertionError on rank 0 in step 5: ",
+            partial(defect, LOG_SITE, 4, 0),
+            UNFORESEEN,
+            0,
+            5,
+            "AssertionError on rank 0 in step 5: ",
             id="on-rank-0-alone",
         ),
         pytest.param(
-            fail_at_the_end, UNFORESEEN, 0, LAST, f"RuntimeError on rank 0 in step {LAST}: no curves today.",
+            fail_at_the_end,
+            UNFORESEEN,
+            0,
+            LAST,
+            f"RuntimeError on rank 0 in step {LAST}: no curves today.",
             id="when-the-other-is-done",
         ),
         pytest.param(
-            partial(while_waiting, partial(defect, UPDATE, 4, 1), 0), UNFORESEEN, 1, 4,
-            "unforeseen AssertionError on rank 1 in step 4: ", id="other-waits-without-end",
+            partial(while_waiting, partial(defect, UPDATE, 4, 1), 0),
+            UNFORESEEN,
+            1,
+            4,
+            "unforeseen AssertionError on rank 1 in step 4: ",
+            id="other-waits-without-end",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_rank_that_fails_speaks_for_all(
-    fault: Callable[[], None], code: int, rank: int, step: int, reason: str, options: dict[str, Any], tmp_path: Path
+    fault: Callable[[], None],
+    code: int,
+    rank: int,
+    step: int,
+    reason: str,
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     begun = time.monotonic()
     finished = run({**options, "report": tmp_path / "report.html"}, tmp_path, 2, fault)
@@ -121,15 +163,24 @@ def test_without_torchrun(rank: int, options: dict[str, Any], tmp_path: Path) ->
         port = probe.getsockname()[1]
     fault = partial(without_agent, partial(out_of_memory, 5, rank), port)
     finished = run(options, tmp_path, 2, fault)
-    assert_says(finished, tmp_path, OUT_OF_MEMORY, rank, 3, f"out of memory on rank {rank} in step 3")
-    killed = partial(without_agent, partial(kill_at, "between backward and all-reduce", 3, rank), port)
+    assert_says(
+        finished, tmp_path, OUT_OF_MEMORY, rank, 3, f"out of memory on rank {rank} in step 3"
+    )
+    killed = partial(
+        without_agent, partial(kill_at, "between backward and all-reduce", 3, rank), port
+    )
     finished = run({**options, **in_folder(tmp_path / "killed")}, tmp_path / "killed", 2, killed)
     assert finished.exit_codes[1 - rank] == UNFORESEEN, finished.console
     written = status(tmp_path / "killed")
     assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, 3)
-    assert f"Rank {rank} does not answer: it was killed or is stopped; rank {1 - rank} was in " in written["reason"]
+    assert (
+        f"Rank {rank} does not answer: it was killed or is stopped; rank {1 - rank} was in "
+        in written["reason"]
+    )
     begun = time.monotonic()
-    good = run({**options, "train_iters": 2}, tmp_path / "good", 2, partial(without_agent, int, port))
+    good = run(
+        {**options, "train_iters": 2}, tmp_path / "good", 2, partial(without_agent, int, port)
+    )
     assert good.exit_code == 0 and "c10d" not in good.console, good.console
     assert time.monotonic() - begun < PATIENCE_SECONDS
 
@@ -141,24 +192,37 @@ def test_what_both_find_is_said_once(options: dict[str, Any], tmp_path: Path) ->
 
 
 ON_GPU: dict[str, Any] = {
-    "hybrid_layer_pattern": "*-", "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
-    "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_score_function": None,
-    "moe_router_enable_expert_bias": None, "moe_aux_loss_coeff": None, "bf16": True, "device": "cuda",
-}  # fmt: skip
+    "hybrid_layer_pattern": "*-",
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_router_score_function": None,
+    "moe_router_enable_expert_bias": None,
+    "moe_aux_loss_coeff": None,
+    "bf16": True,
+    "device": "cuda",
+}
 
 
 @pytest.mark.multi_gpu
 def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Path) -> None:
-    """Its GPU is in an all-reduce that never ends, and its host asks for the numbers of the step again and again."""
+    """Its GPU is in an all-reduce that never ends, and its host asks for the numbers of the step
+    again and again.
+    """
     finished = run({**options, **ON_GPU}, tmp_path, 2, partial(out_of_memory, 9, 1))
     assert_says(finished, tmp_path, OUT_OF_MEMORY, 1, 5, "out of memory on rank 1 in step 5")
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("impl", [None, "local", "full_iteration", "transformer_engine"])
-def test_a_gpu_that_waits_for_a_stopped_process(impl: str | None, options: dict[str, Any], tmp_path: Path) -> None:
-    """NCCL's watchdog would kill the process without a word about the step, and sees nothing of a replay; its host is
-    faster."""
+def test_a_gpu_that_waits_for_a_stopped_process(
+    impl: str | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """NCCL's watchdog would kill the process without a word about the step, and sees nothing of a
+    replay; its host is faster.
+    """
     fault = partial(stop_beside_gpus, "before a micro-batch", 10, 1, 20.0)
     started = start({**options, **ON_GPU, **TENSOR, "cuda_graph_impl": impl}, tmp_path, 2, fault)
     started.processes[0].join(90)
@@ -185,7 +249,9 @@ def test_a_run_that_stands_still_where_a_gpu_would(
     fault = partial(watched, 1.0, site, 1, 2.0)
     finished = run({**options, "train_iters": 2}, tmp_path, 1, fault)
     assert finished.exit_code == code, finished.console
-    assert ("another process was lost in step 1: the GPU has made no progress" in finished.console) == (code != 0)
+    assert (
+        "another process was lost in step 1: the GPU has made no progress" in finished.console
+    ) == (code != 0)
 
 
 def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
@@ -200,11 +266,20 @@ def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
     [{}, {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}],
     ids=["data-parallel", "tensor-parallel", "expert-parallel"],
 )
-def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
-    """It can say nothing. The other one names what it saw; what the run before wrote does not stand there any more."""
+def test_a_rank_that_is_killed(
+    layout: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """It can say nothing. The other one names what it saw; what the run before wrote does not stand
+    there any more.
+    """
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "STATUS.json").write_text('{"exit_code": 0}')
-    finished = run({**options, **layout}, tmp_path, 2, partial(kill_at, "between backward and all-reduce", 3, 1))
+    finished = run(
+        {**options, **layout},
+        tmp_path,
+        2,
+        partial(kill_at, "between backward and all-reduce", 3, 1),
+    )
     assert finished.exit_codes == (UNFORESEEN, -9), finished.console
     written = status(tmp_path)
     assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, 1, 3)
@@ -217,32 +292,51 @@ def test_a_rank_that_is_killed(layout: dict[str, Any], options: dict[str, Any], 
     ("layout", "fault", "step", "where"),
     [
         pytest.param(
-            TENSOR, partial(stop_at, "before a forward pass", 10, 1, HANGS_FOR), 3,
+            TENSOR,
+            partial(stop_at, "before a forward pass", 10, 1, HANGS_FOR),
+            3,
             SILENT + r"; rank 0 was in \w+ over tp \(ranks 0, 1\), called by "
-            r"layers/\w+\.py: \w+, in step 3\.", id="stopped-tensor-parallel",
+            r"layers/\w+\.py: \w+, in step 3\.",
+            id="stopped-tensor-parallel",
         ),
         pytest.param(
-            OVERLAP, partial(stop_at, "before a forward pass", 5, 1, HANGS_FOR), 3,
-            SILENT + r"; rank 0 was in (all_gather|reduce_scatter) over all ranks \(ranks 0, 1\), called by "
+            OVERLAP,
+            partial(stop_at, "before a forward pass", 5, 1, HANGS_FOR),
+            3,
+            SILENT
+            + r"; rank 0 was in (all_gather|reduce_scatter) over all ranks \(ranks 0, 1\), called by "
             r"(models/hybrid_model\.py|training/train_step\.py): \w+, in step 3\.",
             id="stopped-overlap",
         ),
         pytest.param(
-            EXPERTS, partial(stop_at, "between backward and all-reduce", 3, 1, HANGS_FOR), 3,
+            EXPERTS,
+            partial(stop_at, "between backward and all-reduce", 3, 1, HANGS_FOR),
+            3,
             SILENT + r"; rank 0 was in \w+ over all ranks \(ranks 0, 1\), called by "
-            r"training/train_step\.py: \w+, in step 3\.", id="stopped-expert-parallel",
+            r"training/train_step\.py: \w+, in step 3\.",
+            id="stopped-expert-parallel",
         ),
         pytest.param(
-            EXPERTS, partial(sleep_at, "before a forward pass", 5, 1, HANGS_FOR), 3,
+            EXPERTS,
+            partial(sleep_at, "before a forward pass", 5, 1, HANGS_FOR),
+            3,
             r"Rank 0 was in \w+ over ep \(ranks 0, 1\), called by layers/[\w/]+\.py: \w+, in step 3; "
-            r"rank 1 was in models/hybrid_model\.py: forward_backward, in step 3\.", id="asleep-expert-parallel",
+            r"rank 1 was in models/hybrid_model\.py: forward_backward, in step 3\.",
+            id="asleep-expert-parallel",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_hangs(
-    layout: dict[str, Any], fault: Callable[[], None], step: int, where: str, options: dict[str, Any], tmp_path: Path
+    layout: dict[str, Any],
+    fault: Callable[[], None],
+    step: int,
+    where: str,
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """The others wait for it as long as they are told to, then one of them names rank, step and collective."""
+    """The others wait for it as long as they are told to, then one of them names rank, step and
+    collective.
+    """
     begun = time.monotonic()
     started = start({**options, **layout}, tmp_path, 2, fault)
     started.processes[0].join(2 * SOON)
@@ -251,16 +345,24 @@ def test_a_rank_that_hangs(
     assert HANGS_FOR < time.monotonic() - begun < 2 * SOON
     assert finished.exit_codes[0] == UNFORESEEN, finished.console
     written = status(tmp_path)
-    rank = 1 if "does not answer" in where else None  # of two that answer, neither says which is at fault
-    assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, step), written
+    rank = (
+        1 if "does not answer" in where else None
+    )  # of two that answer, neither says which is at fault
+    assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, step), (
+        written
+    )
     assert f"another process was lost on rank 0 in step {step}: " in written["reason"]
     assert re.search(where, written["reason"]), written["reason"]
     assert finished.console.count(written["reason"]) == 1 and "Traceback" not in finished.console
 
 
 @pytest.mark.parametrize("layout", [TENSOR, EXPERTS], ids=["tensor-parallel", "expert-parallel"])
-def test_a_rank_with_one_pack_fewer(layout: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
-    """Found before its first collective: otherwise it would be answered by another one of the other rank."""
+def test_a_rank_with_one_pack_fewer(
+    layout: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Found before its first collective: otherwise it would be answered by another one of the other
+    rank.
+    """
     finished = run({**options, **layout}, tmp_path, 2, partial(one_pack_fewer, 3, 1))
     packs = 4 if layout is TENSOR else 2
     reason = f"data error on rank 1 in step 3: the loader gave {packs - 1} packs, but in a step every rank has {packs}."
@@ -276,9 +378,11 @@ def test_a_run_that_is_killed_leaves_no_status(options: dict[str, Any], tmp_path
 
 
 def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
-    """The launcher, which kills the rest when one has ended, comes too late: it, too, names the rank and the code.
+    """The launcher, which kills the rest when one has ended, comes too late: it, too, names the
+    rank and the code.
 
-    The tokens were changed on disk after they were written, so that both ranks find it in their first packs.
+    The tokens were changed on disk after they were written, so that both ranks find it in their
+    first packs.
     """
     options |= {"data_cache_path": tmp_path / "cache"}
     assert run({**options, "train_iters": 1, "save": None, "load": None}, tmp_path).exit_code == 0
@@ -288,22 +392,30 @@ def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
     tokens.write_bytes(content)
     console = torchrun(options, tmp_path, 2)
     written = status(tmp_path)
-    assert written["exit_code"] == DATA and written["step"] == 1 and written["rank"] in (0, 1), console
+    assert written["exit_code"] == DATA and written["step"] == 1 and written["rank"] in (0, 1), (
+        console
+    )
     assert console.count("data error on rank") == 1 and written["reason"] in console
     root_cause = console.partition("Root Cause")[2]
-    assert re.search(rf"rank +: {written['rank']} ", root_cause) and re.search(r"exitcode +: 3 ", root_cause), console
+    assert re.search(rf"rank +: {written['rank']} ", root_cause) and re.search(
+        r"exitcode +: 3 ", root_cause
+    ), console
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_leak_is_refused_before_training(rank: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_leak_is_refused_before_training(
+    rank: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     """In numbers, without a traceback, also when the kernels of one rank alone leak."""
     tested = {**options, "no_isolation_self_test": None}
     finished = run(tested, tmp_path, 2, partial(leaking_attention, rank))
     reason = f"isolation error on rank {rank}: the self-test refuses to train, because documents of a pack are not kept"
     assert_says(finished, tmp_path, LEAK, rank, None, reason)
     assert "Traceback" not in finished.console
-    assert re.search(r"layers \(\*\), outputs: a changed document moved other documents by \d\.\de[-+]\d\d \(allowed 0",
-                     finished.console), finished.console
+    assert re.search(
+        r"layers \(\*\), outputs: a changed document moved other documents by \d\.\de[-+]\d\d \(allowed 0",
+        finished.console,
+    ), finished.console
     assert "layers (M)" not in finished.console and "--no-isolation-self-test" in finished.console
     assert not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_bytes() == b""
     if rank == 0:

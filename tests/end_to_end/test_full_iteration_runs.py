@@ -33,18 +33,27 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def graphs(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "cuda_graph_impl": "full_iteration", "cuda_graph_max_packed_seqs": CAPACITIES}
+    return {
+        **options,
+        "cuda_graph_impl": "full_iteration",
+        "cuda_graph_max_packed_seqs": CAPACITIES,
+    }
 
 
 def folder_of_run(folder: Path, options: dict[str, Any], processes: int = 1, **how: Any) -> Path:
-    finished = run({**options, **in_folder(folder)}, folder, processes, partial(capture_on_cpu, **how))
+    finished = run(
+        {**options, **in_folder(folder)}, folder, processes, partial(capture_on_cpu, **how)
+    )
     assert finished.exit_code == DONE, finished.console
     return folder
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
     logs = [
-        [{name: value for name, value in line.items() if not name.startswith("graph_")} for line in steps(path)]
+        [
+            {name: value for name, value in line.items() if not name.startswith("graph_")}
+            for line in steps(path)
+        ]
         for path in (found / "log.jsonl", expected / "log.jsonl")
     ]
     assert logs[0] == logs[1]
@@ -62,20 +71,27 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
     more = {"cuda_graph_audit_interval": 4}
     graphed = folder_of_run(tmp_path / "graphed", {**graphs, **more}, diary=tmp_path / "diary")
     assert_same_run(graphed, eager)
-    data = build_data(parse(command_line({**graphs, **more}), 1), ParallelGroups.single(), lambda _: None)
+    data = build_data(
+        parse(command_line({**graphs, **more}), 1), ParallelGroups.single(), lambda _: None
+    )
     lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
     for line in lines:
         counts = [len(pieces) for pieces in data.train.plan.step(line["iteration"] - 1).packs[0]]
         beyond = sum(count > CAPACITIES[-1] for count in counts)
         assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond)
-        assert line["graph_captures"] == 2 * len(CAPACITIES) + 1  # training, validation; and the end
+        assert (
+            line["graph_captures"] == 2 * len(CAPACITIES) + 1
+        )  # training, validation; and the end
     assert 0 < sum(line["graph_fallbacks"] for line in lines) < 2 * STEPS
     console = (graphed / "output_0.txt").read_text()
     assert "CUDA graphs: capturing whole steps for up to 3, 5 documents" in console
     assert len(re.findall(r"captured whole steps for up to [35] documents in", console)) == 2
     audited = r"audit at step [48]: whole micro-batches replay what they compute \(largest difference 0\.0e\+00\)"
     assert len(re.findall(audited, console)) == 2
-    assert (tmp_path / "diary").read_text().splitlines() == ["first step, 5 graphs", "shutdown, 0 graphs"]
+    assert (tmp_path / "diary").read_text().splitlines() == [
+        "first step, 5 graphs",
+        "shutdown, 0 graphs",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +103,12 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
     ],
     ids=["zero", "overlap", "zero and overlap"],
 )
-def test_two_processes(layout: dict[str, Any], graphs: dict[str, Any], two_eager: Path, tmp_path: Path) -> None:
-    """Sums, the norm and the gathering of weights are in the graphs; each rank may have packs beyond them."""
+def test_two_processes(
+    layout: dict[str, Any], graphs: dict[str, Any], two_eager: Path, tmp_path: Path
+) -> None:
+    """Sums, the norm and the gathering of weights are in the graphs; each rank may have packs
+    beyond them.
+    """
     graphed = folder_of_run(tmp_path, {**graphs, **BUCKETS, **layout}, 2, diary=tmp_path / "diary")
     assert_same_run(graphed, two_eager)
     parts = 3 if "overlap_grad_reduce" in layout else 2
@@ -97,33 +117,49 @@ def test_two_processes(layout: dict[str, Any], graphs: dict[str, Any], two_eager
     assert sum(line["graph_replays"] for line in lines) > STEPS
 
 
-def test_a_nan_on_one_rank_stops_all_with_clean_weights(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_a_nan_on_one_rank_stops_all_with_clean_weights(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
     """In the second micro-batch of rank 1 in step 4: told one step later, applied by nobody."""
-    captures = len(CAPACITIES) * (3 + 1 + 1)  # made-up micro-batches before the first step, each a forward pass
+    captures = len(CAPACITIES) * (
+        3 + 1 + 1
+    )  # made-up micro-batches before the first step, each a forward pass
     options = {**graphs, "eval_interval": None, "valid_data_path": None, "save_interval": 1}
     bad = 4
     fault = partial(poison_forward, captures + 2 * bad, 1, float("nan"))
     finished = run({**options, **in_folder(tmp_path)}, tmp_path, 2, partial(capture_on_cpu, fault))
     assert finished.exit_code == NONFINITE, finished.console
-    assert finished.console.count(
-        f"WARNING: step {bad} had a non-finite loss or gradient in micro-batch 1 of rank 1; its update was not applied"
-    ) == 1
+    assert (
+        finished.console.count(
+            f"WARNING: step {bad} had a non-finite loss or gradient in micro-batch 1 of rank 1; its "
+            "update was not applied"
+        )
+        == 1
+    )
     assert steps(tmp_path / "log.jsonl")[-1]["iteration"] == bad
     found, before = (final_state(tmp_path / "checkpoints", step)[0] for step in (bad, bad - 1))
     kept = [name for name in found if name.startswith(("model/", "optimizer/"))]
     assert kept and all(found[name].equal(before[name]) for name in kept)
 
 
-def test_a_device_that_stands_still_in_a_replay_ends_the_run(graphs: dict[str, Any], tmp_path: Path) -> None:
-    """That of rank 1, in the last of two micro-batches of step 3, which the host waits for in step 4. The steps before
-    take longer than the patience, but every micro-batch that comes is a sign of life."""
+def test_a_device_that_stands_still_in_a_replay_ends_the_run(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
+    """That of rank 1, in the last of two micro-batches of step 3, which the host waits for in step
+    4. The steps before take longer than the patience, but every micro-batch that comes is a sign of
+    life.
+    """
     options = {**graphs, "eval_interval": None, "valid_data_path": None}
-    fault = partial(stands_still, 1.0, 0.5, 3 * 2 + 3, 1)  # behind two micro-batches, and the end of a step
+    fault = partial(
+        stands_still, 1.0, 0.5, 3 * 2 + 3, 1
+    )  # behind two micro-batches, and the end of a step
     finished = run({**options, **in_folder(tmp_path)}, tmp_path, 2, partial(capture_on_cpu, fault))
     assert finished.exit_code == UNFORESEEN, finished.console
     reason = "another process was lost on rank 1 in step 4: the GPU has made no progress for 1 s. Rank 0 was in "
     assert reason in finished.console, finished.console
-    assert "rank 1 was in training/late_metrics.py: _wait, in step 4." in finished.console, finished.console
+    assert "rank 1 was in training/late_metrics.py: _wait, in step 4." in finished.console, (
+        finished.console
+    )
 
 
 @pytest.mark.parametrize(("site", "code"), [("tune", DONE), ("capture", UNFORESEEN)])
@@ -133,6 +169,10 @@ def test_from_the_first_capture_on_a_device_that_stands_still_ends_the_run(
     """Before it kernels are compiled and tuned, which takes the time that it takes."""
     options = {**graphs, "eval_interval": None, "valid_data_path": None, "train_iters": 4}
     fault = partial(watched, 1.0, (FullIteration, site), 1, 2.0)
-    finished = run({**options, **in_folder(tmp_path)}, tmp_path, prepare=partial(capture_on_cpu, fault))
+    finished = run(
+        {**options, **in_folder(tmp_path)}, tmp_path, prepare=partial(capture_on_cpu, fault)
+    )
     assert finished.exit_code == code, finished.console
-    assert ("another process was lost: the GPU has made no progress for 1 s" in finished.console) == (code != DONE)
+    assert (
+        "another process was lost: the GPU has made no progress for 1 s" in finished.console
+    ) == (code != DONE)

@@ -1,4 +1,5 @@
-"""A run that replays graphs ends where the eager run ends, bit for bit, and says how much of it was replayed.
+"""A run that replays graphs ends where the eager run ends, bit for bit, and says how much of it was
+replayed.
 
 On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code.
 """
@@ -16,7 +17,16 @@ from typing import Any
 import pytest
 from captures import capture_on_cpu, forget_to_accumulate, move_a_buffer, while_moving
 from faults import defect, signal_at, watched
-from runs import Data, assert_same_state, command_line, in_folder, run, steps, tiny_options, write_conversations
+from runs import (
+    Data,
+    assert_same_state,
+    command_line,
+    in_folder,
+    run,
+    steps,
+    tiny_options,
+    write_conversations,
+)
 
 from megatron_packed.cli.main import main
 from megatron_packed.config.flags import parse
@@ -41,14 +51,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 @pytest.fixture(scope="module")
 def options(data: Data) -> dict[str, Any]:
-    """Two epochs and a bit, four micro-batches a step, a learning rate that moves, validations, checkpoints.
+    """Two epochs and a bit, four micro-batches a step, a learning rate that moves, validations,
+    checkpoints.
 
     Packs are made without regard to capacities, so that they are the same with graphs and without.
     """
     return tiny_options(
-        data, train_iters=STEPS, seq_length=256, packing_method="best_fit_decreasing", valid_data_path=data.valid,
-        eval_interval=7, eval_iters=2,
-    )  # fmt: skip
+        data,
+        train_iters=STEPS,
+        seq_length=256,
+        packing_method="best_fit_decreasing",
+        valid_data_path=data.valid,
+        eval_interval=7,
+        eval_iters=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +96,10 @@ def graphed(graphs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 def without_graphs(log: Path) -> list[dict[str, Any]]:
     """Lines of the log, less what graphs add to them."""
-    return [{name: value for name, value in line.items() if not name.startswith("graph_")} for line in steps(log)]
+    return [
+        {name: value for name, value in line.items() if not name.startswith("graph_")}
+        for line in steps(log)
+    ]
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -97,8 +116,12 @@ def documents_per_pack(data: RunData, iteration: int) -> list[int]:
     return [len(pieces) for pieces in data.train.plan.step(iteration - 1).packs[0]]
 
 
-def test_losses_weights_and_everything_else_are_those_of_the_eager_run(eager: Path, graphed: Path) -> None:
-    """Over two epochs, with accumulation, validations, checkpoints, and packs beyond the largest capacity."""
+def test_losses_weights_and_everything_else_are_those_of_the_eager_run(
+    eager: Path, graphed: Path
+) -> None:
+    """Over two epochs, with accumulation, validations, checkpoints, and packs beyond the largest
+    capacity.
+    """
     assert_same_run(graphed, eager)
     lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
     assert lines[-1]["epoch"] >= 2 and len({line["learning_rate"] for line in lines}) > STEPS / 2
@@ -107,33 +130,50 @@ def test_losses_weights_and_everything_else_are_those_of_the_eager_run(eager: Pa
     assert sum("valid_loss" in line for line in steps(graphed / "log.jsonl")) == 4
 
 
-def test_the_comparison_sees_a_lost_gradient(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+def test_the_comparison_sees_a_lost_gradient(
+    graphs: dict[str, Any], eager: Path, tmp_path: Path
+) -> None:
     broken = folder_of_run(tmp_path, {**graphs, "train_iters": 4}, fault=forget_to_accumulate)
-    losses = [[line["lm_loss"] for line in without_graphs(path / "log.jsonl") if "lm_loss" in line][:4]
-              for path in (broken, eager)]  # fmt: skip
+    losses = [
+        [line["lm_loss"] for line in without_graphs(path / "log.jsonl") if "lm_loss" in line][:4]
+        for path in (broken, eager)
+    ]
     assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
 
 
-def test_counters_of_every_step_are_those_that_the_plan_foretells(graphs: dict[str, Any], graphed: Path) -> None:
+def test_counters_of_every_step_are_those_that_the_plan_foretells(
+    graphs: dict[str, Any], graphed: Path
+) -> None:
     data = prepared(graphs)
     modules = 4  # M*-E
     for line in steps(graphed / "log.jsonl"):
         if "lm_loss" not in line:
             assert not any(name.startswith("graph_") for name in line)
             continue
-        beyond = sum(count > CAPACITIES[-1] for count in documents_per_pack(data, line["iteration"]))
-        assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond), line["iteration"]
+        beyond = sum(
+            count > CAPACITIES[-1] for count in documents_per_pack(data, line["iteration"])
+        )
+        assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond), line[
+            "iteration"
+        ]
         assert line["graph_hit_rate"] == (4 - beyond) / 4
         assert line["graph_captures"] == len(CAPACITIES) * (1 + 2 * modules)
-        assert line["graph_memory_mib"] == len(CAPACITIES) * (1 + 2 * modules)  # a stand-in's graph holds one
+        assert line["graph_memory_mib"] == len(CAPACITIES) * (
+            1 + 2 * modules
+        )  # a stand-in's graph holds one
 
 
-def test_the_end_of_the_run_and_the_report_reconcile_with_the_plan(graphs: dict[str, Any], graphed: Path) -> None:
+def test_the_end_of_the_run_and_the_report_reconcile_with_the_plan(
+    graphs: dict[str, Any], graphed: Path
+) -> None:
     data = prepared(graphs)
     assert data.valid is not None
     counts = [count for step in range(1, STEPS + 1) for count in documents_per_pack(data, step)]
-    validated = [len(pieces) for step in range(data.valid.plan.num_steps)
-                 for pieces in data.valid.plan.step(step).packs[0]] * 4  # fmt: skip
+    validated = [
+        len(pieces)
+        for step in range(data.valid.plan.num_steps)
+        for pieces in data.valid.plan.step(step).packs[0]
+    ] * 4
     beyond = sum(count > CAPACITIES[-1] for count in counts + validated)
     total = len(counts) + len(validated)
     sentences = (
@@ -152,14 +192,21 @@ def test_the_console_shows_captures_replays_and_the_first_fallback(graphed: Path
     console = (graphed / "output_0.txt").read_text()
     assert "CUDA graphs: capturing 4 modules for up to 3, 5 documents" in console
     assert len(re.findall(r"captured 4 of 4 modules for up to [35] documents in", console)) == 2
-    assert console.count("a micro-batch ran eagerly, with the same result: more than 5 documents") == 1
+    assert (
+        console.count("a micro-batch ran eagerly, with the same result: more than 5 documents") == 1
+    )
     lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
     shown = re.findall(r"replayed (\d)/4", console)
     assert [int(number) for number in shown] == [line["graph_replays"] for line in lines]
 
 
-def test_graphs_are_captured_before_the_first_step_and_given_up_before_the_process_group(graphed: Path) -> None:
-    assert (graphed / "diary").read_text().splitlines() == ["first step, 18 graphs", "shutdown, 0 graphs"]
+def test_graphs_are_captured_before_the_first_step_and_given_up_before_the_process_group(
+    graphed: Path,
+) -> None:
+    assert (graphed / "diary").read_text().splitlines() == [
+        "first step, 18 graphs",
+        "shutdown, 0 graphs",
+    ]
 
 
 def test_stopped_and_resumed(graphs: dict[str, Any], graphed: Path, tmp_path: Path) -> None:
@@ -167,18 +214,25 @@ def test_stopped_and_resumed(graphs: dict[str, Any], graphed: Path, tmp_path: Pa
     finished = run({**graphs, **saving(tmp_path)}, tmp_path, prepare=capture_on_cpu)
     assert finished.exit_code == DONE and "(iteration 11)" in finished.console, finished.console
     assert_same_run(tmp_path, graphed)
-    assert [line["graph_replays"] for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line] == [
-        line["graph_replays"] for line in steps(graphed / "log.jsonl") if "lm_loss" in line
-    ]
+    assert [
+        line["graph_replays"] for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line
+    ] == [line["graph_replays"] for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
 
 
-def test_two_processes_count_for_themselves(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+def test_two_processes_count_for_themselves(
+    graphs: dict[str, Any], eager: Path, tmp_path: Path
+) -> None:
     """The log has the numbers of rank 0."""
     folder_of_run(tmp_path / "graphs", {**graphs, "train_iters": 9}, 2)
-    folder_of_run(tmp_path / "eager", {**graphs, "train_iters": 9, "cuda_graph_impl": None,
-                                       "cuda_graph_max_packed_seqs": None}, 2)  # fmt: skip
+    folder_of_run(
+        tmp_path / "eager",
+        {**graphs, "train_iters": 9, "cuda_graph_impl": None, "cuda_graph_max_packed_seqs": None},
+        2,
+    )
     assert_same_state(tmp_path / "graphs" / "checkpoints", tmp_path / "eager" / "checkpoints", 9)
-    assert without_graphs(tmp_path / "graphs" / "log.jsonl") == without_graphs(tmp_path / "eager" / "log.jsonl")
+    assert without_graphs(tmp_path / "graphs" / "log.jsonl") == without_graphs(
+        tmp_path / "eager" / "log.jsonl"
+    )
     plan = build_data(parse(command_line(graphs), 1), _first_of_two(), lambda line: None).train.plan
     for line in steps(tmp_path / "graphs" / "log.jsonl"):
         if "lm_loss" in line:
@@ -188,13 +242,21 @@ def test_two_processes_count_for_themselves(graphs: dict[str, Any], eager: Path,
             assert line["graph_replays"] == 2 - line["graph_fallbacks"]
 
 
-def test_what_another_rank_cannot_capture_no_rank_does_and_it_is_said(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_what_another_rank_cannot_capture_no_rank_does_and_it_is_said(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
     """And the sums over all ranks, which both count the same packs whoever runs them."""
     folder_of_run(tmp_path, {**graphs, "train_iters": 3}, 2, fail_at=(3,), rank=1)
     console = (tmp_path / "output_0.txt").read_text()
     reason = "rank 1 cannot capture it (OutOfMemoryError: capture 3 has no memory), and all ranks do the same"
-    assert console.count(f"layers.2 not captured for up to 5 documents: {reason}; it runs eagerly") == 1
-    assert f"x one module eager: layers.2: {reason}" in console and (tmp_path / "output_1.txt").read_text() == ""
+    assert (
+        console.count(f"layers.2 not captured for up to 5 documents: {reason}; it runs eagerly")
+        == 1
+    )
+    assert (
+        f"x one module eager: layers.2: {reason}" in console
+        and (tmp_path / "output_1.txt").read_text() == ""
+    )
     data = prepared(graphs)
     assert data.valid is not None
     packs = [data.train.plan.step(step) for step in range(3)]
@@ -210,7 +272,9 @@ def _first_of_two() -> ParallelGroups:
 
 
 @pytest.mark.parametrize("modules", [("attn", "moe_router"), ("mamba", "mlp"), ("moe",)])
-def test_parts_of_the_model(modules: tuple[str, ...], graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+def test_parts_of_the_model(
+    modules: tuple[str, ...], graphs: dict[str, Any], eager: Path, tmp_path: Path
+) -> None:
     folder_of_run(tmp_path, {**graphs, "cuda_graph_modules": modules})
     assert_same_run(tmp_path, eager)
     console = (tmp_path / "output_0.txt").read_text()
@@ -223,47 +287,71 @@ def test_a_capture_that_finds_no_memory_costs_a_module_its_graph_and_nothing_els
 ) -> None:
     folder_of_run(tmp_path, graphs, fail_at=(3,))
     console = (tmp_path / "output_0.txt").read_text()
-    assert "layers.2 not captured for up to 5 documents: OutOfMemoryError: capture 3 has no memory" in console
+    assert (
+        "layers.2 not captured for up to 5 documents: OutOfMemoryError: capture 3 has no memory"
+        in console
+    )
     assert re.search(r"\d x one module eager: layers.2", console)
     assert_same_run(tmp_path, eager)
 
 
-def test_storage_that_moved_is_captured_again(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+def test_storage_that_moved_is_captured_again(
+    graphs: dict[str, Any], eager: Path, tmp_path: Path
+) -> None:
     folder_of_run(tmp_path, graphs, fault=partial(move_a_buffer, 5))
     assert_same_run(tmp_path, eager)
     console = (tmp_path / "output_0.txt").read_text()
     assert console.count("CUDA graphs are captured again") == 1
     lines = [line for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line]
-    assert [line["graph_replays"] for line in lines[4:6]] == [0, 0]  # until all ranks have learnt of it
+    assert [line["graph_replays"] for line in lines[4:6]] == [
+        0,
+        0,
+    ]  # until all ranks have learnt of it
     assert [line["graph_captures"] for line in lines[3:8]] == [18, 18, 18, 36, 36]
 
 
-@pytest.mark.parametrize(("call", "where"), [(1, ""), (len(CAPACITIES) + 1, " in step 6")], ids=["first", "again"])
+@pytest.mark.parametrize(
+    ("call", "where"), [(1, ""), (len(CAPACITIES) + 1, " in step 6")], ids=["first", "again"]
+)
 def test_a_device_that_stands_still_in_a_capture_ends_the_run(
     call: int, where: str, graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """At its end, where TransformerEngine's graphs are replayed for the first time; when weights have moved, too."""
+    """At its end, where TransformerEngine's graphs are replayed for the first time; when weights
+    have moved, too.
+    """
     fault = partial(while_moving, 5, partial(watched, 1.0, (SlotGraphs, "_adopt"), call, 2.0))
     finished = run({**graphs, "train_iters": 8}, tmp_path, prepare=partial(capture_on_cpu, fault))
     assert finished.exit_code == UNFORESEEN, finished.console
-    assert f"another process was lost{where}: the GPU has made no progress for 1 s" in finished.console
+    assert (
+        f"another process was lost{where}: the GPU has made no progress for 1 s" in finished.console
+    )
     assert finished.console.count("CUDA graphs are captured again") == (call > 1), finished.console
 
 
-def test_without_a_gpu_the_run_is_eager_and_says_why(graphs: dict[str, Any], eager: Path, tmp_path: Path) -> None:
+def test_without_a_gpu_the_run_is_eager_and_says_why(
+    graphs: dict[str, Any], eager: Path, tmp_path: Path
+) -> None:
     finished = run({**graphs, **saving(tmp_path)}, tmp_path)
     assert finished.exit_code == DONE, finished.console
     assert finished.console.count("CUDA graphs need a GPU, and this run is on cpu") == 1
-    assert not any(name.startswith("graph_") for line in steps(tmp_path / "log.jsonl") for name in line)
+    assert not any(
+        name.startswith("graph_") for line in steps(tmp_path / "log.jsonl") for name in line
+    )
     assert_same_run(tmp_path, eager)
 
 
-def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
     prepare = partial(capture_on_cpu, diary=tmp_path / "diary")
-    finished = run({**graphs, "cuda_graph_strict": True, **saving(tmp_path)}, tmp_path, prepare=prepare)
+    finished = run(
+        {**graphs, "cuda_graph_strict": True, **saving(tmp_path)}, tmp_path, prepare=prepare
+    )
     assert finished.exit_code == FALLBACK, finished.console
     assert "Traceback" not in finished.console and "capturing" not in finished.console
-    assert finished.console.count("hold more than the 5 documents of the largest capacity") == 2  # data, and the end
+    assert (
+        finished.console.count("hold more than the 5 documents of the largest capacity") == 2
+    )  # data, and the end
     status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())
     assert status["exit_code"] == FALLBACK and status["reason"].startswith("CUDA graph fallback")
 
@@ -271,22 +359,47 @@ def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(graphs: d
 def test_what_tune_recommends_never_runs_eagerly(
     options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More than an epoch and a validation, strictly; the packer is the one with the longest tail of counts."""
-    tuned = ("train_data_path", "data_cache_path", "sft", "seq_length", "global_batch_size", "packing_method")
+    """More than an epoch and a validation, strictly; the packer is the one with the longest tail of
+    counts.
+    """
+    tuned = (
+        "train_data_path",
+        "data_cache_path",
+        "sft",
+        "seq_length",
+        "global_batch_size",
+        "packing_method",
+    )
     assert main(["tune", *command_line({name: options[name] for name in tuned}), "--json"]) == 0
     flags = json.loads(capsys.readouterr().out)["recommended"]["flags"]
     words = " ".join(flags).split("--")[1:]
     chosen = {name.replace("-", "_"): tuple(values) for name, *values in map(str.split, words)}
-    assert chosen["cuda_graph_impl"] == ("local",) and max(map(int, chosen["cuda_graph_max_packed_seqs"])) > 5
-    run_options = {**options, **chosen, "cuda_graph_strict": True, "train_iters": 12, **in_folder(tmp_path)}
+    assert (
+        chosen["cuda_graph_impl"] == ("local",)
+        and max(map(int, chosen["cuda_graph_max_packed_seqs"])) > 5
+    )
+    run_options = {
+        **options,
+        **chosen,
+        "cuda_graph_strict": True,
+        "train_iters": 12,
+        **in_folder(tmp_path),
+    }
     finished = run(run_options, tmp_path, prepare=capture_on_cpu)
     assert finished.exit_code == DONE, finished.console
     lines = [line for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line]
     assert len(lines) == 12 and sum(line["graph_fallbacks"] for line in lines) == 0
 
 
-def test_strict_on_a_cpu_is_refused_before_data_is_read(graphs: dict[str, Any], tmp_path: Path) -> None:
-    options = {**graphs, "cuda_graph_strict": True, "cuda_graph_max_packed_seqs": 128, **saving(tmp_path)}
+def test_strict_on_a_cpu_is_refused_before_data_is_read(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {
+        **graphs,
+        "cuda_graph_strict": True,
+        "cuda_graph_max_packed_seqs": 128,
+        **saving(tmp_path),
+    }
     finished = run({**options, "data_cache_path": tmp_path / "cache"}, tmp_path)
     assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
     assert finished.console.count("--cuda-graph-strict forbids that; leave it out on a CPU") == 1
@@ -295,37 +408,62 @@ def test_strict_on_a_cpu_is_refused_before_data_is_read(graphs: dict[str, Any], 
 
 def test_strict_ends_a_run_whose_capture_fails(graphs: dict[str, Any], tmp_path: Path) -> None:
     prepare = partial(capture_on_cpu, fail_at=(3,), diary=tmp_path / "diary")
-    options = {**graphs, "cuda_graph_strict": True, "cuda_graph_max_packed_seqs": 128, **saving(tmp_path)}
+    options = {
+        **graphs,
+        "cuda_graph_strict": True,
+        "cuda_graph_max_packed_seqs": 128,
+        **saving(tmp_path),
+    }
     finished = run(options, tmp_path, prepare=prepare)
     assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
-    assert finished.console.count("CUDA graph fallback: layers.2 not captured for up to 128 documents") == 1
+    assert (
+        finished.console.count("CUDA graph fallback: layers.2 not captured for up to 128 documents")
+        == 1
+    )
     assert (tmp_path / "diary").read_text().splitlines() == ["report, 0 graphs"]
 
 
-def test_audits_change_nothing_and_cost_no_replay(graphs: dict[str, Any], graphed: Path, tmp_path: Path) -> None:
+def test_audits_change_nothing_and_cost_no_replay(
+    graphs: dict[str, Any], graphed: Path, tmp_path: Path
+) -> None:
     folder_of_run(tmp_path, {**graphs, "cuda_graph_audit_interval": 4})
     assert steps(tmp_path / "log.jsonl") == steps(graphed / "log.jsonl")
     assert_same_run(tmp_path, graphed)
     console = (tmp_path / "output_0.txt").read_text()
-    found = re.findall(r"audit at step (\d+): 4 modules replay what they compute \(.* 0.0e\+00\)", console)
+    found = re.findall(
+        r"audit at step (\d+): 4 modules replay what they compute \(.* 0.0e\+00\)", console
+    )
     assert [int(step) for step in found] == list(range(4, STEPS + 1, 4))
 
 
-def test_an_audit_that_finds_something_ends_the_run_by_a_sentence(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_an_audit_that_finds_something_ends_the_run_by_a_sentence(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
     prepare = partial(capture_on_cpu, forget_to_accumulate, diary=tmp_path / "diary")
     options = {**graphs, "cuda_graph_audit_interval": 4, **saving(tmp_path)}
     finished = run(options, tmp_path, prepare=prepare)
     assert finished.exit_code == AUDIT and "Traceback" not in finished.console, finished.console
-    assert finished.console.count("audit in step 4: the replay of layers.0 is not what the module computes") == 1
+    assert (
+        finished.console.count(
+            "audit in step 4: the replay of layers.0 is not what the module computes"
+        )
+        == 1
+    )
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "report, 0 graphs"
 
 
-def test_graphs_are_given_up_when_a_run_fails_or_is_stopped(graphs: dict[str, Any], tmp_path: Path) -> None:
+def test_graphs_are_given_up_when_a_run_fails_or_is_stopped(
+    graphs: dict[str, Any], tmp_path: Path
+) -> None:
     failing = partial(defect, "between backward and all-reduce", 3, 0)
-    finished = run(graphs, tmp_path, prepare=partial(capture_on_cpu, failing, diary=tmp_path / "failed"))
+    finished = run(
+        graphs, tmp_path, prepare=partial(capture_on_cpu, failing, diary=tmp_path / "failed")
+    )
     assert finished.exit_code == 1 and "the sum is 3" in finished.console, finished.console
     assert (tmp_path / "failed").read_text().splitlines()[-1] == "report, 0 graphs"
     stopping = partial(signal_at, TrainStep, "__call__", 3, 0, int(signal.SIGTERM))
-    finished = run(graphs, tmp_path, prepare=partial(capture_on_cpu, stopping, diary=tmp_path / "stopped"))
+    finished = run(
+        graphs, tmp_path, prepare=partial(capture_on_cpu, stopping, diary=tmp_path / "stopped")
+    )
     assert finished.exit_code == PREEMPTED, finished.console
     assert (tmp_path / "stopped").read_text().splitlines()[-1] == "shutdown, 0 graphs"

@@ -1,4 +1,6 @@
-"""Pretraining on a blend of an indexed data set and text, divided by --split, as a Megatron user asks for it."""
+"""Pretraining on a blend of an indexed data set and text, divided by --split, as a Megatron user
+asks for it.
+"""
 
 import json
 import random
@@ -20,15 +22,30 @@ def test_a_blend_killed_and_resumed(data: Data, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "indexed_text_document", "<u2") as writer:
         for text in texts[:40]:
             writer.add_document(np.append(tokenizer.encode(text), tokenizer.eod_id))
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[40:]))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts[40:])
+    )
     blend = ("0.7", tmp_path / "indexed_text_document", "0.3", tmp_path / "text.jsonl")
     options = tiny_options(
-        data, train_iters=LAST, hidden_dropout=0.1, sft=False, train_data_path=None, data_path=blend, split="90,10",
-        eval_interval=3, eval_iters=1, save_interval=2, dataloader_inter_document_masking=True, reset_position_ids=True,
-    )  # fmt: skip
+        data,
+        train_iters=LAST,
+        hidden_dropout=0.1,
+        sft=False,
+        train_data_path=None,
+        data_path=blend,
+        split="90,10",
+        eval_interval=3,
+        eval_iters=1,
+        save_interval=2,
+        dataloader_inter_document_masking=True,
+        reset_position_ids=True,
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = trained(whole, 1, options)
-    assert "54 documents train, 6 validate, 0 are left out" in said and "indexed_text_document: 70.00%" in said
+    assert (
+        "54 documents train, 6 validate, 0 are left out" in said
+        and "indexed_text_document: 70.00%" in said
+    )
     started = start({**options, **in_folder(parts)}, parts)
     started.wait_for_line(3, parts / "log.jsonl")
     started.kill()

@@ -1,7 +1,9 @@
-"""A small model learns: dialogues by their answers, documents of very unequal lengths by all their tokens.
+"""A small model learns: dialogues by their answers, documents of very unequal lengths by all their
+tokens.
 
-The bounds of the validation loss lie around what was reached (the comment beside them): above, too little was learned;
-below is no success either, since names, numbers and invented words cannot be guessed unless targets leak.
+The bounds of the validation loss lie around what was reached (the comment beside them): above, too
+little was learned; below is no success either, since names, numbers and invented words cannot be
+guessed unless targets leak.
 """
 
 import math
@@ -15,16 +17,37 @@ from runs import run, steps
 from samples import REAL_DATA, Sample, dialogues, documents, real_dialogues, real_documents
 
 MODEL: dict[str, Any] = {
-    "hybrid_layer_pattern": "M*-E", "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
-    "group_query_attention": True, "position_embedding_type": "rope", "mamba_head_dim": 32, "mamba_state_dim": 16,
-    "mamba_num_groups": 1, "mamba_chunk_size": 64, "ffn_hidden_size": 128, "num_experts": 4,
-    "moe_ffn_hidden_size": 64, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm",
-}  # fmt: skip
+    "hybrid_layer_pattern": "M*-E",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "position_embedding_type": "rope",
+    "mamba_head_dim": 32,
+    "mamba_state_dim": 16,
+    "mamba_num_groups": 1,
+    "mamba_chunk_size": 64,
+    "ffn_hidden_size": 128,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 64,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+}
 TRAINING: dict[str, Any] = {
-    "device": "cpu", "train_iters": 90, "seq_length": 512, "global_batch_size": 4, "lr": 5e-3, "min_lr": 5e-4,
-    "lr_decay_style": "cosine", "lr_warmup_iters": 8, "tokenizer_type": "TrainedBPETokenizer",
-    "tokenizer_vocab_size": 512, "eval_interval": 45, "eval_iters": 12,
-}  # fmt: skip
+    "device": "cpu",
+    "train_iters": 90,
+    "seq_length": 512,
+    "global_batch_size": 4,
+    "lr": 5e-3,
+    "min_lr": 5e-4,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 8,
+    "tokenizer_type": "TrainedBPETokenizer",
+    "tokenizer_vocab_size": 512,
+    "eval_interval": 45,
+    "eval_iters": 12,
+}
 WINDOW = 15
 """Steps of the running median."""
 
@@ -71,17 +94,25 @@ def test_a_small_model_learns(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     sample = case.make(tmp_path / "data")
     options = {
-        **MODEL, **TRAINING, **case.options, "train_data_path": sample.train, "valid_data_path": sample.valid,
+        **MODEL,
+        **TRAINING,
+        **case.options,
+        "train_data_path": sample.train,
+        "valid_data_path": sample.valid,
         "log_jsonl": tmp_path / "log.jsonl",
-    }  # fmt: skip
+    }
     finished = run(options, tmp_path, 2)
     assert finished.exit_code == 0, finished.console
-    assert ("of them were longer and keep their last answer" in finished.console) == ("max_document_length" in options)
+    assert ("of them were longer and keep their last answer" in finished.console) == (
+        "max_document_length" in options
+    )
     lines = steps(tmp_path / "log.jsonl")
     losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
     validations = [line["valid_loss"] for line in lines if "valid_loss" in line]
     print(f"{name}: losses {losses[0]:.3f} -> {losses[-1]:.3f}, validations {validations}")
     assert len(losses) == TRAINING["train_iters"] and spikes(losses) == []
-    assert losses[0] > 0.95 * math.log(TRAINING["tokenizer_vocab_size"])  # it knows nothing at first
+    assert losses[0] > 0.95 * math.log(
+        TRAINING["tokenizer_vocab_size"]
+    )  # it knows nothing at first
     assert case.bounds[0] < validations[-1] < case.bounds[1]
     assert validations[-1] < validations[0]

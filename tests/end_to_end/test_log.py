@@ -1,4 +1,6 @@
-"""What a run leaves to look at: a line of JSON for every step, a page, TensorBoard where it is installed."""
+"""What a run leaves to look at: a line of JSON for every step, a page, TensorBoard where it is
+installed.
+"""
 
 import gzip
 import json
@@ -35,7 +37,9 @@ def trained(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_one_line_for_every_step_and_validation_in_order(lines: list[dict[str, Any]]) -> None:
-    kinds = [(line["iteration"], "lm_loss" if "lm_loss" in line else "valid_loss") for line in lines]
+    kinds = [
+        (line["iteration"], "lm_loss" if "lm_loss" in line else "valid_loss") for line in lines
+    ]
     expected = [(iteration, "lm_loss") for iteration in range(1, LAST + 1)]
     expected += [(iteration, "valid_loss") for iteration in (4, 8, 12, 16, 20, LAST)]
     assert kinds == sorted(expected)
@@ -50,13 +54,21 @@ def test_the_numbers_of_a_step_add_up(trained: list[dict[str, Any]]) -> None:
         assert line["pack_fill"] == line["real_tokens"] / SLOTS
         assert 0 < line["target_tokens"] < line["real_tokens"]
         assert line["num_seqs"] == line["docs_per_pack"] * 4 >= 4
-        assert line["tokens_per_second"] == pytest.approx(line["real_tokens"] / line["step_time_ms"] * 1e3)
+        assert line["tokens_per_second"] == pytest.approx(
+            line["real_tokens"] / line["step_time_ms"] * 1e3
+        )
         assert 0 < line["step_time_ms"] < 60_000 and line["memory_gib"] > 0.05
         assert line["tflops_per_gpu"] > 0 and line["mfu"] is None and line["skipped"] is False
-        assert line["data_wait_ms"] > 0 and line["memory_reserved_gib"] is None and line["host_memory_gib"] > 0.05
+        assert (
+            line["data_wait_ms"] > 0
+            and line["memory_reserved_gib"] is None
+            and line["host_memory_gib"] > 0.05
+        )
         for load in line["expert_load"]:
             assert sum(load) == pytest.approx(len(load), abs=0.01) and len(load) > 1
-        assert line["expert_load_max"] == pytest.approx(max(map(max, line["expert_load"])), abs=1e-3)
+        assert line["expert_load_max"] == pytest.approx(
+            max(map(max, line["expert_load"])), abs=1e-3
+        )
         assert math.isfinite(line["lm_loss"]) and line["grad_norm"] > 0 and line["aux_loss"] > 0
     assert len({line["plan_hash"] for line in trained}) == 1 and len(trained[0]["plan_hash"]) == 64
 
@@ -71,7 +83,9 @@ def test_operations_are_those_of_the_real_documents(
     counter = FlopCounter(config.model, data.vocab_size)
     for number, line in enumerate(trained):
         counted = line["tflops_per_gpu"] * 1e12 * line["step_time_ms"] / 1e3 * 2
-        assert counted == pytest.approx(counter.training(stream.lengths(stream.plan.step(number))).total)
+        assert counted == pytest.approx(
+            counter.training(stream.lengths(stream.plan.step(number))).total
+        )
         assert counted < 0.99 * counter.training([SLOTS // 4] * 4).total
 
 
@@ -79,42 +93,63 @@ def test_the_learning_rate_follows_the_schedule(trained: list[dict[str, Any]]) -
     """Two steps up from zero, then half a cosine down to zero."""
     assert [line["learning_rate"] for line in trained[:3]] == pytest.approx([0, 1.5e-3, 3e-3])
     left = [1 + math.cos(math.pi * (step - 2) / (LAST - 2)) for step in range(2, LAST)]
-    assert [line["learning_rate"] for line in trained[2:]] == pytest.approx([1.5e-3 * share for share in left])
+    assert [line["learning_rate"] for line in trained[2:]] == pytest.approx(
+        [1.5e-3 * share for share in left]
+    )
 
 
-def test_targets_are_the_answers(trained: list[dict[str, Any]], data: Data, dropout_options: dict[str, Any]) -> None:
-    """Every answer of a step is learned: its bytes, and two ends. Also those of documents that were too long."""
+def test_targets_are_the_answers(
+    trained: list[dict[str, Any]], data: Data, dropout_options: dict[str, Any]
+) -> None:
+    """Every answer of a step is learned: its bytes, and two ends. Also those of documents that were
+    too long.
+    """
     lines = [json.loads(line)["messages"] for line in data.train.read_text().splitlines()]
     config = parse(command_line({**dropout_options, "save_interval": None}), 1)
     stream = build_data(config, ParallelGroups.single(), lambda line: None).train
     assert (stream.dataset.source_lengths > stream.dataset.lengths).sum() > 10
     for number, line in enumerate(trained):
-        pieces = np.concatenate([pieces for rank in stream.plan.step(number).packs for pieces in rank])
-        answers = [lines[document][1]["content"] for document in stream.plan.segments.document[pieces]]
+        pieces = np.concatenate(
+            [pieces for rank in stream.plan.step(number).packs for pieces in rank]
+        )
+        answers = [
+            lines[document][1]["content"] for document in stream.plan.segments.document[pieces]
+        ]
         assert line["target_tokens"] == sum(len(answer) + 2 for answer in answers)
 
 
-def test_the_first_line_accounts_for_tokens_and_targets(lines: list[dict[str, Any]], data: Data) -> None:
+def test_the_first_line_accounts_for_tokens_and_targets(
+    lines: list[dict[str, Any]], data: Data
+) -> None:
     for name in ("data", "kernels"):
         assert [name in line for line in lines] == [True] + [False] * (len(lines) - 1)
-    assert lines[0]["kernels"]["attention"] == "reference" and lines[0]["kernels"]["optimizer"] == "torch"
+    assert (
+        lines[0]["kernels"]["attention"] == "reference"
+        and lines[0]["kernels"]["optimizer"] == "torch"
+    )
     for name, documents in (("training", 240), ("validation", 24)):
         of = lines[0]["data"][name]
         assert of["documents_in"] == documents and of["targets_in"] > 0
         lost = ("kept", "truncated", "split", "dropped")
         assert of["targets_in"] == sum(of[f"targets_{part}"] for part in lost)
     [validated] = {line["valid_target_tokens"] for line in lines if "valid_loss" in line}
-    assert 0 < validated <= lines[0]["data"]["validation"]["targets_kept"]  # --eval-iters may end it before the last
+    assert (
+        0 < validated <= lines[0]["data"]["validation"]["targets_kept"]
+    )  # --eval-iters may end it before the last
 
 
-def test_validations_look_at_the_same_tokens_with_better_and_better_weights(lines: list[dict[str, Any]]) -> None:
+def test_validations_look_at_the_same_tokens_with_better_and_better_weights(
+    lines: list[dict[str, Any]],
+) -> None:
     validations = [line for line in lines if "valid_loss" in line]
     assert len({(line["valid_target_tokens"], line["plan_hash"]) for line in validations}) == 1
     losses = [line["valid_loss"] for line in validations]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
 
 
-def test_two_processes_write_one_log(uninterrupted: Callable[[int], Path], lines: list[dict[str, Any]]) -> None:
+def test_two_processes_write_one_log(
+    uninterrupted: Callable[[int], Path], lines: list[dict[str, Any]]
+) -> None:
     """With the names and the plan of one process."""
     alone = steps(uninterrupted(1) / "log.jsonl")
     for line, other in zip(lines, alone, strict=True):
@@ -133,18 +168,30 @@ def test_the_console_of_rank_0_tells_the_same(
         start = f"step {line['iteration']:>2}/{LAST} | ETA "
         [shown] = [text for text in console.splitlines() if text.startswith(start)]
         parts = (
-            f"loss {line['lm_loss']:.4f}", f"lr {line['learning_rate']:.2e}", f"{line['step_time_ms']:,.0f} ms",
-            f"{line['tokens_per_second']:,.0f} tok/s", f"fill {100 * line['pack_fill']:.1f} %",
-        )  # fmt: skip
+            f"loss {line['lm_loss']:.4f}",
+            f"lr {line['learning_rate']:.2e}",
+            f"{line['step_time_ms']:,.0f} ms",
+            f"{line['tokens_per_second']:,.0f} tok/s",
+            f"fill {100 * line['pack_fill']:.1f} %",
+        )
         assert [part for part in parts if part not in shown] == []
 
 
 def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     options = tiny_options(
-        data, train_iters=6, valid_data_path=data.valid, eval_interval=3, log_jsonl=tmp_path / "log.jsonl", report=page,
-        profile=True, use_pytorch_profiler=True, profile_step_start=2, profile_step_end=4, profile_ranks=(0, 1),
-    )  # fmt: skip
+        data,
+        train_iters=6,
+        valid_data_path=data.valid,
+        eval_interval=3,
+        log_jsonl=tmp_path / "log.jsonl",
+        report=page,
+        profile=True,
+        use_pytorch_profiler=True,
+        profile_step_start=2,
+        profile_step_end=4,
+        profile_ranks=(0, 1),
+    )
     finished = run(options, tmp_path, 2)
     assert finished.exit_code == 0 and f"report: {page}" in finished.console, finished.console
     log, text = steps(tmp_path / "log.jsonl"), page.read_text()
@@ -152,26 +199,54 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     validations = [line["valid_loss"] for line in log if "valid_loss" in line]
     rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text))
     assert rows["steps"] == "6"
-    assert rows["training targets"].endswith("0 of 240 documents keep none") and "validation targets" in rows
-    assert rows["first and last training loss"] == f"{trained[0]['lm_loss']:.4f} → {trained[-1]['lm_loss']:.4f}"
+    assert (
+        rows["training targets"].endswith("0 of 240 documents keep none")
+        and "validation targets" in rows
+    )
+    assert (
+        rows["first and last training loss"]
+        == f"{trained[0]['lm_loss']:.4f} → {trained[-1]['lm_loss']:.4f}"
+    )
     assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
     assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"
     assert rows["plan hash"] == trained[-1]["plan_hash"]
-    assert rows["kernels"].startswith("attention reference · rope reference · convolution reference · scan reference")
+    assert rows["kernels"].startswith(
+        "attention reference · rope reference · convolution reference · scan reference"
+    )
     assert finished.console.count("kernels: attention reference · rope reference · ") == 1
-    assert "<h2>Kernels of steps 3 to 4 on rank 0</h2><pre>operations: " in text and "  aten::mm" in text
+    assert (
+        "<h2>Kernels of steps 3 to 4 on rank 0</h2><pre>operations: " in text
+        and "  aten::mm" in text
+    )
     for rank in (0, 1):
-        trace = json.loads(gzip.decompress((tmp_path / "profile" / f"trace_rank{rank}.json.gz").read_bytes()))
+        trace = json.loads(
+            gzip.decompress((tmp_path / "profile" / f"trace_rank{rank}.json.gz").read_bytes())
+        )
         names = [event.get("name") for event in trace["traceEvents"]]
         assert names.count("optim::step") == 2  # steps 3 and 4
-        assert (tmp_path / "profile" / f"kernels_rank{rank}.txt").read_text().startswith("operations: ")
-    for title in ("Loss", "Throughput", "Memory", "Load of experts", "Load of each expert", "Waiting for data"):
+        assert (
+            (tmp_path / "profile" / f"kernels_rank{rank}.txt")
+            .read_text()
+            .startswith("operations: ")
+        )
+    for title in (
+        "Loss",
+        "Throughput",
+        "Memory",
+        "Load of experts",
+        "Load of each expert",
+        "Waiting for data",
+    ):
         assert text.count(f'aria-label="{title}"') == 1
-    assert re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []  # readable without a network
+    assert (
+        re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []
+    )  # readable without a network
 
 
 def test_what_needs_a_missing_package_is_refused_at_the_start(data: Data, tmp_path: Path) -> None:
-    options = tiny_options(data, train_iters=6, **in_folder(tmp_path), tensorboard_dir=tmp_path / "board")
+    options = tiny_options(
+        data, train_iters=6, **in_folder(tmp_path), tensorboard_dir=tmp_path / "board"
+    )
     finished = run(options, tmp_path, 2, partial(hide_package, "tensorboard"))
     assert finished.exit_code == USAGE and "Traceback" not in finished.console
     assert finished.console.count("needs tensorboard, which is not installed") == 1
@@ -184,16 +259,37 @@ def test_tensorboard_shows_every_number(data: Data, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     options = tiny_options(
-        data, train_iters=5, log_jsonl=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board",
-        valid_data_path=data.valid, eval_interval=5, eval_iters=1, manual_gc=True, manual_gc_interval=2,
-        check_weight_hash_across_dp_replicas_interval=2, log_params_norm=True, log_num_zeros_in_grad=True,
-    )  # fmt: skip
+        data,
+        train_iters=5,
+        log_jsonl=tmp_path / "log.jsonl",
+        tensorboard_dir=tmp_path / "board",
+        valid_data_path=data.valid,
+        eval_interval=5,
+        eval_iters=1,
+        manual_gc=True,
+        manual_gc_interval=2,
+        check_weight_hash_across_dp_replicas_interval=2,
+        log_params_norm=True,
+        log_num_zeros_in_grad=True,
+    )
     assert run(options, tmp_path, 2).exit_code == 0
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     log = steps(tmp_path / "log.jsonl")
-    for name in ("lm_loss", "grad_norm", "params_norm", "num_zeros", "learning_rate", "real_tokens", "pack_fill"):
+    for name in (
+        "lm_loss",
+        "grad_norm",
+        "params_norm",
+        "num_zeros",
+        "learning_rate",
+        "real_tokens",
+        "pack_fill",
+    ):
         shown = [(event.step, event.value) for event in board.Scalars(name)]
-        assert shown == [(line["iteration"], pytest.approx(line[name])) for line in log if name in line]
+        assert shown == [
+            (line["iteration"], pytest.approx(line[name])) for line in log if name in line
+        ]
     [perplexity] = board.Scalars("valid_perplexity")
-    assert perplexity.value == pytest.approx(math.exp(log[-1]["valid_loss"])) and perplexity.step == 5
+    assert (
+        perplexity.value == pytest.approx(math.exp(log[-1]["valid_loss"])) and perplexity.step == 5
+    )

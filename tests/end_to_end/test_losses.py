@@ -1,11 +1,24 @@
-"""The losses of a small run: those committed here, whatever the number of processes that compute them."""
+"""The losses of a small run: those committed here, whatever the number of processes that compute
+them.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import LAST, Data, assert_same_state, command_line, final_state, in_folder, losses, run, steps, tiny_options
+from runs import (
+    LAST,
+    Data,
+    assert_same_state,
+    command_line,
+    final_state,
+    in_folder,
+    losses,
+    run,
+    steps,
+    tiny_options,
+)
 
 from megatron_packed.config.flags import parse
 from megatron_packed.distributed.groups import ParallelGroups
@@ -13,16 +26,37 @@ from megatron_packed.training.curves import read_jsonl
 from megatron_packed.training.data import build_data
 
 GOLDEN = [
-    5.572181, 5.558636, 5.422005, 5.298241, 5.184456, 5.053153, 4.959948, 4.847162, 4.734262, 4.626862, 4.521931,
-    4.436096, 4.377421, 4.28353, 4.241959, 4.19168, 4.147191, 4.119394, 4.086917, 4.079139, 4.070478, 4.076096,
-]  # fmt: skip
-"""Loss of every step. A refactoring leaves them as they are. When a deliberate change moves them, the failing test
-prints the new ones: paste them here, and say in CHANGELOG.md what moved them."""
+    5.572181,
+    5.558636,
+    5.422005,
+    5.298241,
+    5.184456,
+    5.053153,
+    4.959948,
+    4.847162,
+    4.734262,
+    4.626862,
+    4.521931,
+    4.436096,
+    4.377421,
+    4.28353,
+    4.241959,
+    4.19168,
+    4.147191,
+    4.119394,
+    4.086917,
+    4.079139,
+    4.070478,
+    4.076096,
+]
+"""Loss of every step. A refactoring leaves them as they are. When a deliberate change moves them,
+the failing test prints the new ones: paste them here, and say in CHANGELOG.md what moved them.
+"""
 GOLDEN_VALIDATION = [4.436237, 4.061591]
 TOLERANCE = 3e-6
-"""Relative: float32 sums differ by 1e-7 between numbers of processes and between torch 2.11 and 2.13; a rotary base of
-20,000 in place of 10,000 moves a loss by 4.5e-6."""
-
+"""Relative: float32 sums differ by 1e-7 between numbers of processes and between torch 2.11 and
+2.13; a rotary base of 20,000 in place of 10,000 moves a loss by 4.5e-6.
+"""
 
 
 def options_of(data: Data, folder: Path) -> dict[str, Any]:
@@ -30,10 +64,16 @@ def options_of(data: Data, folder: Path) -> dict[str, Any]:
     splits = {"train": [str(data.train)], "valid": str(data.valid), "test": [str(data.valid)]}
     (data.folder / "splits.json").write_text(json.dumps(splits))
     return tiny_options(
-        data, train_iters=LAST, eval_interval=11, train_data_path=None, log_params_norm=True,
-        log_num_zeros_in_grad=True, log_progress=True, per_split_data_args_path=data.folder / "splits.json",
+        data,
+        train_iters=LAST,
+        eval_interval=11,
+        train_data_path=None,
+        log_params_norm=True,
+        log_num_zeros_in_grad=True,
+        log_progress=True,
+        per_split_data_args_path=data.folder / "splits.json",
         **in_folder(folder),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,38 +109,63 @@ def test_the_test_set_is_looked_at_once_at_the_end(folders: dict[int, Path]) -> 
 def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) -> None:
     """So the equal losses below include ranks that run packs which are all tail."""
     options = tiny_options(data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11)
-    valid = build_data(parse(command_line(options), 1), ParallelGroups.single(), lambda line: None).valid
+    valid = build_data(
+        parse(command_line(options), 1), ParallelGroups.single(), lambda line: None
+    ).valid
     assert valid is not None
     last = valid.plan.step(valid.plan.num_steps - 1)
     assert 0 < last.global_packs < 4 == len(last.packs[0])
 
 
-def test_the_distributed_optimizer_changes_no_bit(data: Data, folders: dict[int, Path], tmp_path: Path) -> None:
-    """Of the log and the last checkpoint of two processes, begun with it (and overlap), and gone on without it."""
+def test_the_distributed_optimizer_changes_no_bit(
+    data: Data, folders: dict[int, Path], tmp_path: Path
+) -> None:
+    """Of the log and the last checkpoint of two processes, begun with it (and overlap), and gone on
+    without it.
+    """
     options = options_of(data, tmp_path)
-    overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    overlap = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }
     for more in ({**overlap, "exit_interval": LAST // 2}, {}):
         finished = run({**options, **more}, tmp_path, 2)
         assert finished.exit_code == 0, finished.console
     assert steps(tmp_path / "log.jsonl") == steps(folders[2] / "log.jsonl")
     assert_same_state(tmp_path / "checkpoints", folders[2] / "checkpoints", LAST)
-    told = [(folder / "checkpoints" / "progress.txt").read_text() for folder in (tmp_path, folders[2])]
+    told = [
+        (folder / "checkpoints" / "progress.txt").read_text() for folder in (tmp_path, folders[2])
+    ]
     assert [text.count("\tStarting job\n") for text in told] == [2, 1]
     # Operations and tokens of the whole run, however many jobs it took.
-    assert len({text.rstrip().partition(f"Iteration: {LAST}\t")[2].split("\t", 2)[2] for text in told}) == 1
+    assert (
+        len({text.rstrip().partition(f"Iteration: {LAST}\t")[2].split("\t", 2)[2] for text in told})
+        == 1
+    )
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_the_same_losses_with_any_number_of_processes(processes: int, folders: dict[int, Path]) -> None:
+def test_the_same_losses_with_any_number_of_processes(
+    processes: int, folders: dict[int, Path]
+) -> None:
     """The same packs in every step, their sums in another order."""
     alone, together = steps(folders[1] / "log.jsonl"), steps(folders[processes] / "log.jsonl")
     rounded = ("lm_loss", "aux_loss", "grad_norm", "valid_loss", "test_loss", "params_norm")
     assert len(alone) == len(together)
-    assert all(line["params_norm"] > 1 and line["num_zeros"] > 100 for line in alone if "lm_loss" in line)
+    assert all(
+        line["params_norm"] > 1 and line["num_zeros"] > 100 for line in alone if "lm_loss" in line
+    )
     for one, other in zip(alone, together):
         for name, value in one.items():
-            assert other[name] == (pytest.approx(value, rel=TOLERANCE) if name in rounded else value), name
-    imbalances = [line["dp_imbalance"] for line in read_jsonl(folders[processes] / "log.jsonl") if "lm_loss" in line]
+            assert other[name] == (
+                pytest.approx(value, rel=TOLERANCE) if name in rounded else value
+            ), name
+    imbalances = [
+        line["dp_imbalance"]
+        for line in read_jsonl(folders[processes] / "log.jsonl")
+        if "lm_loss" in line
+    ]
     assert len(imbalances) == LAST and all(1 <= imbalance <= processes for imbalance in imbalances)
     state, other_state = (final_state(folders[n] / "checkpoints", LAST)[0] for n in (1, processes))
     for name, tensor in state.items():

@@ -1,4 +1,6 @@
-"""A step with a non-finite value changes no weight, is blamed on its micro-batch, and ends or skips as asked."""
+"""A step with a non-finite value changes no weight, is blamed on its micro-batch, and ends or skips
+as asked.
+"""
 
 import json
 import math
@@ -13,7 +15,9 @@ from runs import assert_same_tensors, final_state, in_folder, run, steps
 
 DONE, NONFINITE = 0, 20
 BAD = 7
-"""The step that goes wrong: in the second of the two micro-batches of rank 1, the other six of the step are fine."""
+"""The step that goes wrong: in the second of the two micro-batches of rank 1, the other six of the
+step are fine.
+"""
 NAN, INFINITY = float("nan"), float("inf")
 WARNING = (
     f"WARNING: step {BAD} had a non-finite loss or gradient in micro-batch 1 of rank 1; its update was not applied, "
@@ -46,16 +50,26 @@ def clean(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY], ids=str)
 def test_stop(value: float, options: dict[str, Any], tmp_path: Path) -> None:
-    """Known when the next step is under way; that one is complete, its checkpoint is clean, and the run is over."""
-    finished = run({**options, "save_interval": 5, **in_folder(tmp_path)}, tmp_path, 2, poisoned(value))
+    """Known when the next step is under way; that one is complete, its checkpoint is clean, and the
+    run is over.
+    """
+    finished = run(
+        {**options, "save_interval": 5, **in_folder(tmp_path)}, tmp_path, 2, poisoned(value)
+    )
     assert finished.exit_code == NONFINITE, finished.console
     assert finished.console.count(WARNING) == finished.console.count("non-finite loss") == 1
     lines = finished.console.splitlines()
-    assert lines.index(WARNING) == 1 + next(i for i, line in enumerate(lines) if line.startswith(f"step  {BAD}/"))
-    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": NONFINITE}
+    assert lines.index(WARNING) == 1 + next(
+        i for i, line in enumerate(lines) if line.startswith(f"step  {BAD}/")
+    )
+    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {
+        "exit_code": NONFINITE
+    }
     assert steps(tmp_path / "log.jsonl")[-1]["iteration"] == BAD + 1
     tensors, metadata = final_state(tmp_path / "checkpoints", BAD + 1)
-    assert metadata["progress"]["skipped_steps"] == 1 and metadata["progress"]["iteration"] == BAD + 1
+    assert (
+        metadata["progress"]["skipped_steps"] == 1 and metadata["progress"]["iteration"] == BAD + 1
+    )
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert tensors["optimizer/step"].item() == BAD
 
@@ -82,13 +96,20 @@ def test_weights_moments_and_expert_biases_are_those_of_the_step_before(
     assert [bad[name] for name in same] == [good[name] for name in same]
 
 
-def test_skip_goes_on_as_if_the_update_had_been_forgotten(options: dict[str, Any], tmp_path: Path) -> None:
+def test_skip_goes_on_as_if_the_update_had_been_forgotten(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     """Bit for bit the run in which all that step 7 did to weights and moments is put back."""
     found, expected = tmp_path / "poisoned", tmp_path / "forgotten"
     changes = {"on_nonfinite": "skip", "exit_interval": 12}
     finished = run({**options, **changes, **in_folder(found)}, found, 2, poisoned(NAN))
     assert finished.exit_code == DONE and finished.console.count(WARNING) == 1, finished.console
-    assert run({**options, **changes, **in_folder(expected)}, expected, 2, partial(forget_step, BAD)).exit_code == DONE
+    assert (
+        run(
+            {**options, **changes, **in_folder(expected)}, expected, 2, partial(forget_step, BAD)
+        ).exit_code
+        == DONE
+    )
     tensors, metadata = final_state(found / "checkpoints", 12)
     assert_same_tensors(tensors, final_state(expected / "checkpoints", 12)[0])
     assert metadata["progress"]["skipped_steps"] == 1
@@ -96,21 +117,32 @@ def test_skip_goes_on_as_if_the_update_had_been_forgotten(options: dict[str, Any
         assert line_of(found / "log.jsonl", iteration) == line_of(expected / "log.jsonl", iteration)
 
 
-def test_a_stop_is_not_lost_when_a_validation_or_a_save_is_due(dropout_options: dict[str, Any], tmp_path: Path) -> None:
-    """Both look at the last step's numbers first. One process, four micro-batches: the fourth of step 4."""
+def test_a_stop_is_not_lost_when_a_validation_or_a_save_is_due(
+    dropout_options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Both look at the last step's numbers first. One process, four micro-batches: the fourth of
+    step 4.
+    """
     for name, bad in (("validation", 4), ("save", 3)):
         folder = tmp_path / name
         fault = partial(poison_forward, 4 * bad, 0, NAN)
         finished = run({**dropout_options, **in_folder(folder)}, folder, 1, fault)
         assert finished.exit_code == NONFINITE, finished.console
-        assert f"step {bad} had a non-finite loss or gradient in micro-batch 3 of rank 0" in finished.console
-        assert [line["iteration"] for line in steps(folder / "log.jsonl")] == list(range(1, bad + 1))
+        assert (
+            f"step {bad} had a non-finite loss or gradient in micro-batch 3 of rank 0"
+            in finished.console
+        )
+        assert [line["iteration"] for line in steps(folder / "log.jsonl")] == list(
+            range(1, bad + 1)
+        )
         tensors, _ = final_state(folder / "checkpoints", bad)
         assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 def test_the_last_step(options: dict[str, Any], tmp_path: Path) -> None:
     """Nothing follows it that would bring its numbers, and it is noticed all the same."""
-    finished = run({**options, "train_iters": BAD, **in_folder(tmp_path)}, tmp_path, 2, poisoned(NAN))
+    finished = run(
+        {**options, "train_iters": BAD, **in_folder(tmp_path)}, tmp_path, 2, poisoned(NAN)
+    )
     assert finished.exit_code == NONFINITE and WARNING in finished.console, finished.console
     assert final_state(tmp_path / "checkpoints", BAD)[1]["progress"]["skipped_steps"] == 1

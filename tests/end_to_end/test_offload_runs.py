@@ -1,7 +1,7 @@
 """Runs that offload end where runs that keep everything end, bit for bit, and say what was moved.
 
-On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code. Each is stopped half-way
-and goes on from its checkpoint with another number of buffers, or none.
+On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code. Each is
+stopped half-way and goes on from its checkpoint with another number of buffers, or none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from megatron_packed.memory.streams import HostStreams
 STEPS, HALF, SLOTS, PACKS = 8, 4, 256, 4
 COPY_MS = 8.0
 INPUTS = {
-    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-    "offload_layer_inputs": True, "min_offloaded_tensor_size": 1,
-}  # fmt: skip
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "offload_layer_inputs": True,
+    "min_offloaded_tensor_size": 1,
+}
 BOTH = {
-    **INPUTS, "recompute_method": "block", "recompute_num_layers": 2, "fine_grained_activation_offloading": True,
+    **INPUTS,
+    "recompute_method": "block",
+    "recompute_num_layers": 2,
+    "fine_grained_activation_offloading": True,
     "offload_modules": ("mlp_norm", "mlp_act", "expert_fc1", "moe_act"),
-}  # fmt: skip
+}
 SKIPPED = ("graph_", "offload_")
 
 
@@ -72,14 +78,18 @@ def process(buffers: int | None = None, *, slow: bool = False) -> None:
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Some micro-batches are beyond the largest capacity, and there are validations in both halves."""
     folder = tmp_path_factory.mktemp("few")
-    return few_documents(folder, train_iters=STEPS, eval_interval=3, exit_interval=HALF, log_interval=1)
+    return few_documents(
+        folder, train_iters=STEPS, eval_interval=3, exit_interval=HALF, log_interval=1
+    )
 
 
 def halves(folder: Path, options: dict[str, Any], *prepared: partial[None]) -> tuple[str, str]:
     """The consoles of a run and of the one that goes on with it."""
     consoles = []
     for prepare in prepared:
-        finished = run({**options, **in_folder(folder)}, folder, prepare=partial(capture_on_cpu, prepare))
+        finished = run(
+            {**options, **in_folder(folder)}, folder, prepare=partial(capture_on_cpu, prepare)
+        )
         assert finished.exit_code == 0, finished.console
         consoles.append(finished.console)
     assert "resuming from" in consoles[1]
@@ -94,10 +104,15 @@ def without(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def assert_same_run(found: Path, expected: Path) -> list[dict[str, Any]]:
-    """Every number of the logs but those of graphs and offload, and all that is saved; the lines of steps."""
+    """Every number of the logs but those of graphs and offload, and all that is saved; the lines of
+    steps.
+    """
     lines = steps(found / "log.jsonl")
     logs = [
-        [{name: value for name, value in line.items() if not name.startswith(SKIPPED)} for line in of_run]
+        [
+            {name: value for name, value in line.items() if not name.startswith(SKIPPED)}
+            for line in of_run
+        ]
         for of_run in (lines, steps(expected / "log.jsonl"))
     ]
     assert logs[0] == logs[1] and len(logs[0]) == STEPS + 3  # validations behind steps 3, 6 and 8
@@ -106,28 +121,56 @@ def assert_same_run(found: Path, expected: Path) -> list[dict[str, Any]]:
 
 
 def test_eager(options: dict[str, Any], without: Path, tmp_path: Path) -> None:
-    """First with copies too slow to hide under anything, then with a buffer more after the first step."""
-    first, second = halves(tmp_path, {**options, **INPUTS}, partial(process, slow=True), partial(process))
+    """First with copies too slow to hide under anything, then with a buffer more after the first
+    step.
+    """
+    first, second = halves(
+        tmp_path, {**options, **INPUTS}, partial(process, slow=True), partial(process)
+    )
     lines = assert_same_run(tmp_path, without)
     moved = PACKS * 4 * SLOTS * 32 * 4 / 2**20  # the inputs of four layers, fp32
     of_one = moved / 4 / PACKS
-    # A line is about the step before it, and step 2 was the last one before its copies were known to be slow.
-    assert [line.get("offload_moved_mib") for line in lines] == [None, moved, moved, None, None, moved, moved, moved]
+    # A line is about the step before it, and step 2 was the last one before its copies were known
+    # to be slow.
+    assert [line.get("offload_moved_mib") for line in lines] == [
+        None,
+        moved,
+        moved,
+        None,
+        None,
+        moved,
+        moved,
+        moved,
+    ]
     loaded = [line.get("offload_loaded_mib") for line in lines]
-    assert loaded[1] == loaded[5] == moved - PACKS * of_one  # with one buffer the last layer's input is still there
+    assert (
+        loaded[1] == loaded[5] == moved - PACKS * of_one
+    )  # with one buffer the last layer's input is still there
     assert loaded[6] == loaded[7] == moved - 2 * PACKS * of_one
     assert [line.get("offload_buffers") for line in lines] == [None, 1, 2, None, None, 1, 2, 2]
     assert lines[1]["offload_load_ms"] == COPY_MS and lines[1]["offload_hidden"] == 1.0
-    assert lines[5]["offload_load_ms"] is lines[5]["offload_hidden"] is None  # a CPU has no such clock
+    assert (
+        lines[5]["offload_load_ms"] is lines[5]["offload_hidden"] is None
+    )  # a CPU has no such clock
     reason = f"a copy back takes {COPY_MS:.2f} ms, and what it could hide under takes 0.00 ms"
     assert first.count(f"offload is off: {reason}, and the device has room for what was moved") == 1
     assert "offloaded 0 MiB, 100% hidden" in first and "hidden" not in second
-    assert second.count("offload: 2 device buffer(s) of 0.0 MiB") == 1 and "offload is off" not in second
+    assert (
+        second.count("offload: 2 device buffer(s) of 0.0 MiB") == 1
+        and "offload is off" not in second
+    )
 
 
-@pytest.mark.parametrize(("impl", "memory", "forced"), [("local", BOTH, 0), ("full_iteration", INPUTS, 3)])
+@pytest.mark.parametrize(
+    ("impl", "memory", "forced"), [("local", BOTH, 0), ("full_iteration", INPUTS, 3)]
+)
 def test_with_graphs(
-    impl: str, memory: dict[str, Any], forced: int, options: dict[str, Any], without: Path, tmp_path: Path
+    impl: str,
+    memory: dict[str, Any],
+    forced: int,
+    options: dict[str, Any],
+    without: Path,
+    tmp_path: Path,
 ) -> None:
     """The stand-in computes what a GPU captures and replays, so that is counted, too."""
     graphed = {**options, **memory, "cuda_graph_impl": impl, "cuda_graph_max_packed_seqs": (3, 5)}

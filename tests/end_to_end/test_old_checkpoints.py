@@ -1,7 +1,9 @@
-"""Checkpoints of older versions, whose defaults made other packs: a run goes on where it was, or is told how.
+"""Checkpoints of older versions, whose defaults made other packs: a run goes on where it was, or is
+told how.
 
-`old_checkpoints` holds the data, the options and step 12 of two runs, and what their steps 13 to 24 gave. Both pack two
-samples and have documents longer than a pack. In one, pieces of conversations keep no target.
+`old_checkpoints` holds the data, the options and step 12 of two runs, and what their steps 13 to 24
+gave. Both pack two samples and have documents longer than a pack. In one, pieces of conversations
+keep no target.
 """
 
 import json
@@ -35,13 +37,26 @@ OLD_RULES = {
 
 
 @pytest.mark.parametrize(("kind", "graphs"), [("sft", None), ("text", None), ("text", "local")])
-def test_it_goes_on_as_if_nothing_had_changed(kind: str, graphs: str | None, tmp_path: Path) -> None:
-    """And once more, without graphs again, from the checkpoint that it then writes, in which the options stand."""
+def test_it_goes_on_as_if_nothing_had_changed(
+    kind: str, graphs: str | None, tmp_path: Path
+) -> None:
+    """And once more, without graphs again, from the checkpoint that it then writes, in which the
+    options stand.
+    """
     said = "taken from the checkpoint, so that packs stay as they are: "
     first = resumed(kind, tmp_path, save="checkpoints", exit_interval=18, cuda_graph_impl=graphs)
     assert first.exit_code == 0, first.console
-    second = run({"config": "run.yaml", "load": "checkpoints", "log_jsonl": "log.jsonl", "save": "checkpoints"},
-                 tmp_path, 1, partial(os.chdir, tmp_path))  # fmt: skip
+    second = run(
+        {
+            "config": "run.yaml",
+            "load": "checkpoints",
+            "log_jsonl": "log.jsonl",
+            "save": "checkpoints",
+        },
+        tmp_path,
+        1,
+        partial(os.chdir, tmp_path),
+    )
     for finished in (first, second):
         assert finished.exit_code == 0, finished.console
         [line] = [line for line in finished.console.splitlines() if said in line]
@@ -52,7 +67,8 @@ def test_it_goes_on_as_if_nothing_had_changed(kind: str, graphs: str | None, tmp
     for line, wanted in zip(found, expected):
         losses = {name for name in wanted if name.endswith("loss") or name == "grad_norm"}
         assert {name: line[name] for name in wanted} == {
-            name: pytest.approx(value, rel=TOLERANCE) if name in losses else value for name, value in wanted.items()
+            name: pytest.approx(value, rel=TOLERANCE) if name in losses else value
+            for name, value in wanted.items()
         }
 
 
@@ -65,17 +81,28 @@ def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
     assert "give --overlong-policy truncate --split-order file to resume, " in cure
 
 
-@pytest.mark.parametrize(("key", "value", "said"), [
-    ("config", None, "config is None, and must be sections of options"),
-    ("progress", {"iteration": 12, "consumed_packs": 10**30}, "progress.consumed_packs is 1000"),
-])  # fmt: skip
-def test_a_forged_manifest_ends_in_a_sentence(key: str, value: Any, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("config", None, "config is None, and must be sections of options"),
+        (
+            "progress",
+            {"iteration": 12, "consumed_packs": 10**30},
+            "progress.consumed_packs is 1000",
+        ),
+    ],
+)
+def test_a_forged_manifest_ends_in_a_sentence(
+    key: str, value: Any, said: str, tmp_path: Path
+) -> None:
     """With a right seal, so that it is what it holds that is looked at."""
     shutil.copytree(OLD / "text", tmp_path, dirs_exist_ok=True)
     manifest = tmp_path / "checkpoints" / "step_00000012" / "manifest.json"
     fields = unseal(manifest.read_bytes(), manifest)
     fields["metadata"][key] = value
     manifest.write_bytes(seal(fields))
-    finished = run({"config": "run.yaml", "load": "checkpoints"}, tmp_path, 1, partial(os.chdir, tmp_path))
+    finished = run(
+        {"config": "run.yaml", "load": "checkpoints"}, tmp_path, 1, partial(os.chdir, tmp_path)
+    )
     assert finished.exit_code == 4 and "Traceback" not in finished.console, finished.console
     assert f"step_00000012: has metadata that no run writes: {said}" in finished.console

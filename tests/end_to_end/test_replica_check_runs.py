@@ -1,4 +1,6 @@
-"""A bit of a weight that flips on one rank ends a run before the step that used it changes anything."""
+"""A bit of a weight that flips on one rank ends a run before the step that used it changes
+anything.
+"""
 
 import json
 from functools import partial
@@ -11,17 +13,29 @@ REPLICAS_DIFFER = 24
 
 
 def test_a_flip_before_a_checked_step(data: Data, tmp_path: Path) -> None:
-    """Flip a bit of gathered bf16 weights on rank 1; sums of gradients are checked in every step, and are right."""
+    """Flip a bit of gathered bf16 weights on rank 1; sums of gradients are checked in every step,
+    and are right.
+    """
     options = tiny_options(
-        data, train_iters=8, save_interval=1, bf16=True, use_distributed_optimizer=True, overlap_grad_reduce=True,
-        overlap_param_gather=True, check_weight_hash_across_dp_replicas_interval=2,
-        check_grad_hash_across_dp_replicas_interval=1, **in_folder(tmp_path),
-    )  # fmt: skip
+        data,
+        train_iters=8,
+        save_interval=1,
+        bf16=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        check_weight_hash_across_dp_replicas_interval=2,
+        check_grad_hash_across_dp_replicas_interval=1,
+        **in_folder(tmp_path),
+    )
     finished = run(options, tmp_path, 2, partial(flip_weight, 6, 1, "layers.1.norm.weight", 3))
     assert finished.exit_code == REPLICAS_DIFFER, finished.console
     said = "replicas in step 6: weights or optimizer state have bits that they should not have: "
     assert finished.console.count(said) == 1 and "Traceback" not in finished.console
-    assert "layers.1.norm.weight: rank 1 with other bits than the rounded masters of rank" in finished.console
+    assert (
+        "layers.1.norm.weight: rank 1 with other bits than the rounded masters of rank"
+        in finished.console
+    )
     status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())
     assert (status["exit_code"], status["rank"], status["step"]) == (REPLICAS_DIFFER, None, 6)
     assert saved_steps(tmp_path)[0] == 5

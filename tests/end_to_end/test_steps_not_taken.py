@@ -1,4 +1,6 @@
-"""Loss spikes and steps without targets in real runs: what they change, what is said of them, and how a run resumes."""
+"""Loss spikes and steps without targets in real runs: what they change, what is said of them, and
+how a run resumes.
+"""
 
 import json
 from functools import partial
@@ -18,14 +20,23 @@ SPOILT = partial(spoil_steps, SPIKES, (WITHOUT_TARGETS,))
 def options(data: Data) -> dict[str, Any]:
     """A window of six steps: three must have been seen before a spike is one."""
     return tiny_options(
-        data, train_iters=LAST, save_interval=3, loss_spike_policy="skip", loss_spike_window=6, loss_spike_factor=4
+        data,
+        train_iters=LAST,
+        save_interval=3,
+        loss_spike_policy="skip",
+        loss_spike_window=6,
+        loss_spike_factor=4,
     )
 
 
 @pytest.fixture(scope="module")
-def undisturbed(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def undisturbed(
+    options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    finished = run({**options, **in_folder(folder), "report": folder / "page.html"}, folder, 1, SPOILT)
+    finished = run(
+        {**options, **in_folder(folder), "report": folder / "page.html"}, folder, 1, SPOILT
+    )
     assert finished.exit_code == DONE, finished.console
     return folder, finished.console
 
@@ -34,12 +45,23 @@ def test_each_is_named_counted_and_not_applied(undisturbed: tuple[Path, str]) ->
     folder, console = undisturbed
     assert f"WARNING: step {WITHOUT_TARGETS} had no target tokens: not taken" in console
     for number, step in enumerate(SPIKES, start=1):
-        [line] = [line for line in console.splitlines() if line.startswith(f"WARNING: step {step} is a spike: loss ")]
-        assert "(--loss-spike-factor 4) and gradient norm " in line and "(--grad-norm-spike-factor 10)" in line
-        assert line.endswith(f"its update was not applied, weights and moments are those of the step before "
-                             f"({number} so far).")  # fmt: skip
+        [line] = [
+            line
+            for line in console.splitlines()
+            if line.startswith(f"WARNING: step {step} is a spike: loss ")
+        ]
+        assert (
+            "(--loss-spike-factor 4) and gradient norm " in line
+            and "(--grad-norm-spike-factor 10)" in line
+        )
+        assert line.endswith(
+            f"its update was not applied, weights and moments are those of the step before "
+            f"({number} so far)."
+        )
     lines = {line["iteration"]: line for line in steps(folder / "log.jsonl")}
-    reasons = {iteration: line["skip_reason"] for iteration, line in lines.items() if line["skipped"]}
+    reasons = {
+        iteration: line["skip_reason"] for iteration, line in lines.items() if line["skipped"]
+    }
     assert reasons == {WITHOUT_TARGETS: "no targets", **dict.fromkeys(SPIKES, "spike")}
     assert sorted(step for step, line in lines.items() if "loss_median" in line) == [*SPIKES]
     assert lines[8]["lm_loss"] > 50 * lines[8]["loss_median"] > 0 and "grad_norm_median" in lines[8]
@@ -48,7 +70,9 @@ def test_each_is_named_counted_and_not_applied(undisturbed: tuple[Path, str]) ->
     counts = ("iteration", "skipped_steps", "steps_without_targets", "spikes", "skipped_spikes")
     assert [progress[name] for name in counts] == [LAST, 0, 1, 2, 2]
     assert tensors["optimizer/step"].item() == LAST - 3
-    assert len(metadata["spike_window"]["loss"]) == 6 and max(metadata["spike_window"]["loss"]) > 100
+    assert (
+        len(metadata["spike_window"]["loss"]) == 6 and max(metadata["spike_window"]["loss"]) > 100
+    )
     page = (folder / "page.html").read_text()
     assert "<th>steps without target tokens, not taken</th><td>1 (6)</td>" in page
     assert "<th>steps with a spike of loss or gradient norm</th><td>2 (8, 10)</td>" in page
@@ -58,7 +82,9 @@ def test_each_is_named_counted_and_not_applied(undisturbed: tuple[Path, str]) ->
 def test_a_run_that_was_killed_takes_the_same_decisions(
     options: dict[str, Any], undisturbed: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """Killed in step 11, it goes on behind step 9: an empty window would know too little of step 10."""
+    """Killed in step 11, it goes on behind step 9: an empty window would know too little of step
+    10.
+    """
     killed = partial(both, SPOILT, partial(kill_at, "before a line of the log", 11, 0))
     assert run({**options, **in_folder(tmp_path)}, tmp_path, 1, killed).exit_code == KILLED
     finished = run({**options, **in_folder(tmp_path)}, tmp_path, 1, SPOILT)
@@ -72,8 +98,16 @@ def test_a_checkpoint_from_before_the_policy_goes_on_with_an_empty_window(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Two seen steps are not enough to call step 10 a spike."""
-    without = {**options, "loss_spike_policy": "off", "loss_spike_window": None, "loss_spike_factor": None}
-    assert run({**without, **in_folder(tmp_path), "exit_interval": 9}, tmp_path, 1, SPOILT).exit_code == DONE
+    without = {
+        **options,
+        "loss_spike_policy": "off",
+        "loss_spike_window": None,
+        "loss_spike_factor": None,
+    }
+    assert (
+        run({**without, **in_folder(tmp_path), "exit_interval": 9}, tmp_path, 1, SPOILT).exit_code
+        == DONE
+    )
     assert "spike_window" not in final_state(tmp_path / "checkpoints", 9)[1]
     more = {**in_folder(tmp_path), "exit_interval": 11, "loss_spike_policy": "warn"}
     finished = run({**options, **more}, tmp_path, 1, SPOILT)

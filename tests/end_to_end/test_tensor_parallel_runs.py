@@ -32,13 +32,23 @@ HALF, LAST = 3, 6
 def operations(folder: Path, processes: int) -> list[float]:
     """Of each step, on all processes, in 10^12: from the rate of one GPU and the time of the step."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [e["tflops_per_gpu"] * processes * e["step_time_ms"] / 1e3 for e in lines if "lm_loss" in e]
+    return [
+        e["tflops_per_gpu"] * processes * e["step_time_ms"] / 1e3 for e in lines if "lm_loss" in e
+    ]
 
 
-def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp_path: Path) -> None:
-    """Begun by two processes, gone on by four of which two share a matrix, with the isolation self-test."""
+def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
+    data: Data, tmp_path: Path
+) -> None:
+    """Begun by two processes, gone on by four of which two share a matrix, with the isolation
+    self-test.
+    """
     options = tiny_options(
-        data, train_iters=LAST, valid_data_path=data.valid, eval_interval=HALF, no_isolation_self_test=None
+        data,
+        train_iters=LAST,
+        valid_data_path=data.valid,
+        eval_interval=HALF,
+        no_isolation_self_test=None,
     )
     alone, together = tmp_path / "alone", tmp_path / "together"
     said = trained(alone, 1, options)
@@ -48,7 +58,10 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp
     assert "2 process(es) on cpu (2 tensor-parallel, sequence too, x 1 data-parallel)" in said
     assert "isolation self-test: 12 checks passed" in said
     said = trained(together, 4, options, use_distributed_optimizer=True, **SEQUENCE)
-    assert f"(iteration {HALF})" in said and "(2 tensor-parallel, sequence too, x 2 data-parallel)" in said
+    assert (
+        f"(iteration {HALF})" in said
+        and "(2 tensor-parallel, sequence too, x 2 data-parallel)" in said
+    )
     assert_same_log(together, alone)
     counted = operations(together, 2)[:HALF] + operations(together, 4)[HALF:]
     assert counted == pytest.approx(operations(alone, 1))
@@ -61,7 +74,9 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(data: Data, tmp
     trained(together, 1, options)  # and one process finds nothing left to do
     assert_same_log(together, alone)
     config = parse(command_line({**options, **in_folder(together)}), 1)
-    model = load_model(config, build_tokenizer(config.data, None).vocab_size)  # as a prompt's continuation loads it
+    model = load_model(
+        config, build_tokenizer(config.data, None).vocab_size
+    )  # as a prompt's continuation loads it
     assert torch.equal(model.embedding.weight, state["model/embedding.weight"])
 
 
@@ -82,10 +97,14 @@ def test_the_quickstart_ends_with_the_flags_of_any_layout(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its last command is one process with the flags of the run before it."""
-    options = tiny_options(data, train_iters=HALF, valid_data_path=data.valid, eval_interval=HALF, **SEQUENCE)
+    options = tiny_options(
+        data, train_iters=HALF, valid_data_path=data.valid, eval_interval=HALF, **SEQUENCE
+    )
     trained(tmp_path, 2, options)
     script = REPOSITORY / "examples" / "quickstart" / "finish.py"
-    monkeypatch.setattr("sys.argv", [str(script), *command_line({**options, **in_folder(tmp_path)})])
+    monkeypatch.setattr(
+        "sys.argv", [str(script), *command_line({**options, **in_folder(tmp_path)})]
+    )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 1  # so short a run has learned nothing

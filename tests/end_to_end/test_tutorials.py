@@ -1,4 +1,6 @@
-"""Every command of the tutorials, typed by a shell in the root of what looks like the repository, with fewer steps."""
+"""Every command of the tutorials, typed by a shell in the root of what looks like the repository,
+with fewer steps.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,31 @@ from test_slurm import job_number
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
 PAGES = ("first_run", "sft", "pretrain", "capacities", "multi_node", "fallback")
 ON_THEIR_OWN = ("first_run", "sft", "pretrain")
-FEWER = "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-isolation-self-test"
-"""Flags at the end of each command that trains. Training itself is for other tests; these are for what is typed."""
+FEWER = (
+    "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-isolation-self-test"
+)
+"""Flags at the end of each command that trains. Training itself is for other tests; these are for
+what is typed.
+"""
 SAID = {
     "first_run": ["report: runs/quickstart/report.html", "PACKAGES"],
-    "sft": ["200 lines in 1 file: 200 used (200 messages)", "6200 tokens, 1200 of them targets", "step 3/3",
-            "runs/chat/plot.html"],
-    "pretrain": ["written: data/python_text_document.bin, .idx and .crc32c", "step 3/3", "runs/pretrain/plot.html"],
-    "capacities": ["--packing-method balanced --cuda-graph-impl local --cuda-graph-max-packed-seqs 16"],
+    "sft": [
+        "200 lines in 1 file: 200 used (200 messages)",
+        "6200 tokens, 1200 of them targets",
+        "step 3/3",
+        "runs/chat/plot.html",
+    ],
+    "pretrain": [
+        "written: data/python_text_document.bin, .idx and .crc32c",
+        "step 3/3",
+        "runs/pretrain/plot.html",
+    ],
+    "capacities": [
+        "--packing-method balanced --cuda-graph-impl local --cuda-graph-max-packed-seqs 16"
+    ],
     "multi_node": ["step 3/3", "turn 0 of job", "2 process(es) on cpu", "runs/cluster/log.html"],
     "fallback": ["16: 100.0%", "47.9% full", "CUDA graphs need a GPU", "exitcode  : 23"],
-}  # fmt: skip
+}
 """What a page promises, and nothing but its commands can have written."""
 SBATCH = """#!/usr/bin/env bash
 # SLURM's sbatch: a job of two nodes, at once, on this machine
@@ -40,11 +56,15 @@ exec bash "${{@:3}}"
 
 def blocks(page: str) -> list[str]:
     """What stands between ```sh and ```."""
-    return re.findall(r"^```sh\n(.*?)^```$", (TUTORIALS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```sh\n(.*?)^```$", (TUTORIALS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 def smaller(block: str) -> str:
-    """With fewer steps. The quickstart says by exit code 1 that they teach nothing, torchrun that a run is refused."""
+    """With fewer steps. The quickstart says by exit code 1 that they teach nothing, torchrun that a
+    run is refused.
+    """
     commands = []
     for command in re.split(r"(?<!\\)\n", block):
         if command.startswith(("torchrun", "sbatch")):
@@ -60,7 +80,9 @@ def smaller(block: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The repository without what runs leave in it, and with a `.venv` whose torch is imported already."""
+    """The repository without what runs leave in it, and with a `.venv` whose torch is imported
+    already.
+    """
     folder = tmp_path_factory.mktemp("checkout")
     for entry in REPOSITORY.iterdir():
         if entry.name not in ("runs", "data", ".venv", ".git"):
@@ -68,9 +90,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     commands = folder / ".venv" / "bin"
     commands.mkdir(parents=True)
     (commands / "activate").write_text(f'PATH="{commands}:$PATH"\n')
-    (commands / "sbatch").write_text(SBATCH.format(number=job_number(), fakes=Path(__file__).parent / "fake_slurm"))
+    (commands / "sbatch").write_text(
+        SBATCH.format(number=job_number(), fakes=Path(__file__).parent / "fake_slurm")
+    )
     (commands / "sbatch").chmod(0o755)
-    stamp = hashlib.sha256((REPOSITORY / "setup.cfg").read_bytes() + sys.version.encode()).hexdigest()[:16]
+    stamp = hashlib.sha256(
+        (REPOSITORY / "setup.cfg").read_bytes() + sys.version.encode()
+    ).hexdigest()[:16]
     (folder / ".venv" / ".stamp").write_text(f"{stamp}\n")
     with quick_python(commands):
         yield folder
@@ -78,13 +104,24 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def type_into_shell(script: str, checkout: Path) -> str:
     environment = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(checkout), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "PYTHON_EXEC": str(checkout / ".venv" / "bin" / "python"), "LANG": "C.UTF-8",
-    }  # fmt: skip
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(checkout),
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHON_EXEC": str(checkout / ".venv" / "bin" / "python"),
+        "LANG": "C.UTF-8",
+    }
     done = subprocess.run(
-        ["bash", "-evuo", "pipefail"], input=script, cwd=checkout, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280,
-    )  # fmt: skip
+        ["bash", "-evuo", "pipefail"],
+        input=script,
+        cwd=checkout,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 

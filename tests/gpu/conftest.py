@@ -10,18 +10,28 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def two_tilings_per_kernel():
-    """mamba-ssm tunes each kernel over up to a dozen configurations per size, a second of compilation each."""
+    """mamba-ssm tunes each kernel over up to a dozen configurations per size, a second of
+    compilation each.
+    """
     if find_spec("mamba_ssm") is None or not torch.cuda.is_available():
         yield
         return
     package = importlib.import_module("mamba_ssm.ops.triton")
-    names = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name.startswith("ssd_")]
+    names = [
+        module.name
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name.startswith("ssd_")
+    ]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
-    kernels = {id(value): value for module in modules for value in vars(module).values() if hasattr(value, "configs")}
+    kernels = {
+        id(value): value
+        for module in modules
+        for value in vars(module).values()
+        if hasattr(value, "configs")
+    }
     kept = [(kernel, kernel.configs) for kernel in kernels.values()]
     for kernel, configs in kept:
         kernel.configs = [configs[0], configs[-1]] if len(configs) > 2 else configs
     yield
     for kernel, configs in kept:
         kernel.configs = configs
-

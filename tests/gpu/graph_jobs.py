@@ -4,7 +4,8 @@ import gc
 import os
 from functools import lru_cache
 
-# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every time.
+# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every
+# time.
 os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
 os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
@@ -25,23 +26,54 @@ DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
 LADDER = Ladder.of([8, 64, T], T)
 SCALES = (1e-3, 0.5)
-RESULTS = ("loss", "loss_sum", "aux_loss", "per_token_loss", "tokens_per_expert", "dropped", "overflow",
-           "hidden_gradient")  # fmt: skip
+RESULTS = (
+    "loss",
+    "loss_sum",
+    "aux_loss",
+    "per_token_loss",
+    "tokens_per_expert",
+    "dropped",
+    "overflow",
+    "hidden_gradient",
+)
 
 
 def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):
     experts = {
-        "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "moe_shared_expert_intermediate_size": 256,
-        "moe_aux_loss_coeff": 1e-2, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-    }  # fmt: skip
+        "num_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    }
     config = ModelConfig(
-        hybrid_layer_pattern=pattern, hidden_size=hidden, num_attention_heads=hidden // 64, num_query_groups=2,
-        kv_channels=64, ffn_hidden_size=2 * hidden, squared_relu=True, normalization="RMSNorm", add_bias_linear=False,
-        position_embedding_type="rope", mamba_num_heads=hidden // 32, mamba_head_dim=64, mamba_state_dim=64,
-        mamba_num_groups=2, init_method_std=0.05, **(experts if "E" in pattern else {}),
-    )  # fmt: skip
+        hybrid_layer_pattern=pattern,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        num_query_groups=2,
+        kv_channels=64,
+        ffn_hidden_size=2 * hidden,
+        squared_relu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        mamba_num_heads=hidden // 32,
+        mamba_head_dim=64,
+        mamba_state_dim=64,
+        mamba_num_groups=2,
+        init_method_std=0.05,
+        **(experts if "E" in pattern else {}),
+    )
     return HybridModel(
-        config, vocab_size=VOCAB, max_positions=tokens, device=DEVICE, dtype=DTYPE, seed=7, backends=backends
+        config,
+        vocab_size=VOCAB,
+        max_positions=tokens,
+        device=DEVICE,
+        dtype=DTYPE,
+        seed=7,
+        backends=backends,
     ).train()
 
 
@@ -64,15 +96,33 @@ def pinned(micro_batch):
 def full(cell, tokens=T):
     """A pack of as many equal documents as the cell holds."""
     count = min(cell.capacity, tokens)
-    return MicroBatch.build(documents([tokens // count] * count), tokens, cell.capacity, SCALES, cell.max_seqlen)
+    return MicroBatch.build(
+        documents([tokens // count] * count), tokens, cell.capacity, SCALES, cell.max_seqlen
+    )
 
 
 def packings(count, seed=0):
-    """Lengths of packs, shuffled: one document, every slot a document, full cells, tails, whatever chance brings."""
+    """Lengths of packs, shuffled: one document, every slot a document, full cells, tails, whatever
+    chance brings.
+    """
     random = np.random.default_rng(seed)
-    lists = [[T], [1] * T, [1] * 64, [16] * 64, [128] * 8, [T - 1], [1], [127, 128, 129, 1, 2, 3], [500, 24, 500]]
+    lists = [
+        [T],
+        [1] * T,
+        [1] * 64,
+        [16] * 64,
+        [128] * 8,
+        [T - 1],
+        [1],
+        [127, 128, 129, 1, 2, 3],
+        [500, 24, 500],
+    ]
     while len(lists) < count:
-        lengths, left, mean = [], int(random.integers(1, T + 1)), float(random.choice([3, 20, 150, 600]))
+        lengths, left, mean = (
+            [],
+            int(random.integers(1, T + 1)),
+            float(random.choice([3, 20, 150, 600])),
+        )
         while left > 0 and len(lengths) < LADDER.largest:
             lengths.append(min(left, 1 + int(random.exponential(mean))))
             left -= lengths[-1]
@@ -88,7 +138,9 @@ def new_engine():
 
 @lru_cache
 def _stream():
-    """One for all engines: cuBLAS keeps a workspace for every stream, which would look like memory lost."""
+    """One for all engines: cuBLAS keeps a workspace for every stream, which would look like memory
+    lost.
+    """
     return torch.cuda.Stream(DEVICE)
 
 
@@ -96,7 +148,11 @@ class Job:
     """A model with graphs over all its layers; the same model runs eagerly where it is asked to."""
 
     def __init__(self, pattern, backends, ladder=LADDER, hidden=HIDDEN, tokens=T):
-        self.model, self.ladder, self.tokens = hybrid(pattern, backends, hidden, tokens), ladder, tokens
+        self.model, self.ladder, self.tokens = (
+            hybrid(pattern, backends, hidden, tokens),
+            ladder,
+            tokens,
+        )
         self.buffers = FlatBuffers(self.model)
         self.said, self.runner = [], None
         self.hidden_gradient = None
@@ -109,9 +165,16 @@ class Job:
     def capture(self, **options):
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
         self.runner = GraphRunner(
-            layers, total_tokens=self.tokens, ladder=self.ladder, device=DEVICE, tables=self.model.tables,
-            check=self.model.check, engine=new_engine(), say=self.said.append, **options,
-        )  # fmt: skip
+            layers,
+            total_tokens=self.tokens,
+            ladder=self.ladder,
+            device=DEVICE,
+            tables=self.model.tables,
+            check=self.model.check,
+            engine=new_engine(),
+            say=self.said.append,
+            **options,
+        )
         self.runner.capture(self.drive, lambda cell: full(cell, self.tokens))
         refused = [line for line in self.said if "not captured" in line]
         assert not refused, refused
@@ -128,7 +191,10 @@ class Job:
     def replay(self, micro_batch):
         replays = self.runner.counters.replays
         results = self._results(self.runner.place(micro_batch))
-        assert self.runner.counters.replays == replays + 1 and not self.runner.counters.module_fallbacks
+        assert (
+            self.runner.counters.replays == replays + 1
+            and not self.runner.counters.module_fallbacks
+        )
         return results
 
     def _results(self, micro_batch):
@@ -143,7 +209,9 @@ class Job:
         """NaN in every static input, output and gradient of every graph."""
         with torch.no_grad():
             for slot, graphs in self.runner.graphs.items():
-                for one in (one for module in self.runner.modules for one in module.in_slot(slot).values()):
+                for one in (
+                    one for module in self.runner.modules for one in module.in_slot(slot).values()
+                ):
                     for tensor in (one.input, *one.outputs, *one.grad_outputs, one.grad_input):
                         assert tensor.is_floating_point()
                         tensor.fill_(float("nan"))
@@ -156,7 +224,9 @@ class Job:
         found = 0
         for segment in torch.cuda.memory_snapshot():
             if tuple(segment["segment_pool_id"]) == tuple(self.runner.engine.pool):
-                torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(255)
+                torch.as_tensor(
+                    _Bytes(segment["address"], segment["total_size"]), device=DEVICE
+                ).fill_(255)
                 found += segment["total_size"]
         assert found > 0, "no memory of the graphs was found"
         return found
@@ -164,7 +234,12 @@ class Job:
 
 class _Bytes:
     def __init__(self, address, size):
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def different(found, wanted):

@@ -1,6 +1,7 @@
 """What the host waits for in steady steps, by both proofs.
 
-``set_sync_debug_mode("error")`` sees torch's own synchronising calls; the profile sees those of every library.
+``set_sync_debug_mode("error")`` sees torch's own synchronising calls; the profile sees those of
+every library.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.train_step import TrainStep
 
-SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize",
-                 "cuStreamSynchronize", "cuEventSynchronize", "cudaMemcpy", "cuMemcpyDtoH_v2")  # fmt: skip
+SYNCHRONISING = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+    "cudaMemcpy",
+    "cuMemcpyDtoH_v2",
+)
 
 
 def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4) -> dict[str, Any]:
     """Three times the same steps: to compile and tune, under the first proof, and under the second.
 
     Returns:
-        ``values``, the metrics of all but the last step of the first two times; what was seen in the third.
+        ``values``, the metrics of all but the last step of the first two times; what was seen in
+        the third.
 
     Raises:
         RuntimeError: a call that synchronises.
@@ -46,7 +56,9 @@ def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4
     return {"values": values, "finite": bool(np.isfinite(values).all()), **seen}
 
 
-def watched(run: Callable[[], object], end: Callable[[], object] = torch.cuda.synchronize) -> dict[str, Any]:
+def watched(
+    run: Callable[[], object], end: Callable[[], object] = torch.cuda.synchronize
+) -> dict[str, Any]:
     """What is seen of ``run``, called under each proof; ``end`` comes behind.
 
     Raises:
@@ -58,12 +70,19 @@ def watched(run: Callable[[], object], end: Callable[[], object] = torch.cuda.sy
     finally:
         torch.cuda.set_sync_debug_mode("default")
     end()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("steady_steps"):
+    with (
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
+        record_function("steady_steps"),
+    ):
         run()
     end()
     events = profiler.events()
     window = next(event for event in events if event.name == "steady_steps").time_range
-    inside = [e.name for e in events if window.start <= e.time_range.start and e.time_range.end <= window.end]
+    inside = [
+        e.name
+        for e in events
+        if window.start <= e.time_range.start and e.time_range.end <= window.end
+    ]
     return {
         "events": len(inside),
         "launches": sum(name == "cudaGraphLaunch" for name in inside),

@@ -1,4 +1,6 @@
-"""Checkpoints of CUDA tensors: bit for bit, in stream order, without memory of their size; agreement over NCCL."""
+"""Checkpoints of CUDA tensors: bit for bit, in stream order, without memory of their size;
+agreement over NCCL.
+"""
 
 import resource
 
@@ -30,7 +32,8 @@ def make_state(device: str) -> dict[str, torch.Tensor]:
 def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
     on_gpu, on_cpu = make_state("cuda"), make_state("cpu")
     paths = [
-        save_checkpoint(tmp_path / device, 1, whole_tensors(state), {}).path / "rank_00000.safetensors"
+        save_checkpoint(tmp_path / device, 1, whole_tensors(state), {}).path
+        / "rank_00000.safetensors"
         for device, state in (("cuda", on_gpu), ("cpu", on_cpu))
     ]
     one, two = (path.read_bytes() for path in paths)
@@ -42,12 +45,17 @@ def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
 
 @pytest.mark.gpu
 def test_saved_beside_training(tmp_path):
-    """From page-locked memory that is used again; what the next step does to the tensors is not in the file."""
+    """From page-locked memory that is used again; what the next step does to the tensors is not in
+    the file.
+    """
     state = make_state("cuda")
     before = {name: tensor.clone() for name, tensor in state.items()}
     saves = BackgroundSaves()
     for step in (1, 2):
-        saves.begin(lambda shards, step=step: save_checkpoint(tmp_path, step, shards, {}), whole_tensors(state))
+        saves.begin(
+            lambda shards, step=step: save_checkpoint(tmp_path, step, shards, {}),
+            whole_tensors(state),
+        )
         for tensor in state.values():
             tensor.zero_()
         assert saves.take(wait=True).step == step
@@ -61,16 +69,25 @@ def test_saved_beside_training(tmp_path):
 
 @pytest.mark.gpu
 def test_columns_are_saved_and_loaded(tmp_path):
-    """As tensor-parallel ranks share them, into more ranks and into one; rows lie over the edges of blocks."""
+    """As tensor-parallel ranks share them, into more ranks and into one; rows lie over the edges of
+    blocks.
+    """
     whole = torch.randn(4096, 3000, device="cuda")  # 46 MiB
     halves = [
-        shards_of("w", (4096, 3000), [Extent(at, at + 1500, 4096, 3000)], whole[:, at : at + 1500].reshape(-1))
+        shards_of(
+            "w",
+            (4096, 3000),
+            [Extent(at, at + 1500, 4096, 3000)],
+            whole[:, at : at + 1500].reshape(-1),
+        )
         for at in (0, 1500)
     ]
     save_checkpoint(tmp_path, 1, halves[0] + halves[1], {})
     for at, width in ((0, 1500), (750, 750), (1000, 1000), (0, 3000)):
         found = torch.zeros(4096 * width, device="cuda")
-        load_checkpoint(tmp_path, shards_of("w", (4096, 3000), [Extent(at, at + width, 4096, 3000)], found))
+        load_checkpoint(
+            tmp_path, shards_of("w", (4096, 3000), [Extent(at, at + width, 4096, 3000)], found)
+        )
         assert torch.equal(found.view(4096, width), whole[:, at : at + width])
     found = torch.zeros_like(whole)
     load_checkpoint(tmp_path, whole_tensors({"w": found}))
@@ -79,7 +96,9 @@ def test_columns_are_saved_and_loaded(tmp_path):
 
 @pytest.mark.gpu
 def test_copies_follow_the_work_that_is_queued_on_the_stream(tmp_path):
-    """The tensor is still being computed when the save starts, and is used at once when the load returns."""
+    """The tensor is still being computed when the save starts, and is used at once when the load
+    returns.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         values = torch.zeros(6 << 20, device="cuda")
@@ -120,4 +139,7 @@ def _over_nccl(groups: ParallelGroups, root: str) -> bool:
 
 @pytest.mark.multi_gpu
 def test_two_ranks_agree_over_nccl(tmp_path):
-    assert run_distributed(_over_nccl, 2, str(tmp_path), backend="nccl", timeout=120) == [True, True]
+    assert run_distributed(_over_nccl, 2, str(tmp_path), backend="nccl", timeout=120) == [
+        True,
+        True,
+    ]

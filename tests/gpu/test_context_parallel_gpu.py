@@ -1,4 +1,6 @@
-"""Context parallelism over NCCL with the kernels of GPUs: two ranks against one process, and documents stay apart."""
+"""Context parallelism over NCCL with the kernels of GPUs: two ranks against one process, and
+documents stay apart.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,23 @@ VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = [1, 3, 130, 257, 2, 300, 64, 90]
 """In contiguous slices the border lies inside the sixth document."""
 CONFIG = {
-    "hidden_size": HIDDEN, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64,
-    "mamba_num_heads": 16, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_num_groups": 2,
-    "mamba_chunk_size": 128, "num_experts": None, "add_bias_linear": False, "normalization": "RMSNorm",
-    "squared_relu": True, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": False,
-}  # fmt: skip
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 128,
+    "num_experts": None,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": False,
+}
 CHANGED = 3
 """The document whose tokens change."""
 
@@ -35,11 +49,17 @@ def pack(alignment: int, changed: int | None = None) -> MicroBatch:
     if changed is not None:
         documents[changed] = ((documents[changed][0] + 1) % VOCAB, None)
     targets = sum(length - 1 for length in LENGTHS)
-    return MicroBatch.build(documents, TOKENS, len(LENGTHS) + 3, (1 / targets, 1.0), alignment=alignment).to("cuda")
+    return MicroBatch.build(
+        documents, TOKENS, len(LENGTHS) + 3, (1 / targets, 1.0), alignment=alignment
+    ).to("cuda")
 
 
-def train(groups: ParallelGroups | None, comm_type: str, pattern: str, backends: dict[str, str]) -> dict[str, Tensor]:
-    """Loss and gradients of one pack over all ranks, and what a changed document moves in this rank's other rows."""
+def train(
+    groups: ParallelGroups | None, comm_type: str, pattern: str, backends: dict[str, str]
+) -> dict[str, Tensor]:
+    """Loss and gradients of one pack over all ranks, and what a changed document moves in this
+    rank's other rows.
+    """
     model = HybridModel(
         ModelConfig(hybrid_layer_pattern=pattern, **CONFIG),
         vocab_size=VOCAB,
@@ -78,7 +98,9 @@ def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
         pytest.skip("a2a runs the kernel of one GPU")
     arguments = (comm_type, "M*-M*", {"zigzag_attention": zigzag})
     expected = train(None, *arguments)
-    ranks = run_distributed(train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300)
+    ranks = run_distributed(
+        train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300
+    )
     for found in ranks:
         assert float(found["moved"]) == 0
         assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-2)
@@ -98,6 +120,11 @@ def test_no_kernel_for_float32_keys_that_travel() -> None:
 def in_float32(groups: ParallelGroups) -> None:
     config = ModelConfig(hybrid_layer_pattern="*", **CONFIG)
     model = HybridModel(
-        config, vocab_size=VOCAB, max_positions=TOKENS, groups=groups, cp_comm_type="p2p", device="cuda"
+        config,
+        vocab_size=VOCAB,
+        max_positions=TOKENS,
+        groups=groups,
+        cp_comm_type="p2p",
+        device="cuda",
     )
     model(pack(4))

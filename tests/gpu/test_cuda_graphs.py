@@ -1,4 +1,6 @@
-"""Graphs on a GPU: replay equals eager on changing packs, waits for nothing, and keeps documents apart."""
+"""Graphs on a GPU: replay equals eager on changing packs, waits for nothing, and keeps documents
+apart.
+"""
 
 import subprocess
 import sys
@@ -36,10 +38,13 @@ pytestmark = pytest.mark.gpu
 REPEATS = 5
 """Eager runs whose spread is the measure for kernels that are not deterministic."""
 FACTOR = 3.0
-"""A replay may be so many times as far from an eager run as the farthest two of `REPEATS` eager runs are apart."""
+"""A replay may be so many times as far from an eager run as the farthest two of `REPEATS` eager
+runs are apart.
+"""
 FLOOR = 1e-3
-"""What a parameter's gradient may differ by anyway, relative to its norm: a few runs of a small sum may agree by
-chance. Wrong metadata changes gradients by 1e-1 and more."""
+"""What a parameter's gradient may differ by anyway, relative to its norm: a few runs of a small sum
+may agree by chance. Wrong metadata changes gradients by 1e-1 and more.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,8 @@ def dense():
     job.runner.close()
 
 
-# ---------------------------------------------------------------------------------------------- replay equals eager
+# ----------------------------------------------------------------------------------------------
+# replay equals eager
 
 
 @pytest.mark.shows("graphs: local", "one process")
@@ -72,7 +78,9 @@ def test_replay_equals_eager_bit_for_bit_over_fifty_packings(deterministic):
     """One graph set, three capacities, every static tensor NaN before each micro-batch."""
     micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(50))]
     first = micro_batches[0]
-    assert different(deterministic.eager(first), deterministic.eager(first)) == [], "eager itself differs run to run"
+    assert different(deterministic.eager(first), deterministic.eager(first)) == [], (
+        "eager itself differs run to run"
+    )
     for number, micro_batch in enumerate(micro_batches):
         wanted = deterministic.eager(micro_batch)
         deterministic.poison_statics()
@@ -103,11 +111,15 @@ def test_the_comparison_sees_metadata_that_was_not_refreshed(deterministic):
 
 
 def test_room_for_more_documents_changes_no_bit(deterministic):
-    """Replay at a capacity equals eager at exactly the pack's size, as the same micro-batch would run elsewhere."""
+    """Replay at a capacity equals eager at exactly the pack's size, as the same micro-batch would
+    run elsewhere.
+    """
     for seed, lengths in enumerate([[T], [500, 24, 300], [127, 128, 129, 1, 2, 3], [3] * 70]):
         exact = pinned(MicroBatch.build(documents(lengths, seed), T, scales=SCALES))
         assert exact.layout.capacity == len(lengths)
-        assert different(deterministic.replay(pack(lengths, seed)), deterministic.eager(exact)) == [], lengths[:8]
+        assert (
+            different(deterministic.replay(pack(lengths, seed)), deterministic.eager(exact)) == []
+        ), lengths[:8]
 
 
 def test_gradients_of_several_micro_batches_add_up(deterministic):
@@ -124,35 +136,56 @@ def test_gradients_of_several_micro_batches_add_up(deterministic):
 
 
 def relative(found, wanted):
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
+    return (
+        (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    ).item()
 
 
 def test_with_the_fastest_kernels_replay_is_as_near_as_eager_is_to_itself(fastest):
-    """Outputs bit for bit; gradients, which attention adds up in a changing order, within `FACTOR` of their spread."""
+    """Outputs bit for bit; gradients, which attention adds up in a changing order, within `FACTOR`
+    of their spread.
+    """
     outputs = [name for name in RESULTS if name != "hidden_gradient"]
     worst = 0.0
-    for seed, lengths in enumerate([[T], [127, 128, 129, 1, 2, 3], [500, 24, 500], [16] * 64, [9] * 100]):
+    for seed, lengths in enumerate(
+        [[T], [127, 128, 129, 1, 2, 3], [500, 24, 500], [16] * 64, [9] * 100]
+    ):
         micro_batch = pack(lengths, seed)
         eager = [fastest.eager(micro_batch) for _ in range(REPEATS)]
         fastest.poison_statics()
         replayed = fastest.replay(micro_batch)
-        assert [name for name in outputs if not torch.equal(replayed[name], eager[0][name])] == [], lengths[:8]
+        assert [
+            name for name in outputs if not torch.equal(replayed[name], eager[0][name])
+        ] == [], lengths[:8]
         for name in [name for name in replayed if name not in outputs]:
             apart = max(relative(one[name], other[name]) for one, other in combinations(eager, 2))
             away = max(relative(replayed[name], one[name]) for one in eager)
             worst = max(worst, away / max(apart, FLOOR))
-            assert away <= FACTOR * apart + FLOOR, f"{name}, {lengths[:8]}: {away:.1e} from eager, eager {apart:.1e}"
+            assert away <= FACTOR * apart + FLOOR, (
+                f"{name}, {lengths[:8]}: {away:.1e} from eager, eager {apart:.1e}"
+            )
     print(f"farthest replay: {worst:.2f} times as far from eager as eager from itself (or {FLOOR})")
 
 
-# ---------------------------------------------------------------------------------------- two micro-batches in flight
+# ---------------------------------------------------------------------------------------- two
+# micro-batches in flight
 
-IN_FLIGHT = ["F1 F2 B1 B2", "F1 F2 B2 B1", "F1 F2 B1 F3 B2 F4 B3 F5 B4 B5", "F1 F2 B2 F3 B1 F4 B4 F5 B3 B5"]
+IN_FLIGHT = [
+    "F1 F2 B1 B2",
+    "F1 F2 B2 B1",
+    "F1 F2 B1 F3 B2 F4 B3 F5 B4 B5",
+    "F1 F2 B2 F3 B1 F4 B4 F5 B3 B5",
+]
 
 
 def scheduled(job, text, place):
-    """Losses of a schedule's micro-batches and the gradients that they leave, by name; number 3 fills another cell."""
-    batches = [pack(lengths, seed) for seed, lengths in enumerate([[T], [9] * 50, [1] * T, [500, 24, 500], [128] * 8])]
+    """Losses of a schedule's micro-batches and the gradients that they leave, by name; number 3
+    fills another cell.
+    """
+    batches = [
+        pack(lengths, seed)
+        for seed, lengths in enumerate([[T], [9] * 50, [1] * T, [500, 24, 500], [128] * 8])
+    ]
     job.buffers.zero_grad()
     outputs, found = {}, {}
     for step in text.split():
@@ -163,7 +196,9 @@ def scheduled(job, text, place):
             found |= {f"losses of {number}": outputs[number].per_token_loss_T.clone()}
         else:
             outputs.pop(number).loss.backward()
-    return found | {name: parameter.main_grad.clone() for name, parameter in job.buffers.parameters.items()}
+    return found | {
+        name: parameter.main_grad.clone() for name, parameter in job.buffers.parameters.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -184,16 +219,23 @@ def test_two_micro_batches_in_flight_equal_eager(two_slots, text):
         assert different(found, wanted) == []
         runner.place(pack([T]))
         runner.slots.vacate()
-    assert runner.counters.replays == before + 2 * (text.count("F") + 1) and not runner.counters.module_fallbacks
+    assert (
+        runner.counters.replays == before + 2 * (text.count("F") + 1)
+        and not runner.counters.module_fallbacks
+    )
 
 
 def test_slots_have_memory_of_their_own(deterministic, two_slots):
     one, two = deterministic.runner.counters, two_slots.runner.counters
     print(f"graphs of one slot hold {one.memory_mib:,.0f} MiB, of two {two.memory_mib:,.0f} MiB")
-    assert two.captures == 2 * one.captures and 1.5 * one.memory_mib <= two.memory_mib <= 2.2 * one.memory_mib
+    assert (
+        two.captures == 2 * one.captures
+        and 1.5 * one.memory_mib <= two.memory_mib <= 2.2 * one.memory_mib
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- isolation
+# --------------------------------------------------------------------------------------------------------
+# isolation
 
 
 @pytest.mark.shows("isolation", "one process")
@@ -216,7 +258,9 @@ def test_documents_do_not_touch_each_other(dense, lengths, victim, replays):
     for contents in (base, changed):
         counters = dense.runner.counters
         before = counters.replays
-        micro_batch = pinned(MicroBatch.build(contents, T, capacity, SCALES, T if replays else None))
+        micro_batch = pinned(
+            MicroBatch.build(contents, T, capacity, SCALES, T if replays else None)
+        )
         results.append(dense._results(dense.runner.place(micro_batch)))
         assert counters.replays - before == int(replays)
     assert replays or dense.runner.counters.fallbacks == {"more than 64 documents": 2}
@@ -226,26 +270,39 @@ def test_documents_do_not_touch_each_other(dense, lengths, victim, replays):
         assert torch.equal(one[others], other[others]), f"{name} of other documents changed"
 
 
-# ------------------------------------------------------------------------------------------------------------ audit
+# ------------------------------------------------------------------------------------------------------------
+# audit
 
 
 def state_of(job):
     """Everything that training goes on from, as bytes on the host."""
-    tensors = [*job.model.state_dict().values(), *job.model.buffers(), job.buffers.storage, job.buffers.grads]
+    tensors = [
+        *job.model.state_dict().values(),
+        *job.model.buffers(),
+        job.buffers.storage,
+        job.buffers.grads,
+    ]
     tensors += [torch.cuda.get_rng_state(DEVICE), torch.get_rng_state()]
-    return [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for tensor in tensors]
+    return [
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for tensor in tensors
+    ]
 
 
 @pytest.mark.parametrize("fixture, exactly", [("deterministic", True), ("fastest", False)])
 def test_a_sound_replay_passes_the_audit_which_touches_nothing(request, fixture, exactly):
     job = request.getfixturevalue(fixture)
     job.buffers.grads.fill_(0.5)
-    before, counters = state_of(job), (job.runner.counters.replays, dict(job.runner.counters.fallbacks))
+    before, counters = (
+        state_of(job),
+        (job.runner.counters.replays, dict(job.runner.counters.fallbacks)),
+    )
     for seed, lengths in enumerate([[T], [1] * T, [300, 1, 200, 129, 100], [16] * 64, [3] * 70]):
         began = time.perf_counter()
         found = audit(job.runner, pack(lengths, seed), deterministic=exactly, seed=seed)
         print(f"{fixture}, {len(lengths)} documents: {found}, {time.perf_counter() - began:.3f} s")
-        assert found.modules == len(job.model.layers) and (found.largest_difference == 0 or not exactly)
+        assert found.modules == len(job.model.layers) and (
+            found.largest_difference == 0 or not exactly
+        )
     assert all(map(torch.equal, state_of(job), before))
     assert (job.runner.counters.replays, dict(job.runner.counters.fallbacks)) == counters
 
@@ -311,7 +368,8 @@ def test_the_audit_finds_seeded_faults(request, monkeypatch, fault, exactly):
         audit(job.runner, pack([170, 250, 50, 120]), deterministic=exactly)
 
 
-# ------------------------------------------------------------------------------------------------------ nothing waits
+# ------------------------------------------------------------------------------------------------------
+# nothing waits
 
 
 def test_a_replayed_micro_batch_waits_for_nothing(fastest):
@@ -332,13 +390,17 @@ def test_a_replayed_micro_batch_waits_for_nothing(fastest):
     assert found["waits"] == [] and found["pageable"] == [] and found["to_host"] == 0, found
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------------------
+# memory
 
 
 def peak(job, ladder, place):
     """Most memory held from the device in two steps, in MiB: what no other process could use."""
     tokens = job.tokens
-    batches = [pack(lengths, seed, ladder, tokens) for seed, lengths in enumerate([[tokens // 2] * 2, [100] * 16])]
+    batches = [
+        pack(lengths, seed, ladder, tokens)
+        for seed, lengths in enumerate([[tokens // 2] * 2, [100] * 16])
+    ]
     for micro_batch in batches:
         job.drive(place(micro_batch))
     released()
@@ -350,7 +412,9 @@ def peak(job, ladder, place):
 
 
 def test_memory_of_graphs():
-    """Four capacities hold at most 1.15 times what one holds, and a step takes at most 5 % more than an eager one."""
+    """Four capacities hold at most 1.15 times what one holds, and a step takes at most 5 % more
+    than an eager one.
+    """
     tokens, hidden = 8192, 1024
     released()
     found = {}
@@ -366,22 +430,37 @@ def test_memory_of_graphs():
             f"{eager[1]:,.0f} MiB, graphs {graphs[0]:,.0f}, {graphs[1]:,.0f} MiB (theirs not counted as allocated)"
         )
         assert job.runner.counters.hit_rate == 1.0 and found[name] > 100
-        assert graphs[0] <= 1.05 * eager[0], f"{name}: {graphs[0]:,.0f} MiB, eager {eager[0]:,.0f} MiB"
+        assert graphs[0] <= 1.05 * eager[0], (
+            f"{name}: {graphs[0]:,.0f} MiB, eager {eager[0]:,.0f} MiB"
+        )
         job.runner.close()
         del job
         released()
     assert found["four"] <= 1.15 * found["one"], found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.bool, torch.uint8]
+)
 def test_borrowed_memory_is_the_same_bytes(dtype):
     engine = new_engine()
     whole = torch.arange(6 * 10 * 14, device=DEVICE).view(6, 10, 14).to(dtype)
-    views = [whole, whole[2:5, :, 3:9], whole.transpose(0, 2), whole[1, 2, 3], whole[:, 4, 5], whole[3:3],
-             whole[:, :1].expand(6, 10, 14)]  # fmt: skip
+    views = [
+        whole,
+        whole[2:5, :, 3:9],
+        whole.transpose(0, 2),
+        whole[1, 2, 3],
+        whole[:, 4, 5],
+        whole[3:3],
+        whole[:, :1].expand(6, 10, 14),
+    ]
     for view in views:
         borrowed = engine.borrowed(view)
-        assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (view.dtype, view.shape, view.stride())
+        assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (
+            view.dtype,
+            view.shape,
+            view.stride(),
+        )
         assert view.numel() == 0 or borrowed.data_ptr() == view.data_ptr()
         assert torch.equal(borrowed, view)
     target = engine.borrowed(whole[2:5, :, 3:9])
@@ -407,7 +486,8 @@ def test_neighbours_and_capacities_use_the_same_memory(deterministic):
     assert len({modules[0].captured[cell].input.data_ptr() for cell in LADDER.cells}) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- the end
+# ----------------------------------------------------------------------------------------------------------
+# the end
 
 EXIT = """
 import sys
@@ -452,7 +532,11 @@ print("the end", flush=True)
 
 
 def test_a_closed_runner_lets_the_process_exit(tmp_path):
-    """With a process group whose collective was captured: graphs that still live would keep it from being destroyed."""
+    """With a process group whose collective was captured: graphs that still live would keep it from
+    being destroyed.
+    """
     command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.endswith("the end\n"), done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.endswith("the end\n"), (
+        done.stdout + done.stderr[-3000:]
+    )

@@ -1,4 +1,6 @@
-"""Expert parallelism over NCCL with the kernels of GPUs: two ranks against one process, no host sync, captured."""
+"""Expert parallelism over NCCL with the kernels of GPUs: two ranks against one process, no host
+sync, captured.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,41 @@ VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])
 """Of the documents of two packs."""
 CONFIG = {
-    "hidden_size": HIDDEN, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64,
-    "mamba_num_heads": 16, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_num_groups": 2,
-    "mamba_chunk_size": 128, "num_experts": 8, "moe_ffn_hidden_size": 384, "moe_router_topk": 2,
-    "moe_aux_loss_coeff": 1e-2, "moe_shared_expert_intermediate_size": 256, "add_bias_linear": False,
-    "normalization": "RMSNorm", "squared_relu": True, "position_embedding_type": "rope",
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 128,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 384,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_shared_expert_intermediate_size": 256,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": False,
-}  # fmt: skip
+}
 ALLGATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 BOUNDED: dict[str, Any] = {**ALLGATHER, "moe_expert_rank_capacity_factor": 1.5}
 ALLTOALL: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
 PADDED: dict[str, Any] = {
-    **ALLTOALL, "moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True,
-}  # fmt: skip
+    **ALLTOALL,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
 LAYOUTS = [{"ep_size": 2}, {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2}]
 
 
-def build(groups: ParallelGroups | None, changes: dict[str, Any], pattern: str = "M*-E") -> HybridModel:
+def build(
+    groups: ParallelGroups | None, changes: dict[str, Any], pattern: str = "M*-E"
+) -> HybridModel:
     return HybridModel(
         ModelConfig(hybrid_layer_pattern=pattern, **{**CONFIG, **changes}),
         vocab_size=VOCAB,
@@ -52,7 +72,10 @@ def packs() -> list[MicroBatch]:
     rng = np.random.default_rng(0)
     targets = sum(length - 1 for lengths in LENGTHS for length in lengths)
     drawn = [[(rng.integers(0, VOCAB, length), None) for length in lengths] for lengths in LENGTHS]
-    return [MicroBatch.build(documents, TOKENS, 10, (1 / targets, 0.5)).to("cuda") for documents in drawn]
+    return [
+        MicroBatch.build(documents, TOKENS, 10, (1 / targets, 0.5)).to("cuda")
+        for documents in drawn
+    ]
 
 
 def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, Tensor]:
@@ -66,12 +89,17 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
         output.loss.backward()
         loss, overflow = loss + output.loss.detach(), overflow + output.expert_overflow
     shared.sum()
-    found = {"loss": all_reduce_sum(loss, groups.dp_cp_group if groups else None), "overflow": overflow}
+    found = {
+        "loss": all_reduce_sum(loss, groups.dp_cp_group if groups else None),
+        "overflow": overflow,
+    }
     for name, part in model.sharded_parameters().items():
         gradient = part.parameter.grad
         assert gradient is not None
         if groups is not None:
-            gradient = all_reduce_sum(gradient, groups.expert_dp_group if part.is_expert else groups.dp_cp_group)
+            gradient = all_reduce_sum(
+                gradient, groups.expert_dp_group if part.is_expert else groups.dp_cp_group
+            )
         whole = torch.zeros(part.global_shape, device="cuda")
         part.shard.place(gradient.float(), whole)
         found[name] = whole
@@ -90,17 +118,25 @@ def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, f
     return errors
 
 
-@pytest.mark.shows("eager", "EP allgather", "EP alltoall", of=lambda layout: (2, layout, {"sequence_parallel": True}))
+@pytest.mark.shows(
+    "eager",
+    "EP allgather",
+    "EP alltoall",
+    of=lambda layout: (2, layout, {"sequence_parallel": True}),
+)
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts"])
 def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
     for changes in (ALLGATHER, BOUNDED, ALLTOALL, PADDED):
-        for errors in run_distributed(compare_rank, 2, changes, backend="nccl", layout=layout, timeout=300):
+        for errors in run_distributed(
+            compare_rank, 2, changes, backend="nccl", layout=layout, timeout=300
+        ):
             assert errors.pop("overflow") == 0
             assert errors.pop("loss") <= 1e-2
             for name, error in errors.items():
-                # Tensor parallelism rounds hidden states otherwise, and a token between two experts takes the other
-                # one: that moves gradients of this layer. What misses a rank's tokens is off by more than half.
+                # Tensor parallelism rounds hidden states otherwise, and a token between two experts
+                # takes the other one: that moves gradients of this layer. What misses a rank's
+                # tokens is off by more than half.
                 bound = 0.2 if "layers.3." in name and "tp_size" in layout else 3e-2
                 assert error <= bound, f"{changes}: {name} {error:.1e}"
 
@@ -125,17 +161,23 @@ def without_sync(groups: ParallelGroups, changes: dict[str, Any]) -> bool:
 @pytest.mark.multi_gpu
 def test_only_alltoall_with_exact_parts_waits_for_the_device() -> None:
     for changes in (ALLGATHER, BOUNDED, PADDED):
-        found = run_distributed(without_sync, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300)
+        found = run_distributed(
+            without_sync, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300
+        )
         assert found == [False, False], changes
 
 
 def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
-    """Largest difference between a captured expert layer, forward and backward, and the layer itself."""
+    """Largest difference between a captured expert layer, forward and backward, and the layer
+    itself.
+    """
     model = build(groups, changes, "E")
     layer, batch = model.layers[0], packs()[0]
     packed = model.prepare(batch.packed)
     generator = torch.Generator(device="cuda").manual_seed(groups.rank)
-    x_TD = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16().requires_grad_()
+    x_TD = (
+        torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16().requires_grad_()
+    )
     dy_TD = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()
 
     def run() -> tuple[Tensor, Tensor]:
@@ -167,5 +209,7 @@ def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
 @pytest.mark.multi_gpu
 def test_a_captured_expert_layer_computes_what_the_layer_does() -> None:
     for changes in (ALLGATHER, BOUNDED, PADDED):
-        found = run_distributed(replay, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300)
+        found = run_distributed(
+            replay, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300
+        )
         assert found == [0.0, 0.0], changes

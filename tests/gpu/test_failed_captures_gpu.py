@@ -22,7 +22,9 @@ class Foreign(nn.Module):
     def __init__(self, seed, trouble=None):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter((torch.randn(HIDDEN, HIDDEN, generator=generator) / 16).to(DEVICE))
+        self.weight = nn.Parameter(
+            (torch.randn(HIDDEN, HIDDEN, generator=generator) / 16).to(DEVICE)
+        )
         self.trouble = trouble
 
     def forward(self, hidden, packed):
@@ -43,7 +45,9 @@ def swallows_the_error(result):
 
 def forgets_a_stream(result):
     """Queues work on another stream and never waits for it: only the end of the capture finds out."""
-    current = torch.cuda.current_stream()  # torch hands out its 32 streams in turn, this one among them
+    current = (
+        torch.cuda.current_stream()
+    )  # torch hands out its 32 streams in turn, this one among them
     other = next(stream for stream in iter(torch.cuda.Stream, None) if stream != current)
     other.wait_stream(current)
     with torch.cuda.stream(other):
@@ -59,14 +63,21 @@ class Chain:
     """Foreign modules one behind the other, with graphs for one capacity."""
 
     def __init__(self, *troubles, **options):
-        self.modules = nn.ModuleList(Foreign(seed, trouble) for seed, trouble in enumerate(troubles))
+        self.modules = nn.ModuleList(
+            Foreign(seed, trouble) for seed, trouble in enumerate(troubles)
+        )
         self.buffers = FlatBuffers(self.modules)
         self.said = []
         modules = {f"module {number}": module for number, module in enumerate(self.modules)}
         self.runner = GraphRunner(
-            modules, total_tokens=T, ladder=Ladder.of([16], T), device=DEVICE, engine=new_engine(),
-            say=self.said.append, **options,
-        )  # fmt: skip
+            modules,
+            total_tokens=T,
+            ladder=Ladder.of([16], T),
+            device=DEVICE,
+            engine=new_engine(),
+            say=self.said.append,
+            **options,
+        )
         self.runner.capture(self.drive, full)
 
     def drive(self, micro_batch):
@@ -101,7 +112,9 @@ def test_a_module_that_cannot_be_captured_fails_alone(trouble):
 
 
 def fails_alone(trouble, **options):
-    """The others are captured and replayed; nothing of the failure stays: kernels, random numbers, captures, memory."""
+    """The others are captured and replayed; nothing of the failure stays: kernels, random numbers,
+    captures, memory.
+    """
     usual = Chain(None, **options)
     usual.check()  # eager and by replay: what libraries keep for a stream, once and for all
     usual.runner.close()
@@ -115,7 +128,9 @@ def fails_alone(trouble, **options):
     chain.check()
     assert chain.runner.counters.replays == 3 and chain.runner.counters.fallbacks.total() == 0
     assert chain.runner.counters.module_fallbacks.total() == 3
-    torch.randn(100, device=DEVICE).sum().item()  # a generator that believes to be in a capture would raise
+    torch.randn(
+        100, device=DEVICE
+    ).sum().item()  # a generator that believes to be in a capture would raise
     torch.cuda.synchronize()
     later = Chain(None, None, **options)
     assert later.runner.counters.captures == 1 + 2 * 2, later.said
@@ -124,12 +139,18 @@ def fails_alone(trouble, **options):
         one.runner.close()
     del chain, later, one
     now_allocated, now_reserved = released()
-    assert now_allocated - allocated <= 1 << 20, f"{now_allocated - allocated:,} bytes more are allocated than before"
-    assert now_reserved - reserved <= 4 << 20, f"{now_reserved - reserved:,} bytes more are reserved than before"
+    assert now_allocated - allocated <= 1 << 20, (
+        f"{now_allocated - allocated:,} bytes more are allocated than before"
+    )
+    assert now_reserved - reserved <= 4 << 20, (
+        f"{now_reserved - reserved:,} bytes more are reserved than before"
+    )
 
 
 def test_a_thread_that_pins_memory_does_not_disturb_captures():
-    """As the loader does. Sizes grow and are kept, so that every one is a new allocation of page-locked memory."""
+    """As the loader does. Sizes grow and are kept, so that every one is a new allocation of
+    page-locked memory.
+    """
     kept, stop = [], threading.Event()
 
     def pin():

@@ -1,4 +1,6 @@
-"""Whole steps in CUDA graphs: the eager ones bit for bit over changing packs, k + 1 launches, no wait, a clean end."""
+"""Whole steps in CUDA graphs: the eager ones bit for bit over changing packs, k + 1 launches, no
+wait, a clean end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import torch
 from host_waits import waiting
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB, T
-from test_parallel_graphs_gpu import LADDER, LAYOUTS, PACKS, steps_of  # sets deterministic variables, too
+from test_parallel_graphs_gpu import (
+    LADDER,
+    LAYOUTS,
+    PACKS,
+    steps_of,
+)  # sets deterministic variables, too
 
 from megatron_packed.config.cuda_graph import CudaGraphConfig
 from megatron_packed.config.data import DataConfig
@@ -51,9 +58,15 @@ def config_of(
         data=DataConfig(train_data_path=("none.jsonl",)),
         packing=PackingConfig(seq_length=tokens, global_batch_size=PACKS),
         optim=OptimizerConfig(lr=1e-3),
-        parallel=ParallelConfig(**{name: value for name, value in parallel.items() if name not in GATHERED_LATER}),
+        parallel=ParallelConfig(
+            **{name: value for name, value in parallel.items() if name not in GATHERED_LATER}
+        ),
         training=TrainingConfig(
-            train_iters=8, bf16=True, device="cuda", deterministic_mode=deterministic, loss_spike_policy="skip",
+            train_iters=8,
+            bf16=True,
+            device="cuda",
+            deterministic_mode=deterministic,
+            loss_spike_policy="skip",
             loss_spike_window=4,
         ),
         logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
@@ -64,7 +77,9 @@ def whole_steps(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="full_iteration"))
 
 
-def build(config: RunConfig, groups: ParallelGroups, ladder: Ladder = LADDER) -> tuple[Job, FullIteration]:
+def build(
+    config: RunConfig, groups: ParallelGroups, ladder: Ladder = LADDER
+) -> tuple[Job, FullIteration]:
     """A job with whole steps, which are not captured yet."""
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(whole_steps(config), job, ladder, groups, print)
@@ -75,7 +90,11 @@ def build(config: RunConfig, groups: ParallelGroups, ladder: Ladder = LADDER) ->
 
 def state_of(job: Job) -> dict[str, torch.Tensor]:
     """Everything that the next step depends on; copies."""
-    tensors = dict(job.model.state_dict()) | dict(job.model.named_buffers()) | job.optimizer.state_shards()
+    tensors = (
+        dict(job.model.state_dict())
+        | dict(job.model.named_buffers())
+        | job.optimizer.state_shards()
+    )
     assert job.optimizer.spikes is not None
     tensors["spikes"] = job.optimizer.spikes.recent
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -107,7 +126,12 @@ def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIteration]]:
 
 class _Bytes:
     def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def poison_pool(graphs: FullIteration) -> None:
@@ -116,14 +140,20 @@ def poison_pool(graphs: FullIteration) -> None:
     found = 0
     for segment in torch.cuda.memory_snapshot():
         if tuple(segment["segment_pool_id"]) == tuple(graphs.engine.pool):
-            torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(255)
+            torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(
+                255
+            )
             found += segment["total_size"]
     assert found > 0, "no memory of the graphs was found"
 
 
 @pytest.mark.shows("graphs: full_iteration", "one process")
-def test_twenty_steps_are_the_eager_ones_bit_for_bit(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups):
-    """One, two and four micro-batches, of both cells and of none, over memory that is made NaN between steps."""
+def test_twenty_steps_are_the_eager_ones_bit_for_bit(
+    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+):
+    """One, two and four micro-batches, of both cells and of none, over memory that is made NaN
+    between steps.
+    """
     eager, job, graphs = jobs
     packs = [one for step in steps_of(groups, 1, overflow=True) for one in step]
     replays, fallbacks = graphs.counters.replays, graphs.counters.fallbacks.total()
@@ -134,7 +164,9 @@ def test_twenty_steps_are_the_eager_ones_bit_for_bit(jobs: tuple[Job, Job, FullI
         seen |= {one.layout.capacity for one in micro_batches}
         poison_pool(graphs)
         lr = 1e-3 / (1 + number)
-        metrics = [one.step(micro_batches, lr, stop_requested=number == 7).clone() for one in (eager, job)]
+        metrics = [
+            one.step(micro_batches, lr, stop_requested=number == 7).clone() for one in (eager, job)
+        ]
         assert torch.equal(*metrics) and metrics[0].isfinite().all(), number
         assert StepValues.from_list(metrics[1].tolist()).stop_requested == (number == 7)
         assert different(state_of(job), state_of(eager)) == [], number
@@ -146,7 +178,10 @@ def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
     jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
 ):
     eager, job, _ = jobs
-    steps = [packs[: (1, 2, 4)[number % 3]] for number, packs in enumerate(steps_of(groups, 1, overflow=False)[:9])]
+    steps = [
+        packs[: (1, 2, 4)[number % 3]]
+        for number, packs in enumerate(steps_of(groups, 1, overflow=False)[:9])
+    ]
     found = waiting(job.step, steps)
     assert found["finite"] and found["launches"] == sum(map(len, steps)) + len(steps), found
     assert found["waits"] == [] and found["pageable"] == [], found
@@ -154,7 +189,9 @@ def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
 
 
 @pytest.mark.parametrize("bad", [0, 3])
-def test_a_nan_is_named_and_changes_nothing(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups, bad: int):
+def test_a_nan_is_named_and_changes_nothing(
+    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups, bad: int
+):
     eager, job, _ = jobs
     steps = steps_of(groups, 1, overflow=False)
     before = state_of(job)
@@ -185,27 +222,41 @@ def test_spikes_and_steps_without_targets_are_left_out_by_replay_as_eagerly(
     for micro_batches in steps[:5]:  # of one size, for medians of what comes next
         for one in (eager, job):
             one.step(micro_batches, 1e-3)
-    spike, empty = steps_of(groups, 1, overflow=False)[0], without_targets(steps_of(groups, 1, overflow=False)[1])
+    spike, empty = (
+        steps_of(groups, 1, overflow=False)[0],
+        without_targets(steps_of(groups, 1, overflow=False)[1]),
+    )
     spike[1].scales[0] *= 1000
     fallbacks = graphs.counters.fallbacks.total()
-    for micro_batches, left_out in ((spike, True), (steps[0], False), (empty, True), (steps[1], False)):
+    for micro_batches, left_out in (
+        (spike, True),
+        (steps[0], False),
+        (empty, True),
+        (steps[1], False),
+    ):
         before = state_of(job)
         metrics = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
         values = StepValues.from_list(metrics[1].tolist())
         assert torch.equal(*metrics) and different(state_of(job), state_of(eager)) == []
-        assert bool(values.spikes) == (micro_batches is spike) and values.no_targets == (micro_batches is empty)
+        assert bool(values.spikes) == (micro_batches is spike) and values.no_targets == (
+            micro_batches is empty
+        )
         changed = different(state_of(job), before)
         assert set(changed) <= {"spikes"} if left_out else len(changed) > 10, changed
     assert graphs.counters.fallbacks.total() == fallbacks
 
 
-def test_validation_by_replay_and_audit(jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups):
+def test_validation_by_replay_and_audit(
+    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+):
     eager, _, _ = jobs
     job, graphs = build(config_of(), groups)
     graphs.parts["validation"] = job.step.validation_micro_batch
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
-        job.optimizer.load_state({name: shard.clone() for name, shard in eager.optimizer.state_shards().items()})
+        job.optimizer.load_state(
+            {name: shard.clone() for name, shard in eager.optimizer.state_shards().items()}
+        )
         for buffer, other in zip(job.model.buffers(), eager.model.buffers()):
             buffer.copy_(other)
         packs = [one for step in steps_of(groups, 1, overflow=False) for one in step][:6]
@@ -214,7 +265,9 @@ def test_validation_by_replay_and_audit(jobs: tuple[Job, Job, FullIteration], gr
             for micro_batch in packs:
                 one.step.validate(micro_batch)
         assert graphs.counters.replays == len(packs)
-        assert job.step.validation_loss > 0 and torch.equal(job.step.validation_loss, eager.step.validation_loss)
+        assert job.step.validation_loss > 0 and torch.equal(
+            job.step.validation_loss, eager.step.validation_loss
+        )
         before = state_of(job)
         found = audit_graphs(graphs, job.step, packs[0], deterministic=True, seed=0)
         assert found == "whole micro-batches replay what they compute (largest difference 0.0e+00)"
@@ -238,17 +291,27 @@ def test_memory(groups: ParallelGroups):
     """Graphs of four capacities and the update hold little more than an eager step takes."""
     tokens, ladder = 8192, Ladder.of([16, 64, 128, 256], 8192)
     model = dataclasses.replace(
-        MODEL, hybrid_layer_pattern="M*-" * 4, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096,
-        mamba_num_heads=32, num_experts=None, moe_ffn_hidden_size=None, moe_shared_expert_intermediate_size=None,
-        moe_router_enable_expert_bias=False, moe_aux_loss_coeff=0.0,
-    )  # fmt: skip
+        MODEL,
+        hybrid_layer_pattern="M*-" * 4,
+        hidden_size=1024,
+        num_attention_heads=16,
+        ffn_hidden_size=4096,
+        mamba_num_heads=32,
+        num_experts=None,
+        moe_ffn_hidden_size=None,
+        moe_shared_expert_intermediate_size=None,
+        moe_router_enable_expert_bias=False,
+        moe_aux_loss_coeff=0.0,
+    )
     random = np.random.default_rng(0)
 
     def pack(count: int) -> MicroBatch:
         cell = ladder.cell_for(count, tokens)
         assert cell is not None
         documents = [(random.integers(0, VOCAB, tokens // count), None) for _ in range(count)]
-        return MicroBatch.build(documents, tokens, cell.capacity, (1e-4, 0.5), cell.max_seqlen).pin_memory()
+        return MicroBatch.build(
+            documents, tokens, cell.capacity, (1e-4, 0.5), cell.max_seqlen
+        ).pin_memory()
 
     steps = [[pack(count), pack(16)] for count in (2, 50, 100, 200)]
     config = config_of(model, tokens, deterministic=False)
@@ -261,8 +324,10 @@ def test_memory(groups: ParallelGroups):
     with released(graphs):
         capture_graphs(graphs, job.step, 2, groups, first=True)
         found = reserved_mib(job, steps)
-        print(f"reserved at the peak: eager {eager:,.0f} MiB, whole steps {found:,.0f} MiB, of which graphs hold "
-              f"{graphs.counters.memory_mib:,.0f} MiB; captured in {graphs.counters.capture_seconds:.1f} s")
+        print(
+            f"reserved at the peak: eager {eager:,.0f} MiB, whole steps {found:,.0f} MiB, of which graphs hold "
+            f"{graphs.counters.memory_mib:,.0f} MiB; captured in {graphs.counters.capture_seconds:.1f} s"
+        )
         assert graphs.counters.hit_rate == 1.0 and not graphs.refusals
         assert found <= 1.10 * eager, f"{found:,.0f} MiB, eager {eager:,.0f} MiB"
 
@@ -310,10 +375,13 @@ def test_the_process_ends_with_collectives_captured(tmp_path):
     """One beside the stream, as when sums begin in the backward pass, and one on it."""
     command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.endswith("the end\n"), done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.endswith("the end\n"), (
+        done.stdout + done.stderr[-3000:]
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- two GPUs
+# ---------------------------------------------------------------------------------------------------------
+# two GPUs
 
 
 @pytest.fixture(scope="module")
@@ -349,12 +417,19 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
         left_out = set(different(state_of(job), before)) <= {"spikes"}
         audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=0)
         return waiting(job.step, steady) | {
-            "steps": equal, "state": differing, "nonfinite": values.nonfinite, "bad": values.bad_micro_batches,
-            "changed": changed, "spikes": [one.name for one in spikes], "left_out": left_out,
-            "audited": audited, "fallbacks": dict(graphs.counters.fallbacks),
-            "refusals": list(graphs.refusals.values()), "expected": sum(map(len, steady)) + len(steady),
+            "steps": equal,
+            "state": differing,
+            "nonfinite": values.nonfinite,
+            "bad": values.bad_micro_batches,
+            "changed": changed,
+            "spikes": [one.name for one in spikes],
+            "left_out": left_out,
+            "audited": audited,
+            "fallbacks": dict(graphs.counters.fallbacks),
+            "refusals": list(graphs.refusals.values()),
+            "expected": sum(map(len, steady)) + len(steady),
             "graph_mib": graphs.counters.memory_mib,
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.shows("graphs: full_iteration", of=lambda name: (2, config_of(**LAYOUTS[name])))
@@ -362,14 +437,24 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["dp2 zero", "dp2 overlap", "dp2 zero overlap", "tp2 sp", "ep2"])
 def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
     options = {key: value for key, value in LAYOUTS[name].items() if key not in GATHERED_LATER}
-    sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
+    sizes = {
+        axis: size
+        for axis, size in ParallelConfig(**options).layout_sizes.items()
+        if size is not None
+    }
     for rank, found in enumerate(pool.run(compare, options, layout=sizes, timeout=300)):
-        print(f"{name}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches")
+        print(
+            f"{name}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches"
+        )
         assert all(found["steps"]) and found["state"] == [], found
-        assert found["nonfinite"] and set(found["bad"].values()) == {1} and max(found["bad"]) == 1, found
+        assert (
+            found["nonfinite"] and set(found["bad"].values()) == {1} and max(found["bad"]) == 1
+        ), found
         assert found["changed"] == [] and found["refusals"] == [], found
         assert "loss" in found["spikes"] and found["left_out"], found
         assert sum(found["fallbacks"].values()) == 1, found
         assert found["audited"].endswith("(largest difference 0.0e+00)"), found
-        assert found["finite"] and found["launches"] == found["expected"] and found["nccl"] > 0, found
+        assert found["finite"] and found["launches"] == found["expected"] and found["nccl"] > 0, (
+            found
+        )
         assert found["waits"] == [] and found["pageable"] == [], found

@@ -1,4 +1,6 @@
-"""The kernels that a run names on a GPU are those that run there, and what no kernel serves is said or refused."""
+"""The kernels that a run names on a GPU are those that run there, and what no kernel serves is said
+or refused.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,10 @@ def test_products_in_float32_have_no_fast_kernels() -> None:
     """Attention and experts then run references, which is said with the cure, or refused."""
     config = config_of(device="auto")
     said = "\n".join(slow_kernel_warnings(chosen_kernels(config, DEVICE), DEVICE))
-    assert "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200)" in said
+    assert (
+        "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200)"
+        in said
+    )
     assert "grouped product runs reference, plain PyTorch, 7 times as long as grouped_mm" in said
     assert said.count("; add --bf16.") == 2 == len(said.splitlines())
     with pytest.raises(ConfigError, match=r"^--require-fast-kernels: attention runs reference"):
@@ -40,9 +45,18 @@ def test_products_in_float32_have_no_fast_kernels() -> None:
 
 
 def test_a_head_that_a_named_kernel_does_not_take_is_refused() -> None:
-    config = config_of("*", device="auto", bf16=True, attention_backend="torch_varlen", deterministic_mode=True)
-    with pytest.raises(ConfigError, match=r"^--attention-backend torch_varlen: .*no deterministic flag; leave it out"):
+    config = config_of(
+        "*", device="auto", bf16=True, attention_backend="torch_varlen", deterministic_mode=True
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^--attention-backend torch_varlen: .*no deterministic flag; leave it out",
+    ):
         chosen_kernels(config, DEVICE)
-    wide = config_of("*", ("--kv-channels", "264"), device="auto", bf16=True, attention_backend="torch_varlen")
-    with pytest.raises(ConfigError, match=r"the head dimension \(264\) must be a multiple of 8 up to 256; leave"):
+    wide = config_of(
+        "*", ("--kv-channels", "264"), device="auto", bf16=True, attention_backend="torch_varlen"
+    )
+    with pytest.raises(
+        ConfigError, match=r"the head dimension \(264\) must be a multiple of 8 up to 256; leave"
+    ):
         chosen_kernels(wide, DEVICE)

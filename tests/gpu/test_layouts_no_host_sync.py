@@ -1,4 +1,6 @@
-"""No host synchronisation in steady steps on two and four GPUs, in every layout that promises it, by both proofs."""
+"""No host synchronisation in steady steps on two and four GPUs, in every layout that promises it,
+by both proofs.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,39 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
 
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M*-E", hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=64,
-    ffn_hidden_size=512, squared_relu=True, normalization="RMSNorm", add_bias_linear=False,
-    position_embedding_type="rope", mamba_num_heads=8, mamba_head_dim=64, mamba_state_dim=64, mamba_num_groups=2,
-    num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_shared_expert_intermediate_size=256,
-    moe_aux_loss_coeff=1e-2, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+    hybrid_layer_pattern="M*-E",
+    hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=64,
+    ffn_hidden_size=512,
+    squared_relu=True,
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    position_embedding_type="rope",
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    mamba_state_dim=64,
+    mamba_num_groups=2,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=256,
+    moe_shared_expert_intermediate_size=256,
+    moe_aux_loss_coeff=1e-2,
+    moe_router_enable_expert_bias=True,
+    moe_router_score_function="sigmoid",
     moe_token_dispatcher_type="allgather",
-)  # fmt: skip
+)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 200_000}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero": {"use_distributed_optimizer": True},
     "dp2 overlap": {"overlap_grad_reduce": True, "ddp_bucket_size": 200_000},
     "dp2 zero overlap": {"use_distributed_optimizer": True, **OVERLAP},
-    "ep2 zero overlap": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, **OVERLAP},
+    "ep2 zero overlap": {
+        "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        **OVERLAP,
+    },
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
@@ -58,14 +80,19 @@ STEPS = 6
 
 
 def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
-    """Steps of two pinned micro-batches: of one process's packs, or with every document at a multiple of 4."""
+    """Steps of two pinned micro-batches: of one process's packs, or with every document at a
+    multiple of 4.
+    """
     if alignment == 1:
         return host_batches(STEPS)
     random = np.random.default_rng(groups.dp_rank)
     return [
         [
             MicroBatch.build(
-                [(random.integers(0, VOCAB, length), None) for length in random.integers(1, T // 8, size=3 + step)],
+                [
+                    (random.integers(0, VOCAB, length), None)
+                    for length in random.integers(1, T // 8, size=3 + step)
+                ],
                 T,
                 16,
                 (1e-3, 0.5),
@@ -86,28 +113,45 @@ def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, A
         optim=OptimizerConfig(lr=1e-4),
         parallel=ParallelConfig(**options),
         training=TrainingConfig(
-            train_iters=STEPS, bf16=True, device="cuda", loss_spike_policy="skip", loss_spike_window=4
+            train_iters=STEPS,
+            bf16=True,
+            device="cuda",
+            loss_spike_policy="skip",
+            loss_spike_window=4,
         ),
     )
     job = build_job(config, groups, VOCAB)
     return waiting(job.step, batches(groups, config.parallel.document_alignment))
 
 
-@pytest.mark.shows("no host sync", of=lambda name, processes: (processes, MODEL, (LAYOUTS | LAYOUTS_OF_FOUR)[name]))
+@pytest.mark.shows(
+    "no host sync", of=lambda name, processes: (processes, MODEL, (LAYOUTS | LAYOUTS_OF_FOUR)[name])
+)
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
 def test_steady_steps_wait_for_nothing(name: str, processes: int) -> None:
     options = (LAYOUTS | LAYOUTS_OF_FOUR)[name]
-    sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
-    for found in run_distributed(steady_steps, processes, options, backend="nccl", layout=sizes, timeout=300):
+    sizes = {
+        axis: size
+        for axis, size in ParallelConfig(**options).layout_sizes.items()
+        if size is not None
+    }
+    for found in run_distributed(
+        steady_steps, processes, options, backend="nccl", layout=sizes, timeout=300
+    ):
         assert found["finite"] and found["events"] > 1000 and found["nccl"] > 0
         assert found["waits"] == [] and found["pageable"] == [], found
         assert found["to_host"] <= STEPS
 
 
 @pytest.mark.parametrize("layouts, processes", [(LAYOUTS, 2), (LAYOUTS_OF_FOUR, 4)])
-def test_every_layout_is_one_of_as_many_processes(layouts: dict[str, dict[str, Any]], processes: int) -> None:
+def test_every_layout_is_one_of_as_many_processes(
+    layouts: dict[str, dict[str, Any]], processes: int
+) -> None:
     """Here, too, so that what needs several GPUs is not found wrong there."""
     for options in layouts.values():
-        assert Layout(world_size=processes, **ParallelConfig(**options).layout_sizes).world_size == processes
+        assert (
+            Layout(world_size=processes, **ParallelConfig(**options).layout_sizes).world_size
+            == processes
+        )

@@ -20,7 +20,9 @@ T, VOCAB = 2048, 512
 
 
 def host_batches(count: int) -> list[list[MicroBatch]]:
-    """Steps of two pinned micro-batches, one of exact capacity and one padded; every pack holds other documents."""
+    """Steps of two pinned micro-batches, one of exact capacity and one padded; every pack holds
+    other documents.
+    """
     random = np.random.default_rng(0)
     steps = []
     for step in range(count):
@@ -30,7 +32,9 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
             documents = [(random.integers(0, VOCAB, length), None) for length in lengths if length]
             while sum(len(tokens) for tokens, _ in documents) > T:
                 documents.pop()
-            batches.append(MicroBatch.build(documents, T, (None, 32)[part], scales=(1e-3, 0.5)).pin_memory())
+            batches.append(
+                MicroBatch.build(documents, T, (None, 32)[part], scales=(1e-3, 0.5)).pin_memory()
+            )
         steps.append(batches)
     return steps
 
@@ -38,15 +42,32 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
 @pytest.fixture(scope="module")
 def job():
     config = ModelConfig(
-        hybrid_layer_pattern="M*-E", hidden_size=256, num_attention_heads=4, num_query_groups=2,
-        kv_channels=64, ffn_hidden_size=512, squared_relu=True, normalization="RMSNorm",
-        add_bias_linear=False, position_embedding_type="rope", mamba_num_heads=8, mamba_head_dim=64,
-        mamba_state_dim=64, mamba_num_groups=2, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256,
-        moe_shared_expert_intermediate_size=256, moe_aux_loss_coeff=1e-2, moe_router_enable_expert_bias=True,
+        hybrid_layer_pattern="M*-E",
+        hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=64,
+        ffn_hidden_size=512,
+        squared_relu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        mamba_state_dim=64,
+        mamba_num_groups=2,
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=256,
+        moe_shared_expert_intermediate_size=256,
+        moe_aux_loss_coeff=1e-2,
+        moe_router_enable_expert_bias=True,
         moe_router_score_function="sigmoid",
-    )  # fmt: skip
+    )
     groups = ParallelGroups.single(torch.device("cuda", 0))
-    model = HybridModel(config, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16).train()
+    model = HybridModel(
+        config, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16
+    ).train()
     buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
     spikes = SpikeDetector(window=128, factors=(3.0, 10.0), skip=True, device=groups.device)
     return TrainStep(model, buffers, Optimizer(buffers, spikes=spikes), groups)

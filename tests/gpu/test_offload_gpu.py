@@ -1,4 +1,6 @@
-"""Offload on GPUs: every bit of steps without it, eager and replayed and with late copies; memory falls, comes back."""
+"""Offload on GPUs: every bit of steps without it, eager and replayed and with late copies; memory
+falls, comes back.
+"""
 
 from __future__ import annotations
 
@@ -54,29 +56,50 @@ FORCE = "MEGATRON_PACKED_OFFLOAD_BUFFERS"
 
 def inputs(method: str = "uniform", number: int = 1, **options: Any) -> MemoryConfig:
     return MemoryConfig(
-        recompute_granularity="full", recompute_method=method, recompute_num_layers=number, offload_layer_inputs=True,
-        min_offloaded_tensor_size=1, offload_headroom_mib=0, **options,
-    )  # fmt: skip
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=number,
+        offload_layer_inputs=True,
+        min_offloaded_tensor_size=1,
+        offload_headroom_mib=0,
+        **options,
+    )
 
 
 def parts(*modules: str, **options: Any) -> MemoryConfig:
     return MemoryConfig(
-        fine_grained_activation_offloading=True, offload_modules=modules, min_offloaded_tensor_size=1,
-        offload_headroom_mib=0, **options,
-    )  # fmt: skip
+        fine_grained_activation_offloading=True,
+        offload_modules=modules,
+        min_offloaded_tensor_size=1,
+        offload_headroom_mib=0,
+        **options,
+    )
 
 
 MODES = {
-    "1 buffer": inputs(offload_buffers=1), "2 buffers": inputs(), "4 buffers": inputs(offload_buffers=4),
-    "groups": inputs(number=3), "two layers": inputs("block", 2),
-    "all parts": parts(*OFFLOADED_IN, offload_buffers=4), "mixers": parts("mamba_scan", "core_attn", "attn_proj"),
+    "1 buffer": inputs(offload_buffers=1),
+    "2 buffers": inputs(),
+    "4 buffers": inputs(offload_buffers=4),
+    "groups": inputs(number=3),
+    "two layers": inputs("block", 2),
+    "all parts": parts(*OFFLOADED_IN, offload_buffers=4),
+    "mixers": parts("mamba_scan", "core_attn", "attn_proj"),
     "beside recomputation": parts(
-        "attn_norm", "qkv_linear", "attn_proj", "mamba_norm", "mlp_norm", recompute_granularity="selective",
+        "attn_norm",
+        "qkv_linear",
+        "attn_proj",
+        "mamba_norm",
+        "mlp_norm",
+        recompute_granularity="selective",
         recompute_modules=("core_attn", "mamba", "mlp", "moe_act"),
     ),
-    "layers and parts": inputs("block", 2, fine_grained_activation_offloading=True,
-                               offload_modules=("mlp_act", "expert_fc1", "moe_act")),
-}  # fmt: skip
+    "layers and parts": inputs(
+        "block",
+        2,
+        fine_grained_activation_offloading=True,
+        offload_modules=("mlp_act", "expert_fc1", "moe_act"),
+    ),
+}
 
 
 needs_engine = pytest.mark.skipif(
@@ -99,7 +122,8 @@ def groups() -> Iterator[ParallelGroups]:
     torch.use_deterministic_algorithms(False)
 
 
-# -------------------------------------------------------------------------------------------------------------- steps
+# --------------------------------------------------------------------------------------------------------------
+# steps
 
 
 def run(job: Job, steps: list[list[MicroBatch]]) -> list[Tensor]:
@@ -137,16 +161,22 @@ def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None
     job = build_job(config_with(MODES[mode], deterministic=False), groups, VOCAB)
     found = waiting(job.step, steps_of(groups, 1, overflow=False)[:6])
     assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
-    assert found["to_host"] > 6 * PACKS, found  # what goes away, beside one copy of metrics for each step
+    assert found["to_host"] > 6 * PACKS, (
+        found
+    )  # what goes away, beside one copy of metrics for each step
 
 
 @pytest.mark.shows(lambda impl: f"graphs: {impl}", "offload")
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mode", ["1 buffer", "2 buffers", "two layers", "all parts", "groups"])
-def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: str, groups: ParallelGroups) -> None:
+def test_replayed_steps_are_those_without_and_wait_for_nothing(
+    impl: str, mode: str, groups: ParallelGroups
+) -> None:
     if impl == "local" and mode == "groups":
         pytest.skip("groups of layers are refused with graphs of layers")
-    config = dataclasses.replace(config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    config = dataclasses.replace(
+        config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
+    )
     found = replayed(config, groups, run)
     assert found["to_host"] > 6 * PACKS, found
 
@@ -154,8 +184,12 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(impl: str, mode: 
 @needs_engine
 @pytest.mark.shows("offload", "TE layers")
 @pytest.mark.parametrize("mode", ["1 buffer", "groups", "all parts", "beside recomputation"])
-def test_steps_of_transformer_engines_layers_are_those_without(mode: str, groups: ParallelGroups) -> None:
-    """Losses, gradients' norms, weights and moments; what its modules save and free in their backward passes, too."""
+def test_steps_of_transformer_engines_layers_are_those_without(
+    mode: str, groups: ParallelGroups
+) -> None:
+    """Losses, gradients' norms, weights and moments; what its modules save and free in their
+    backward passes, too.
+    """
     job = build_job(config_with(MODES[mode], engine=True), groups, VOCAB)
     compared(job, run(job, packs(groups)), without(0.0, engine=True))
     offload = job.model.offload
@@ -163,17 +197,25 @@ def test_steps_of_transformer_engines_layers_are_those_without(mode: str, groups
 
 
 @needs_engine
-@pytest.mark.parametrize(("impl", "mode"), [("local", "2 buffers"), ("full_iteration", "all parts")])
-def test_replayed_steps_of_transformer_engines_layers(impl: str, mode: str, groups: ParallelGroups) -> None:
+@pytest.mark.parametrize(
+    ("impl", "mode"), [("local", "2 buffers"), ("full_iteration", "all parts")]
+)
+def test_replayed_steps_of_transformer_engines_layers(
+    impl: str, mode: str, groups: ParallelGroups
+) -> None:
     config = config_with(MODES[mode], engine=True)
     config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
     assert replayed(config, groups, run, engine=True)["to_host"] > 6 * PACKS
 
 
-def test_a_layer_that_runs_eagerly_among_replayed_ones(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_runs_eagerly_among_replayed_ones(
+    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its input would be another graph's memory by the time that it is copied, late, or asked for."""
     monkeypatch.setattr(offload_module, "streams_of", lambda device: DelayedStreams("copy"))
-    config = dataclasses.replace(config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl="local"))
+    config = dataclasses.replace(
+        config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl="local")
+    )
     with captured(config, groups) as (job, graphs):
         job.model.layers[2].eval()  # an MLP, which computes the same
         compared(job, run(job, packs(groups)), without(0.0, engine=False))
@@ -194,34 +236,52 @@ def test_captures_that_fail_leave_nothing_of_themselves(
         return result
 
     monkeypatch.setattr(MLP, "forward", asking)
-    config = dataclasses.replace(config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    config = dataclasses.replace(
+        config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
+    )
     with captured(config, groups, all_of_it=False) as (job, graphs):
         compared(job, run(job, packs(groups)), without(0.0, engine=False))
         assert job.model.offload is not None and not job.model.offload._held
         assert (graphs.counters.replays > 0) == (impl == "local")
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------------
+# memory
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])
-def test_memory_falls_by_the_inputs_that_are_away(buffers: int, groups: ParallelGroups, monkeypatch: Any) -> None:
+def test_memory_falls_by_the_inputs_that_are_away(
+    buffers: int, groups: ParallelGroups, monkeypatch: Any
+) -> None:
     """Between the passes, of the inputs of 12 layers as many are left as there are buffers."""
     monkeypatch.setenv(FORCE, str(buffers))
-    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    whole = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     kept, peak = kept_and_peak(MemoryConfig(**whole), groups)
     left, lower = kept_and_peak(inputs(offload_buffers=max(buffers, 2)), groups)
     hidden = TOKENS * HIDDEN * torch.bfloat16.itemsize
-    print(f"{buffers} buffers: {(kept - left) / hidden:.2f} of {len(PATTERN)} inputs less between the passes, "
-          f"{(peak - lower) / hidden:.2f} at the peak")  # fmt: skip
+    print(
+        f"{buffers} buffers: {(kept - left) / hidden:.2f} of {len(PATTERN)} inputs less between the passes, "
+        f"{(peak - lower) / hidden:.2f} at the peak"
+    )
     assert kept - left == (len(PATTERN) - buffers) * hidden
-    # The worst moment is the backward pass of the last attention at the earliest; inputs behind it are gone anyway.
+    # The worst moment is the backward pass of the last attention at the earliest; inputs behind it
+    # are gone anyway.
     at_worst = range(PATTERN.rindex("*") - buffers, len(PATTERN) + 1)
-    assert round((peak - lower) / hidden) in at_worst  # rounded: the offload has small tensors of its own
+    assert (
+        round((peak - lower) / hidden) in at_worst
+    )  # rounded: the offload has small tensors of its own
 
 
-@pytest.mark.parametrize("modules", [("mamba_scan",), ("mlp_act", "mlp_fc2"), ("expert_fc1", "moe_act", "expert_fc2")])
-def test_memory_falls_with_parts_of_layers(modules: tuple[str, ...], groups: ParallelGroups, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "modules", [("mamba_scan",), ("mlp_act", "mlp_fc2"), ("expert_fc1", "moe_act", "expert_fc2")]
+)
+def test_memory_falls_with_parts_of_layers(
+    modules: tuple[str, ...], groups: ParallelGroups, monkeypatch: Any
+) -> None:
     monkeypatch.setenv(FORCE, "1")
     plain, left = (kept_and_peak(memory, groups) for memory in (MemoryConfig(), parts(*modules)))
     config = config_of(LARGE, TOKENS, deterministic=False)
@@ -232,13 +292,18 @@ def test_memory_falls_with_parts_of_layers(modules: tuple[str, ...], groups: Par
 @pytest.mark.parametrize("impl", IMPLS)
 def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: ParallelGroups) -> None:
     """Of 12 layers' inputs at most two buffers stay, and the first one and those on their way."""
-    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    whole = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     held = []
     for memory in (MemoryConfig(**whole), inputs()):
         config = dataclasses.replace(
-            config_of(LARGE, TOKENS, deterministic=False), memory=memory,
+            config_of(LARGE, TOKENS, deterministic=False),
+            memory=memory,
             cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
-        )  # fmt: skip
+        )
         job = build_job(config, groups, VOCAB)
         graphs = build_graphs(config, job, Ladder.of([16], TOKENS), groups, print)
         assert graphs is not None
@@ -252,12 +317,15 @@ def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: Paralle
         gc.collect()
         torch.cuda.empty_cache()
     hidden = TOKENS * HIDDEN * torch.bfloat16.itemsize / 2**20
-    print(f"{impl}: graphs hold {held[0]:,.0f} MiB with recomputation and {held[1]:,.0f} with offload: "
-          f"{(held[0] - held[1]) / hidden:.1f} of {len(PATTERN)} inputs less")  # fmt: skip
+    print(
+        f"{impl}: graphs hold {held[0]:,.0f} MiB with recomputation and {held[1]:,.0f} with offload: "
+        f"{(held[0] - held[1]) / hidden:.1f} of {len(PATTERN)} inputs less"
+    )
     assert held[0] - held[1] >= (len(PATTERN) - 5) * hidden
 
 
-# ----------------------------------------------------------------------------------- streams and errors, alone
+# ----------------------------------------------------------------------------------- streams and
+# errors, alone
 
 LAYERS, D = 8, 1024
 CYCLES = 2_000_000
@@ -268,11 +336,15 @@ class DelayedStreams(CudaStreams):
     """Kernels that do nothing for long lie in front of what a stream does.
 
     Args:
-        where: of ``copy``: in front of each copy; of ``main``: behind each mark that copies wait for.
-        fail: numbers, from 0, of the allocations of a kind (``empty``, ``host``) that raise, with what they raise.
+        where: of ``copy``: in front of each copy; of ``main``: behind each mark that copies wait
+        for.
+        fail: numbers, from 0, of the allocations of a kind (``empty``, ``host``) that raise, with
+            what they raise.
     """
 
-    def __init__(self, where: str = "", fail: dict[tuple[str, int], Exception] | None = None) -> None:
+    def __init__(
+        self, where: str = "", fail: dict[tuple[str, int], Exception] | None = None
+    ) -> None:
         super().__init__(DEVICE)
         self.where, self.fail, self.count = where, fail or {}, {"empty": 0, "host": 0}
 
@@ -307,11 +379,14 @@ def layers() -> nn.ModuleList:
 
 
 def gradients(model: nn.ModuleList, offload: Offload | None, steps: int = 4) -> list[Tensor]:
-    """Sums over steps of other sizes, two micro-batches in flight; memory is taken in between and made dirty."""
+    """Sums over steps of other sizes, two micro-batches in flight; memory is taken in between and
+    made dirty.
+    """
     model.zero_grad()
 
     def forward(x_TD: Tensor) -> Tensor:
         for layer in model:
+
             def run(x: Tensor, layer: nn.Module = layer) -> Tensor:
                 return x + torch.tanh(layer(x))
 
@@ -322,13 +397,17 @@ def gradients(model: nn.ModuleList, offload: Offload | None, steps: int = 4) -> 
     for step in range(steps):
         generator = torch.Generator(DEVICE).manual_seed(step)
         rows = 1024 * (1 + step % 3)
-        first, second = (forward(torch.randn(rows, D, device=DEVICE, generator=generator)) for _ in range(2))
+        first, second = (
+            forward(torch.randn(rows, D, device=DEVICE, generator=generator)) for _ in range(2)
+        )
         second.backward()
         first.backward()
         if offload is not None:
             offload.join()
             offload.end_step()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("stream", ["default", "another"])
@@ -337,7 +416,9 @@ def gradients(model: nn.ModuleList, offload: Offload | None, steps: int = 4) -> 
 def test_late_streams_change_no_bit(buffers: int, where: str, stream: str) -> None:
     model = layers()
     expected = gradients(model, None)
-    offload = Offload(DEVICE, buffers=buffers, headroom_mib=0, min_elements=1, streams=DelayedStreams(where))
+    offload = Offload(
+        DEVICE, buffers=buffers, headroom_mib=0, min_elements=1, streams=DelayedStreams(where)
+    )
     own = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
     own.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(own if stream == "another" else torch.cuda.current_stream(DEVICE)):
@@ -357,7 +438,9 @@ def test_memory_that_runs_out_anywhere_changes_no_bit(kind: str) -> None:
     total = counting.count[kind]
     assert total > LAYERS
     for number in range(0, total, max(total // 12, 1)):
-        streams = DelayedStreams(fail={(kind, number): torch.OutOfMemoryError("CUDA out of memory, injected")})
+        streams = DelayedStreams(
+            fail={(kind, number): torch.OutOfMemoryError("CUDA out of memory, injected")}
+        )
         assert all(map(torch.equal, gradients(model, make(streams=streams)), expected)), number
     other = DelayedStreams(fail={(kind, total // 2): RuntimeError("of another kind")})
     with pytest.raises(RuntimeError, match="of another kind"):
@@ -388,7 +471,9 @@ def test_everything_is_given_back() -> None:
 
 
 def with_little_memory(groups: ParallelGroups) -> list[str]:
-    """Steps over the inputs of 24 layers, 64 MiB each, where 14 of them fit: without offload, and three with it."""
+    """Steps over the inputs of 24 layers, 64 MiB each, where 14 of them fit: without offload, and
+    three with it.
+    """
     model, rows = layers(), 16 * 1024
     size, total = rows * D * 4, torch.cuda.get_device_properties(DEVICE).total_memory
     limit = torch.cuda.memory_reserved(DEVICE) + 14 * size  # one layer needs 6 or 7
@@ -398,7 +483,9 @@ def with_little_memory(groups: ParallelGroups) -> list[str]:
         x_TD = torch.ones(rows, D, device=DEVICE)
         try:
             for layer in [*model, *model, *model]:
-                x_TD = checkpoint(lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, keep=offload.keep)
+                x_TD = checkpoint(
+                    lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, keep=offload.keep
+                )
             x_TD.mean().backward()
         except torch.OutOfMemoryError:
             return "does not fit"

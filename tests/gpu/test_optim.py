@@ -1,4 +1,6 @@
-"""The optimizer step on a GPU: no host synchronisation, capturable, predicated; implementations against the oracle."""
+"""The optimizer step on a GPU: no host synchronisation, capturable, predicated; implementations
+against the oracle.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +27,9 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(96, 200), nn.LayerNorm(200), nn.Linear(200, 64)).to(torch.bfloat16)
+        self.body = nn.Sequential(nn.Linear(96, 200), nn.LayerNorm(200), nn.Linear(200, 64)).to(
+            torch.bfloat16
+        )
         self.gate = nn.Parameter(torch.randn(64, 3))
         self.a_log = nn.Parameter(torch.randn(3))
         for p in self.parameters():
@@ -88,15 +92,20 @@ def test_steps_never_wait_for_the_device(implementation: str) -> None:
         for number, x_TD in enumerate(data[2:]):
             queue_gradients(model, buffers, x_TD)
             stats = optimizer.step(1e-3 / (number + 1), loss=buffers.extras["loss"])
-    assert stats.nonfinite.item() == 0 and stats.grad_norm.item() > 0.1 and optimizer.steps.item() == 6
+    assert (
+        stats.nonfinite.item() == 0 and stats.grad_norm.item() > 0.1 and optimizer.steps.item() == 6
+    )
 
 
 @pytest.mark.parametrize("beta2", [0.999, 1 - 2**-10])
 @pytest.mark.parametrize("clip_grad", [0.0, 0.1])
 @pytest.mark.parametrize("implementation", list(TOLERANCES))
-def test_implementations_agree_with_the_oracle(implementation: str, clip_grad: float, beta2: float) -> None:
-    """The second beta2 and its distance from 1 are exact in float32. With the first, a kernel that subtracts in float32
-    is off by what that rounding makes of 1 - beta2, and by no more."""
+def test_implementations_agree_with_the_oracle(
+    implementation: str, clip_grad: float, beta2: float
+) -> None:
+    """The second beta2 and its distance from 1 are exact in float32. With the first, a kernel that
+    subtracts in float32 is off by what that rounding makes of 1 - beta2, and by no more.
+    """
     runs = {name: build(name, clip_grad, beta2) for name in (implementation, "reference")}
     for step, x_TD in enumerate(batches(20)):
         queue_gradients(*runs["reference"][:2], x_TD)
@@ -106,7 +115,9 @@ def test_implementations_agree_with_the_oracle(implementation: str, clip_grad: f
         assert stats[implementation].grad_norm.item() == stats["reference"].grad_norm.item()
     found, expected = (runs[name][2].state_shards() for name in (implementation, "reference"))
     rtol, atol = TOLERANCES[implementation]
-    rtol += abs(float(1 - torch.tensor(beta2)) / (1 - beta2) - 1)  # 1.3e-5 for 0.999, 0 for the other
+    rtol += abs(
+        float(1 - torch.tensor(beta2)) / (1 - beta2) - 1
+    )  # 1.3e-5 for 0.999, 0 for the other
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
 
@@ -166,7 +177,9 @@ def test_a_captured_step_replays_with_new_rates_gradients_and_flags(implementati
 
 
 def test_forward_backward_and_step_in_one_graph() -> None:
-    """Hooks, flat buffers and optimizer together: parameters stay at the addresses that the graph reads and writes."""
+    """Hooks, flat buffers and optimizer together: parameters stay at the addresses that the graph
+    reads and writes.
+    """
     eager_model, eager_buffers, eager = build("torch")
     model, buffers, optimizer = build("torch")
     data = batches(5)
@@ -192,10 +205,14 @@ def test_forward_backward_and_step_in_one_graph() -> None:
         optimizer.set_lr(1e-2)
         graph.replay()
     assert buffers.counters["experts"].value().tolist() == [1] * 4
-    # Where a gradient is near zero, another order of summation turns its sign and with it Adam's step; elsewhere equal.
+    # Where a gradient is near zero, another order of summation turns its sign and with it Adam's
+    # step; elsewhere equal.
     pairs = zip(model.parameters(), eager_model.parameters())
     close = [torch.isclose(p, q, rtol=1e-2, atol=1e-4).float().mean().item() for p, q in pairs]
     assert min(close) > 0.98
     start = [initial[f"master/{name}"].view_as(p) for name, p in model.named_parameters()]
-    assert not any(torch.isclose(p.float(), q, rtol=1e-2, atol=1e-4).all() for p, q in zip(model.parameters(), start))
+    assert not any(
+        torch.isclose(p.float(), q, rtol=1e-2, atol=1e-4).all()
+        for p, q in zip(model.parameters(), start)
+    )
     assert optimizer.steps.item() == len(data)

@@ -1,4 +1,6 @@
-"""CUDA graphs that hold collectives, on several GPUs: replayed steps are the eager ones, bitwise, without a wait."""
+"""CUDA graphs that hold collectives, on several GPUs: replayed steps are the eager ones, bitwise,
+without a wait.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,14 @@ from typing import Any
 
 # Read by the libraries at import or first use, in processes that inherit them.
 os.environ |= {
-    "MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "1",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring",
+    "MAMBA_DETERMINISTIC": "1",
+    "CAUSAL_CONV1D_DETERMINISTIC": "1",
+    "TRITON_CACHE_AUTOTUNING": "1",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
     "NCCL_GRAPH_REGISTER": "0",
-}  # fmt: skip
+}
 
 import numpy as np
 import pytest
@@ -41,7 +47,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 LADDER = Ladder.of([8, 32], T)
 STEPS, PACKS, EPOCHS = 25, 4, 4
 OVERFLOWS = 3
-"""The step in which a pack of the first data-parallel rank has more documents than the ladder holds."""
+"""The step in which a pack of the first data-parallel rank has more documents than the ladder
+holds.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +59,9 @@ def pools() -> Iterator[WorkerPools]:
 
 
 def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[list[MicroBatch]]:
-    """This rank's pinned packs; micro-batch i has the same cell on all ranks, or room beyond the ladder."""
+    """This rank's pinned packs; micro-batch i has the same cell on all ranks, or room beyond the
+    ladder.
+    """
     random, steps = np.random.default_rng(0), []
     for number in range(STEPS):
         packs = []
@@ -67,7 +77,11 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
             most = max(map(len, together))
             cell = LADDER.cell_for(most, T)
             room = (most, None) if cell is None else (cell.capacity, cell.max_seqlen)
-            mine.append(MicroBatch.build(together[groups.dp_rank], T, room[0], scales, room[1], alignment).pin_memory())
+            mine.append(
+                MicroBatch.build(
+                    together[groups.dp_rank], T, room[0], scales, room[1], alignment
+                ).pin_memory()
+            )
         steps.append(mine)
     return steps
 
@@ -81,7 +95,11 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
         optim=OptimizerConfig(lr=1e-3),
         parallel=ParallelConfig(**options),
         training=TrainingConfig(
-            train_iters=STEPS, bf16=True, device="cuda", deterministic_mode=True, loss_spike_policy="skip",
+            train_iters=STEPS,
+            bf16=True,
+            device="cuda",
+            deterministic_mode=True,
+            loss_spike_policy="skip",
             loss_spike_window=4,
         ),
     )
@@ -91,7 +109,8 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
     graphs = build_graphs(config, job, LADDER, groups, print)
     assert graphs is not None
     alignment = config.parallel.document_alignment
-    # Detached: whoever keeps a parameter's node of autograd alive, of another stream, keeps whole steps from capture.
+    # Detached: whoever keeps a parameter's node of autograd alive, of another stream, keeps whole
+    # steps from capture.
     first_weight = job.model.embedding.weight.detach().clone()
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
@@ -103,7 +122,9 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
         for one in (eager, job):
             one.buffers.wait_params()
         weights = [dict(one.model.named_parameters()) for one in (eager, job)]
-        different = [name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])]
+        different = [
+            name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])
+        ]
         steady = steps_of(groups, alignment, overflow=False)
         audited = audit_graphs(graphs, job.step, steady[0][0], deterministic=True, seed=1)
         found = waiting(job.step, steady[:10])
@@ -122,12 +143,17 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
 def options_of(name: str, impl: str) -> dict[str, Any]:
     """Of a layout; the last graph of whole steps has all parameters back."""
     late = {"overlap_param_gather"} if impl == "full_iteration" else set()
-    return {option: value for option, value in (LAYOUTS | LAYOUTS_OF_FOUR)[name].items() if option not in late}
+    return {
+        option: value
+        for option, value in (LAYOUTS | LAYOUTS_OF_FOUR)[name].items()
+        if option not in late
+    }
 
 
 @pytest.mark.shows("Precision", "bf16")
 @pytest.mark.shows(
-    lambda impl: f"graphs: {impl}", of=lambda name, processes, impl: (processes, MODEL, options_of(name, impl))
+    lambda impl: f"graphs: {impl}",
+    of=lambda name, processes, impl: (processes, MODEL, options_of(name, impl)),
 )
 @pytest.mark.parametrize("impl", ["local", "full_iteration", "transformer_engine"])
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
@@ -135,9 +161,17 @@ def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
     name: str, processes: int, impl: str, pools: WorkerPools
 ) -> None:
     options = options_of(name, impl)
-    sizes = {axis: size for axis, size in ParallelConfig(**options).layout_sizes.items() if size is not None}
-    for rank, found in enumerate(pools.run(compare, processes, options, impl, layout=sizes, timeout=300)):
-        print(f"{name}, {impl}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches")
+    sizes = {
+        axis: size
+        for axis, size in ParallelConfig(**options).layout_sizes.items()
+        if size is not None
+    }
+    for rank, found in enumerate(
+        pools.run(compare, processes, options, impl, layout=sizes, timeout=300)
+    ):
+        print(
+            f"{name}, {impl}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches"
+        )
         assert all(found["steps"]) and not found["weights"] and found["moved"], found
         assert found["fallbacks"] == EPOCHS and len(found["steps"]) == EPOCHS * STEPS, found
         assert found["replays"] > 0 and not found["module_fallbacks"], found

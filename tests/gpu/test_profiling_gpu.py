@@ -1,4 +1,6 @@
-"""Profiles see kernels, and a snapshot is taken in the moment when memory runs out, even if the run copes with it."""
+"""Profiles see kernels, and a snapshot is taken in the moment when memory runs out, even if the run
+copes with it.
+"""
 
 import pickle
 from pathlib import Path
@@ -20,9 +22,16 @@ def test_the_table_holds_the_kernels_of_replays_too(tmp_path: Path) -> None:
     with torch.cuda.graph(graph):
         x @ x
     told: list[str] = []
-    options = ProfilingConfig(profile=True, use_pytorch_profiler=True, profile_step_start=0, profile_step_end=2)
-    profiler = StepProfiler(options, ParallelGroups.single(torch.device("cuda")), tmp_path, say=told.append,
-                            warn=told.append)  # fmt: skip
+    options = ProfilingConfig(
+        profile=True, use_pytorch_profiler=True, profile_step_start=0, profile_step_end=2
+    )
+    profiler = StepProfiler(
+        options,
+        ParallelGroups.single(torch.device("cuda")),
+        tmp_path,
+        say=told.append,
+        warn=told.append,
+    )
     profiler.turn(0)
     for _ in range(2):
         with torch.profiler.record_function("forward"):
@@ -30,12 +39,16 @@ def test_the_table_holds_the_kernels_of_replays_too(tmp_path: Path) -> None:
     profiler.turn(2)
     [(_, table)] = profiler.notes
     title, _, first, *_ = table.splitlines()
-    assert title.startswith("kernels: ") and first.split()[2] == "1.0" and "forward" not in table, table
+    assert title.startswith("kernels: ") and first.split()[2] == "1.0" and "forward" not in table, (
+        table
+    )
     assert (tmp_path / "trace_rank0.json.gz").stat().st_size > 500
 
 
 def test_a_snapshot_when_memory_runs_out(tmp_path: Path) -> None:
-    history = MemoryHistory(str(tmp_path / "snapshot.pickle"), ParallelGroups.single(torch.device("cuda")))
+    history = MemoryHistory(
+        str(tmp_path / "snapshot.pickle"), ParallelGroups.single(torch.device("cuda"))
+    )
     history.start()
     try:
         held = torch.ones(2**20, device="cuda")
@@ -44,9 +57,15 @@ def test_a_snapshot_when_memory_runs_out(tmp_path: Path) -> None:
         del held
         history.finish()  # leaves that of the moment
         snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
-        sizes = [block["size"] for segment in snapshot["segments"] for block in segment["blocks"]
-                 if block["state"] == "active_allocated"]  # fmt: skip
+        sizes = [
+            block["size"]
+            for segment in snapshot["segments"]
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
         assert 4 * 2**20 in sizes
-        assert any(entry["action"] == "oom" for trace in snapshot["device_traces"] for entry in trace)
+        assert any(
+            entry["action"] == "oom" for trace in snapshot["device_traces"] for entry in trace
+        )
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

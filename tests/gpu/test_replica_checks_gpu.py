@@ -1,4 +1,6 @@
-"""Checks of replicas on one and two GPUs: flips are found beside graphs and overlap, and checks change no number."""
+"""Checks of replicas on one and two GPUs: flips are found beside graphs and overlap, and checks
+change no number.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
 
 pytestmark = pytest.mark.gpu
 
-FLIPS = [("embedding.weight", 0, 0), ("embedding.weight", -1, 14), ("layers.0.mixer.A_log", 1, 30),
-         ("layers.1.norm.weight", 3, 6), ("layers.3.mixer.experts.fc1", 70_000, 15),
-         ("layers.3.mixer.experts.fc1", -5, 1)]  # fmt: skip
+FLIPS = [
+    ("embedding.weight", 0, 0),
+    ("embedding.weight", -1, 14),
+    ("layers.0.mixer.A_log", 1, 30),
+    ("layers.1.norm.weight", 3, 6),
+    ("layers.3.mixer.experts.fc1", 70_000, 15),
+    ("layers.3.mixer.experts.fc1", -5, 1),
+]
 """Parameter, element, bit."""
 
 
@@ -77,7 +84,9 @@ def assert_found(found: dict[str, Any], impl: str, *, alone: bool = False) -> No
     assert all(found["equal"]) and not found["changed"], found
     assert (found["replays"] > 0) == (impl != "none")
     for (name, _, _), sentence, sound in zip(FLIPS, found["said"][::2], found["said"][1::2]):
-        missed = alone and name.endswith("A_log")  # one process has nothing to compare a float32 weight with
+        missed = alone and name.endswith(
+            "A_log"
+        )  # one process has nothing to compare a float32 weight with
         assert (name in sentence) != missed and sound == "", (name, sentence, sound)
 
 

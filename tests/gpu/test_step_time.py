@@ -25,4 +25,6 @@ def test_every_step_takes_the_time_that_the_device_took():
     torch.cuda._sleep(cycles)
     late.push(4, vector)
     seconds.append(late.flush().seconds)
-    assert [round(one / seconds[0], 1) for one in seconds] == pytest.approx([1, 2, 3, 4, 1], rel=0.2), seconds
+    assert [round(one / seconds[0], 1) for one in seconds] == pytest.approx(
+        [1, 2, 3, 4, 1], rel=0.2
+    ), seconds

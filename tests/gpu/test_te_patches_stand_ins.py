@@ -1,4 +1,5 @@
-"""What te_patches puts in place of TransformerEngine's statements, on a GPU: captured once, right for other packs.
+"""What te_patches puts in place of TransformerEngine's statements, on a GPU: captured once, right
+for other packs.
 
 TransformerEngine itself takes no part.
 """
@@ -21,7 +22,10 @@ def patch(monkeypatch):
 
 
 def test_stand_ins_are_captured_and_replayed_over_other_packs(patch):
-    packs = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 8, 32, 64], [0, 64, 64, 64], [0, 16, 40, 48])]
+    packs = [
+        torch.tensor(ends, dtype=torch.int32)
+        for ends in ([0, 8, 32, 64], [0, 64, 64, 64], [0, 16, 40, 48])
+    ]
 
     def work(x, gradient, cu_seqlens):
         assert patch.equal(cu_seqlens[:-1], cu_seqlens[:-1], True)

@@ -1,4 +1,6 @@
-"""Layers captured by TransformerEngine's make_graphed_callables: what replays give is what eager steps give."""
+"""Layers captured by TransformerEngine's make_graphed_callables: what replays give is what eager
+steps give.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,13 @@ import os
 from dataclasses import replace
 from typing import Any
 
-# Read by the libraries at import or first use, in processes that inherit them; `graph_jobs` sets others.
-os.environ |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "NCCL_GRAPH_REGISTER": "0"}
+# Read by the libraries at import or first use, in processes that inherit them; `graph_jobs` sets
+# others.
+os.environ |= {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_GRAPH_REGISTER": "0",
+}
 
 import pytest
 import torch
@@ -39,12 +46,18 @@ def layers_of(impl: str) -> dict[str, Any]:
 
 
 LADDERS = {LOCAL: LADDER_OF_LAYERS, ENGINE: Ladder.of([8, 64], TOKENS)}
-"""cuDNN's deterministic attention, which TransformerEngine's layers take, has no room for a document in every slot."""
+"""cuDNN's deterministic attention, which TransformerEngine's layers take, has no room for a
+document in every slot.
+"""
 
 
-@pytest.fixture(scope="module", params=[LOCAL, ENGINE], ids=["local layers", "TransformerEngine's layers"])
+@pytest.fixture(
+    scope="module", params=[LOCAL, ENGINE], ids=["local layers", "TransformerEngine's layers"]
+)
 def job(request: pytest.FixtureRequest) -> Any:
-    made = GraphJob("M*-EM*", layers_of(request.param), LADDERS[request.param]).capture(made_by=maker())
+    made = GraphJob("M*-EM*", layers_of(request.param), LADDERS[request.param]).capture(
+        made_by=maker()
+    )
     yield made
     made.runner.close()
 
@@ -57,15 +70,22 @@ def packs(job: Any, count: int, seed: int) -> list[MicroBatch]:
 
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit_over_twenty_packings(job: Any) -> None:
-    """Outputs and every gradient, with NaN in every static tensor before each; nothing is left in ``grad``."""
+    """Outputs and every gradient, with NaN in every static tensor before each; nothing is left in
+    ``grad``.
+    """
     micro_batches = packs(job, 20, seed=0)
     assert {batch.layout.capacity for batch in micro_batches} == set(job.ladder.capacities)
     for number, micro_batch in enumerate(micro_batches):
         wanted = job.eager(micro_batch)
-        assert number or different(job.eager(micro_batch), wanted) == [], "eager itself differs run to run"
+        assert number or different(job.eager(micro_batch), wanted) == [], (
+            "eager itself differs run to run"
+        )
         assert all(value.isfinite().all() for value in wanted.values())
         job.poison_statics()
-        assert different(job.replay(micro_batch), wanted) == [], (number, micro_batch.packed.num_seqs)
+        assert different(job.replay(micro_batch), wanted) == [], (
+            number,
+            micro_batch.packed.num_seqs,
+        )
         assert all(parameter.grad is None for parameter in job.model.parameters())
     counters = job.runner.counters
     assert counters.captures == len(job.ladder.cells) * (1 + 2 * len(job.model.layers))
@@ -86,7 +106,9 @@ def test_it_gives_what_local_graphs_give(job: Any) -> None:
     local = GraphJob("M*-EM*", layers_of(impl), job.ladder).capture()
     for number, micro_batch in enumerate(packs(job, 5, seed=2)):
         assert different(job.replay(micro_batch), local.replay(micro_batch)) == [], number
-    print(f"graphs hold {job.runner.counters.memory_mib:,.0f} MiB, local ones {local.runner.counters.memory_mib:,.0f}")
+    print(
+        f"graphs hold {job.runner.counters.memory_mib:,.0f} MiB, local ones {local.runner.counters.memory_mib:,.0f}"
+    )
     local.runner.close()
 
 
@@ -108,7 +130,11 @@ def test_evaluation_replays_and_leaves_gradients_alone(job: Any) -> None:
 @pytest.mark.gpu
 def test_the_audit_passes_and_finds_a_fault(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = audit(job.runner, pack([400, 300, 200], ladder=job.ladder), deterministic=True)
-    assert found is not None and found.modules == len(job.model.layers) and found.largest_difference == 0
+    assert (
+        found is not None
+        and found.modules == len(job.model.layers)
+        and found.largest_difference == 0
+    )
     FAULTS["stale seq_idx"](job, monkeypatch)
     with pytest.raises(AuditMismatchError, match=r"layers\.\d"):
         audit(job.runner, pack([170, 250, 50, 120], ladder=job.ladder), deterministic=True)
@@ -147,13 +173,17 @@ def test_a_module_that_cannot_be_captured_fails_alone(trouble: Any) -> None:
     fails_alone(trouble, made_by=maker())
 
 
-# ------------------------------------------------------------------------------------------------------------- steps
+# -------------------------------------------------------------------------------------------------------------
+# steps
 
 
 EXPERTS = {
-    "hybrid_layer_pattern": "M*-E", "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256,
+    "hybrid_layer_pattern": "M*-E",
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
     "moe_aux_loss_coeff": 1e-2,
-}  # fmt: skip
+}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "tp2 sp": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"tp_size": 2}, {}),
     "cp2": ({"context_parallel_size": 2}, {"cp_size": 2}, {}),
@@ -163,7 +193,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 
 
 def replayed_and_eager(
-    groups: ParallelGroups, impl: str, parallel: dict[str, Any], model: dict[str, Any], fails: bool = False
+    groups: ParallelGroups,
+    impl: str,
+    parallel: dict[str, Any],
+    model: dict[str, Any],
+    fails: bool = False,
 ) -> dict[str, Any]:
     """Ten training steps of two micro-batches with graphs, and without.
 
@@ -172,7 +206,9 @@ def replayed_and_eager(
     """
     ladder = Ladder.of([8, 32], SLOTS)
     config = run_config(impl, {}, deterministic=True)
-    config = replace(config, model=replace(config.model, **model), parallel=ParallelConfig(**parallel))
+    config = replace(
+        config, model=replace(config.model, **model), parallel=ParallelConfig(**parallel)
+    )
     captured = replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
     eager, job = (build_job(one, groups, VOCAB) for one in (config, captured))
     if fails and groups.rank == groups.world_size - 1:
@@ -183,15 +219,28 @@ def replayed_and_eager(
         capture_graphs(graphs, job.step, 2, groups, first=True)
         job.step.graphs = graphs
         losses, equal = [], []
-        lists = [[SLOTS], [60] * 32, [127, 128, 129, 1, 2, 3], [900, 24, 1100], [1], [3] * 20, [300] * 6]
+        lists = [
+            [SLOTS],
+            [60] * 32,
+            [127, 128, 129, 1, 2, 3],
+            [900, 24, 1100],
+            [1],
+            [3] * 20,
+            [300] * 6,
+        ]
         for number in range(STEPS):
-            step = [pack(lists[(2 * number + at) % len(lists)], 2 * number + at, ladder, SLOTS) for at in range(2)]
+            step = [
+                pack(lists[(2 * number + at) % len(lists)], 2 * number + at, ladder, SLOTS)
+                for at in range(2)
+            ]
             found, wanted = (one.step(step, 1e-4).clone() for one in (job, eager))
             losses.append((found[0].item(), wanted[0].item()))
             equal.append(torch.equal(found, wanted))
         audited = audit_graphs(graphs, job.step, step[0], deterministic=True, seed=1)
         pairs = zip(job.model.parameters(), eager.model.parameters(), strict=True)
-        print(f"{impl}, {parallel}, rank {groups.rank}: graphs hold {graphs.counters.memory_mib:,.0f} MiB")
+        print(
+            f"{impl}, {parallel}, rank {groups.rank}: graphs hold {graphs.counters.memory_mib:,.0f} MiB"
+        )
         return {
             "losses": losses,
             "metrics": equal,
@@ -217,14 +266,23 @@ def _ask_under_capture(module: torch.nn.Module) -> None:
 def judge(found: dict[str, Any], reason: str | None = None) -> None:
     losses, fallbacks = found.pop("losses"), found.pop("fallbacks")
     assert len(losses) == STEPS and all(mine == other for mine, other in losses), losses
-    assert found == {"metrics": [True] * STEPS, "weights": True, "replays": 2 * STEPS, "audited": True}
+    assert found == {
+        "metrics": [True] * STEPS,
+        "weights": True,
+        "replays": 2 * STEPS,
+        "audited": True,
+    }
     if reason is None:
         assert fallbacks == {}
     else:
-        assert sum(fallbacks.values()) == 2 * STEPS and all(one.startswith(reason) for one in fallbacks), fallbacks
+        assert sum(fallbacks.values()) == 2 * STEPS and all(
+            one.startswith(reason) for one in fallbacks
+        ), fallbacks
 
 
-@pytest.mark.shows("graphs: transformer_engine", "one process", of=lambda impl: (1, run_config(impl, {})))
+@pytest.mark.shows(
+    "graphs: transformer_engine", "one process", of=lambda impl: (1, run_config(impl, {}))
+)
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", [LOCAL, ENGINE])
 def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
@@ -252,7 +310,17 @@ def test_what_one_gpu_cannot_capture_none_does() -> None:
     """And nobody waits for it."""
     parallel, layout, model = WAYS["tp2 sp"]
     ranks = run_distributed(
-        replayed_and_eager, 2, LOCAL, parallel, model, True, backend="nccl", layout=layout, timeout=90
+        replayed_and_eager,
+        2,
+        LOCAL,
+        parallel,
+        model,
+        True,
+        backend="nccl",
+        layout=layout,
+        timeout=90,
     )
-    for found, reason in zip(ranks, ("layers.1: rank 1 cannot capture it (", "layers.1: "), strict=True):
+    for found, reason in zip(
+        ranks, ("layers.1: rank 1 cannot capture it (", "layers.1: "), strict=True
+    ):
         judge(found, reason)

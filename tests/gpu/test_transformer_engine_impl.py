@@ -1,4 +1,6 @@
-"""Layers by TransformerEngine compute what local ones do: gradients, steps, checkpoints, graphs; on 1 and 2 GPUs."""
+"""Layers by TransformerEngine compute what local ones do: gradients, steps, checkpoints, graphs; on
+1 and 2 GPUs.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +43,49 @@ from megatron_packed.training.train_step import StepValues
 
 ENGINE, LOCAL = "transformer_engine", "local"
 SIZES: dict[str, Any] = {
-    "hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64, "ffn_hidden_size": 512,
-    "squared_relu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
-    "mamba_num_heads": 8, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_num_groups": 2,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "ffn_hidden_size": 512,
+    "squared_relu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+    "mamba_num_groups": 2,
+}
 CASES: dict[str, dict[str, Any]] = {
     "rms norm, squared relu": {},
-    "layer norm, biases, gelu": {"normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True},
+    "layer norm, biases, gelu": {
+        "normalization": "LayerNorm",
+        "squared_relu": False,
+        "add_bias_linear": True,
+    },
     "swiglu, one group for all": {
-        "squared_relu": False, "swiglu": True, "add_qkv_bias": True, "num_query_groups": 1, "mamba_num_groups": 1,
+        "squared_relu": False,
+        "swiglu": True,
+        "add_qkv_bias": True,
+        "num_query_groups": 1,
+        "mamba_num_groups": 1,
     },
     "shared expert": {
-        "hybrid_layer_pattern": "M*-E", "num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 256,
+        "hybrid_layer_pattern": "M*-E",
+        "num_experts": 4,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 256,
         "moe_shared_expert_intermediate_size": 256,
     },
-}  # fmt: skip
+}
 """Every token visits every expert: there is no choice that rounding could make otherwise."""
 TOKENS = 1024
 LENGTHS = [[1, 3, 130, 257, 2, 300, 64, 90], [700, 200, 100]]
 FACTOR, FLOOR = 2.0, 5e-3
-"""TransformerEngine may be so many times as far from float32 as local bf16 is, or `FLOOR` of a tensor's norm."""
+"""TransformerEngine may be so many times as far from float32 as local bf16 is, or `FLOOR` of a
+tensor's norm.
+"""
 LOSS_BOUND = 2e-3
 
 
@@ -69,24 +94,41 @@ def config_of(**changes: Any) -> ModelConfig:
 
 
 def make_model(
-    config: ModelConfig, groups: ParallelGroups | None, sequence_parallel: bool, backends: Any, dtype: torch.dtype
+    config: ModelConfig,
+    groups: ParallelGroups | None,
+    sequence_parallel: bool,
+    backends: Any,
+    dtype: torch.dtype,
 ) -> HybridModel:
     return HybridModel(
-        config, vocab_size=VOCAB, max_positions=TOKENS, groups=groups, sequence_parallel=sequence_parallel,
-        device="cuda", dtype=dtype, backends=backends,
-    ).train()  # fmt: skip
+        config,
+        vocab_size=VOCAB,
+        max_positions=TOKENS,
+        groups=groups,
+        sequence_parallel=sequence_parallel,
+        device="cuda",
+        dtype=dtype,
+        backends=backends,
+    ).train()
 
 
 def micro_batches() -> list[MicroBatch]:
     random = torch.Generator().manual_seed(0)
-    packs = [[(torch.randint(0, VOCAB, (n,), generator=random).numpy(), None) for n in lengths] for lengths in LENGTHS]
-    return [MicroBatch.build(documents, TOKENS, scales=(1e-3, 0.5)).to("cuda") for documents in packs]
+    packs = [
+        [(torch.randint(0, VOCAB, (n,), generator=random).numpy(), None) for n in lengths]
+        for lengths in LENGTHS
+    ]
+    return [
+        MicroBatch.build(documents, TOKENS, scales=(1e-3, 0.5)).to("cuda") for documents in packs
+    ]
 
 
 def losses_and_gradients(model: HybridModel) -> tuple[list[float], dict[str, Tensor]]:
     """Of two micro-batches, accumulated in flat buffers at addresses that stay."""
     buffers = FlatBuffers(model)
-    addresses = {name: parameter.main_grad.data_ptr() for name, parameter in buffers.parameters.items()}
+    addresses = {
+        name: parameter.main_grad.data_ptr() for name, parameter in buffers.parameters.items()
+    }
     losses = []
     for micro_batch in micro_batches():
         output = model(micro_batch)
@@ -96,20 +138,30 @@ def losses_and_gradients(model: HybridModel) -> tuple[list[float], dict[str, Ten
     buffers.check_addresses()
     for name, parameter in buffers.parameters.items():
         assert parameter.grad is None and parameter.main_grad.data_ptr() == addresses[name], name
-    return losses, {name: parameter.main_grad.double() for name, parameter in buffers.parameters.items()}
+    return losses, {
+        name: parameter.main_grad.double() for name, parameter in buffers.parameters.items()
+    }
 
 
-def compare(groups: ParallelGroups | None, sequence_parallel: bool, changes: dict[str, Any]) -> dict[str, Any]:
-    """How far local and TransformerEngine's gradients are from those of float32 with the same weights."""
+def compare(
+    groups: ParallelGroups | None, sequence_parallel: bool, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """How far local and TransformerEngine's gradients are from those of float32 with the same
+    weights.
+    """
     config = config_of(**changes)
     local = make_model(config, groups, sequence_parallel, None, torch.bfloat16)
-    engine = make_model(config, groups, sequence_parallel, {"transformer_impl": ENGINE}, torch.bfloat16)
+    engine = make_model(
+        config, groups, sequence_parallel, {"transformer_impl": ENGINE}, torch.bfloat16
+    )
     exact = make_model(config, groups, sequence_parallel, Backends.reference(), torch.float32)
     parts = implementation(ENGINE, "cuda", torch.bfloat16)
     assert sum(type(module) in parts for module in engine.modules()) >= 2 * config.num_layers + 1
     assert engine.backends.varlen_attention == ENGINE
     assert list(engine.state_dict()) == list(local.state_dict())
-    assert [held.shard.name for held in held_state(engine)] == [held.shard.name for held in held_state(local)]
+    assert [held.shard.name for held in held_state(engine)] == [
+        held.shard.name for held in held_state(local)
+    ]
     pairs = zip(engine.parameters(), local.parameters(), exact.parameters(), strict=True)
     with torch.no_grad():
         for mine, other, wide in pairs:
@@ -125,14 +177,22 @@ def compare(groups: ParallelGroups | None, sequence_parallel: bool, changes: dic
 
     return {
         "losses": (losses, local_losses, wanted_losses),
-        "gradients": {name: (distance(grads[name], name), distance(local_grads[name], name)) for name in grads},
+        "gradients": {
+            name: (distance(grads[name], name), distance(local_grads[name], name)) for name in grads
+        },
     }
 
 
 def judge(found: dict[str, Any]) -> None:
     for mine, local, wanted in zip(*found["losses"], strict=True):
-        assert mine == pytest.approx(wanted, rel=LOSS_BOUND) and mine == pytest.approx(local, rel=LOSS_BOUND)
-    bad = {name: both for name, both in found["gradients"].items() if not both[0] <= FACTOR * both[1] + FLOOR}
+        assert mine == pytest.approx(wanted, rel=LOSS_BOUND) and mine == pytest.approx(
+            local, rel=LOSS_BOUND
+        )
+    bad = {
+        name: both
+        for name, both in found["gradients"].items()
+        if not both[0] <= FACTOR * both[1] + FLOOR
+    }
     assert bad == {}, "(TransformerEngine, local) from float32"
 
 
@@ -149,14 +209,19 @@ def test_one_gpu(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_tensor_parallel_gpus(name: str, sequence_parallel: bool) -> None:
     arguments = (sequence_parallel, CASES[name])
-    for found in run_distributed(compare, 2, *arguments, backend="nccl", layout={"tp_size": 2}, timeout=300):
+    for found in run_distributed(
+        compare, 2, *arguments, backend="nccl", layout={"tp_size": 2}, timeout=300
+    ):
         judge(found)
 
 
-# -------------------------------------------------------------------------------------- training and its checkpoints
+# -------------------------------------------------------------------------------------- training
+# and its checkpoints
 
 
-def run_config(impl: str, parallel: dict[str, Any], *, deterministic: bool = False, graphs: bool = False) -> RunConfig:
+def run_config(
+    impl: str, parallel: dict[str, Any], *, deterministic: bool = False, graphs: bool = False
+) -> RunConfig:
     return RunConfig(
         model=config_of(),
         data=DataConfig(train_data_path=("none.jsonl",)),
@@ -164,7 +229,11 @@ def run_config(impl: str, parallel: dict[str, Any], *, deterministic: bool = Fal
         optim=OptimizerConfig(lr=1e-4),
         parallel=ParallelConfig(**parallel),
         training=TrainingConfig(
-            train_iters=2 * STEPS, bf16=True, device="cuda", transformer_impl=impl, deterministic_mode=deterministic
+            train_iters=2 * STEPS,
+            bf16=True,
+            device="cuda",
+            transformer_impl=impl,
+            deterministic_mode=deterministic,
         ),
         cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
     )
@@ -175,12 +244,19 @@ def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
 
 
 def train_both(groups: ParallelGroups, parallel: dict[str, Any]) -> list[dict[str, Any]]:
-    return [waiting(make_job(groups, impl, **parallel).step, batches(groups, 1)) for impl in (LOCAL, ENGINE)]
+    return [
+        waiting(make_job(groups, impl, **parallel).step, batches(groups, 1))
+        for impl in (LOCAL, ENGINE)
+    ]
 
 
 def judge_training(local: dict[str, Any], engine: dict[str, Any]) -> None:
     """Losses and gradient norms of the same steps, and no wait."""
-    assert engine["waits"] == engine["pageable"] == [] and engine["to_host"] <= STEPS and engine["events"] > 1000
+    assert (
+        engine["waits"] == engine["pageable"] == []
+        and engine["to_host"] <= STEPS
+        and engine["events"] > 1000
+    )
     columns = [StepValues._fields.index(name) for name in ("loss", "grad_norm")]
     for number, (mine, other) in enumerate(zip(engine["values"], local["values"], strict=True)):
         for column, bound in zip(columns, (1e-2, 3e-2), strict=True):
@@ -199,19 +275,26 @@ def test_steps_through_flat_buffers_wait_for_nothing() -> None:
 @pytest.mark.multi_gpu
 def test_steps_of_two_tensor_parallel_gpus() -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    for found in run_distributed(train_both, 2, parallel, backend="nccl", layout={"tp_size": 2}, timeout=300):
+    for found in run_distributed(
+        train_both, 2, parallel, backend="nccl", layout={"tp_size": 2}, timeout=300
+    ):
         judge_training(*found)
 
 
 @pytest.mark.shows("checkpoint", "TE layers")
 @pytest.mark.gpu
 @pytest.mark.parametrize("saved, loaded", [(ENGINE, LOCAL), (LOCAL, ENGINE)])
-def test_a_checkpoint_does_not_know_whose_layers_made_it(tmp_path: Path, saved: str, loaded: str) -> None:
+def test_a_checkpoint_does_not_know_whose_layers_made_it(
+    tmp_path: Path, saved: str, loaded: str
+) -> None:
     groups = ParallelGroups.single(torch.device("cuda", 0))
     one, two = make_job(groups, saved), make_job(groups, loaded)
     for packs in batches(groups, 1):
         one.step(packs, 1e-4)
-    states = [{held.shard.name: held.shard for held in held_state(job.model, job.optimizer)} for job in (one, two)]
+    states = [
+        {held.shard.name: held.shard for held in held_state(job.model, job.optimizer)}
+        for job in (one, two)
+    ]
     assert list(states[0]) == list(states[1])
     save_checkpoint(tmp_path, 1, list(states[0].values()), {})
     load_checkpoint(tmp_path, list(states[1].values()))
@@ -223,7 +306,8 @@ def test_a_checkpoint_does_not_know_whose_layers_made_it(tmp_path: Path, saved: 
     assert losses[0] == pytest.approx(losses[1], rel=LOSS_BOUND)
 
 
-# ------------------------------------------------------------------------------------------- graphs and isolation
+# ------------------------------------------------------------------------------------------- graphs
+# and isolation
 
 
 @pytest.mark.gpu
@@ -242,7 +326,9 @@ def test_replay_equals_eager_bit_for_bit() -> None:
 
 
 def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Training steps with graphs over all layers, their collectives included, beside the same steps without."""
+    """Training steps with graphs over all layers, their collectives included, beside the same steps
+    without.
+    """
     ladder = Ladder.of([8, 32], SLOTS)
     eager = build_job(run_config(ENGINE, parallel, deterministic=True), groups, VOCAB)
     config = run_config(ENGINE, parallel, deterministic=True, graphs=True)
@@ -255,7 +341,10 @@ def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict
     equal = []
     with released(graphs):
         for number, together in enumerate(packings):
-            step = [pack(lengths, 10 * number + at, ladder, SLOTS) for at, lengths in enumerate(together)]
+            step = [
+                pack(lengths, 10 * number + at, ladder, SLOTS)
+                for at, lengths in enumerate(together)
+            ]
             found, wanted = (one.step(step, 1e-4).clone() for one in (job, eager))
             equal.append(torch.equal(found, wanted))
         counters = graphs.counters
@@ -282,13 +371,17 @@ def test_replayed_steps_are_the_eager_ones() -> None:
 def test_replayed_steps_of_two_tensor_parallel_gpus() -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     layout = {"tp_size": 2}
-    for found in run_distributed(replayed_and_eager, 2, parallel, backend="nccl", layout=layout, timeout=300):
+    for found in run_distributed(
+        replayed_and_eager, 2, parallel, backend="nccl", layout=layout, timeout=300
+    ):
         assert found == REPLAYED
 
 
 @pytest.mark.shows("isolation", "TE layers")
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [CASES["rms norm, squared relu"], CASES["layer norm, biases, gelu"]])
+@pytest.mark.parametrize(
+    "changes", [CASES["rms norm, squared relu"], CASES["layer norm, biases, gelu"]]
+)
 def test_documents_stay_apart(changes: dict[str, Any]) -> None:
     results = check_isolation(
         config_of(**changes), torch.device("cuda", 0), torch.bfloat16, {"transformer_impl": ENGINE}

@@ -1,4 +1,6 @@
-"""Damage files of a checkpoint at random and load it: the load must refuse, or take the previous checkpoint."""
+"""Damage files of a checkpoint at random and load it: the load must refuse, or take the previous
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.state import whole_tensors
 
 PREVIOUS, NEWEST = 10, 20
-_spec = importlib.util.spec_from_file_location("checkpoint_tools", _paths.TESTS / "unit" / "checkpoint" / "conftest.py")
+_spec = importlib.util.spec_from_file_location(
+    "checkpoint_tools", _paths.TESTS / "unit" / "checkpoint" / "conftest.py"
+)
 tools = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tools)
 
@@ -62,17 +66,28 @@ def remove(file: Path, draw: random.Random) -> None:
 
 def of_the_previous(file: Path, draw: random.Random) -> None:
     """Put the file of the previous checkpoint in its place."""
-    previous = file.parent.with_name(file.parent.name.replace(f"{NEWEST:02}", f"{PREVIOUS:02}")) / file.name
+    previous = (
+        file.parent.with_name(file.parent.name.replace(f"{NEWEST:02}", f"{PREVIOUS:02}"))
+        / file.name
+    )
     shutil.copyfile(previous, file)
 
 
 DAMAGE: list[Callable[[Path, random.Random], None]] = [
-    flip_bit, cut_off, make_longer, zero_a_block, repeat_a_block, remove, of_the_previous
-]  # fmt: skip
+    flip_bit,
+    cut_off,
+    make_longer,
+    zero_a_block,
+    repeat_a_block,
+    remove,
+    of_the_previous,
+]
 
 
 def main(files: int, seed: int) -> int:
-    """Return the exit code: 0 if every load refused or took the previous checkpoint, with all of its bytes."""
+    """Return the exit code: 0 if every load refused or took the previous checkpoint, with all of
+    its bytes.
+    """
     draw, handled, fell_back = random.Random(seed), 0, 0
     previous, newest = tools.make_state(PREVIOUS), tools.make_state(NEWEST)
     with tempfile.TemporaryDirectory() as name:
@@ -94,9 +109,13 @@ def main(files: int, seed: int) -> int:
             good = good and step in (PREVIOUS, None) and any(file.name in line for line in said)
             handled, fell_back = handled + good, fell_back + (step == PREVIOUS)
             if not good:
-                print(f"{damage.__name__} of {file.name}: step {step} was loaded; {said}", flush=True)
+                print(
+                    f"{damage.__name__} of {file.name}: step {step} was loaded; {said}", flush=True
+                )
             shutil.rmtree(root)
-    print(f"{handled} of {files} damaged files were found; {fell_back} loads took the previous checkpoint")
+    print(
+        f"{handled} of {files} damaged files were found; {fell_back} loads took the previous checkpoint"
+    )
     return int(handled != files)
 
 

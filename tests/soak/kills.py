@@ -18,12 +18,22 @@ LAST = 160
 
 
 def options_of(folder: Path) -> dict[str, object]:
-    """Return a run whose every step draws random numbers, skips spikes, validates and saves at different steps."""
+    """Return a run whose every step draws random numbers, skips spikes, validates and saves at
+    different steps.
+    """
     data = Data.make(folder)
     return tiny_options(
-        data, train_iters=LAST, hidden_dropout=0.1, valid_data_path=data.valid, eval_interval=4, eval_iters=2,
-        save_interval=3, loss_spike_policy="skip", loss_spike_window=8, grad_norm_spike_factor=1.2,
-    )  # fmt: skip
+        data,
+        train_iters=LAST,
+        hidden_dropout=0.1,
+        valid_data_path=data.valid,
+        eval_interval=4,
+        eval_iters=2,
+        save_interval=3,
+        loss_spike_policy="skip",
+        loss_spike_window=8,
+        grad_norm_spike_factor=1.2,
+    )
 
 
 def main(kills: int, processes: int, seed: int) -> int:
@@ -50,7 +60,9 @@ def main(kills: int, processes: int, seed: int) -> int:
             done += died
             reached = steps(log)[-1]["iteration"] if log.exists() and steps(log) else 0
             print(f"life {done}: exit codes {finished.exit_codes}, step {reached}", flush=True)
-            assert died or reached < LAST, "the run ended before it was killed often enough; raise LAST"
+            assert died or reached < LAST, (
+                "the run ended before it was killed often enough; raise LAST"
+            )
         assert run({**options, **in_folder(killed)}, killed, processes).exit_code == 0
         assert_same_state(killed / "checkpoints", undisturbed / "checkpoints", LAST)
         assert steps(log) == steps(undisturbed / "log.jsonl")

@@ -1,4 +1,6 @@
-"""Compare random models with transformers: logits, loss and every gradient, theirs one document at a time."""
+"""Compare random models with transformers: logits, loss and every gradient, theirs one document at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,26 @@ def nemotron_h(draw: random.Random) -> Any:
     pattern = "".join(draw.choices("M*-E", k=draw.randint(1, 6)))
     heads = draw.choice([2, 4, 6])
     config = transformers.NemotronHConfig(
-        vocab_size=cases.VOCAB, hidden_size=draw.choice([16, 24, 40]), layers_block_type=None,
-        hybrid_override_pattern=pattern, num_attention_heads=4, num_key_value_heads=draw.choice([1, 2, 4]),
-        head_dim=draw.choice([4, 8, 10]), intermediate_size=draw.choice([12, 48]), ssm_state_size=draw.choice([4, 16]),
-        mamba_num_heads=heads, mamba_head_dim=draw.choice([4, 8]), n_groups=draw.choice([1, 2]),
-        chunk_size=draw.choice([4, 8, 16]), n_routed_experts=draw.choice([4, 5, 8]),
-        moe_intermediate_size=draw.choice([8, 16]), moe_shared_expert_intermediate_size=24,
-        num_experts_per_tok=draw.randint(2, 4), routed_scaling_factor=draw.choice([1.0, 2.5]),
+        vocab_size=cases.VOCAB,
+        hidden_size=draw.choice([16, 24, 40]),
+        layers_block_type=None,
+        hybrid_override_pattern=pattern,
+        num_attention_heads=4,
+        num_key_value_heads=draw.choice([1, 2, 4]),
+        head_dim=draw.choice([4, 8, 10]),
+        intermediate_size=draw.choice([12, 48]),
+        ssm_state_size=draw.choice([4, 16]),
+        mamba_num_heads=heads,
+        mamba_head_dim=draw.choice([4, 8]),
+        n_groups=draw.choice([1, 2]),
+        chunk_size=draw.choice([4, 8, 16]),
+        n_routed_experts=draw.choice([4, 5, 8]),
+        moe_intermediate_size=draw.choice([8, 16]),
+        moe_shared_expert_intermediate_size=24,
+        num_experts_per_tok=draw.randint(2, 4),
+        routed_scaling_factor=draw.choice([1.0, 2.5]),
         time_step_min=1e-12,  # transformers clamps the step from below, Megatron's kernels do not
-    )  # fmt: skip
+    )
     model = filled(transformers.NemotronHForCausalLM(config), draw)
     for layer, symbol in zip(model.model.layers, pattern):
         if symbol == "E":
@@ -47,23 +60,35 @@ def nemotron_h(draw: random.Random) -> Any:
 
 def common(draw: random.Random) -> dict[str, Any]:
     return {
-        "vocab_size": cases.VOCAB, "hidden_size": draw.choice([16, 24, 40]), "num_attention_heads": 4,
-        "num_key_value_heads": draw.choice([1, 2, 4]), "head_dim": draw.choice([4, 8, 12]),
-        "intermediate_size": draw.choice([12, 48]), "num_hidden_layers": draw.randint(1, 3),
-        "rms_norm_eps": draw.choice([1e-6, 1e-5]), "tie_word_embeddings": draw.random() < 0.5,
-    }  # fmt: skip
+        "vocab_size": cases.VOCAB,
+        "hidden_size": draw.choice([16, 24, 40]),
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw.choice([1, 2, 4]),
+        "head_dim": draw.choice([4, 8, 12]),
+        "intermediate_size": draw.choice([12, 48]),
+        "num_hidden_layers": draw.randint(1, 3),
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
 
 
 def llama(draw: random.Random) -> Any:
     config = transformers.LlamaConfig(**common(draw), rope_theta=draw.choice([1e4, 5e5]))
-    return f"llama of {config.num_hidden_layers}", filled(transformers.LlamaForCausalLM(config), draw)
+    return f"llama of {config.num_hidden_layers}", filled(
+        transformers.LlamaForCausalLM(config), draw
+    )
 
 
 def mixtral(draw: random.Random) -> Any:
     config = transformers.MixtralConfig(
-        **common(draw), num_local_experts=draw.randint(3, 6), num_experts_per_tok=2, sliding_window=None
+        **common(draw),
+        num_local_experts=draw.randint(3, 6),
+        num_experts_per_tok=2,
+        sliding_window=None,
     )
-    return f"mixtral of {config.num_hidden_layers}", filled(transformers.MixtralForCausalLM(config), draw)
+    return f"mixtral of {config.num_hidden_layers}", filled(
+        transformers.MixtralForCausalLM(config), draw
+    )
 
 
 def filled(model: Any, draw: random.Random) -> Any:
@@ -78,7 +103,9 @@ def filled(model: Any, draw: random.Random) -> Any:
 
 
 def as_ours(theirs: Any, folder: Path) -> tuple[HybridModel, dict[str, Tensor]]:
-    """Return a model of ours for theirs, and their parameters (or what lies in their place) by our names."""
+    """Return a model of ours for theirs, and their parameters (or what lies in their place) by our
+    names.
+    """
     theirs.save_pretrained(folder, max_shard_size="100KB")
     config, files, weights = open_model(folder, bf16=False)
     model = HybridModel(config, vocab_size=config.vocab_size, max_positions=256)
@@ -86,7 +113,9 @@ def as_ours(theirs: Any, folder: Path) -> tuple[HybridModel, dict[str, Tensor]]:
 
 
 def error(mine: Tensor, theirs: Tensor, least: float = 1e-6) -> float:
-    """Return the largest difference, in units of the largest value, or of ``least`` where that is larger."""
+    """Return the largest difference, in units of the largest value, or of ``least`` where that is
+    larger.
+    """
     mine, theirs = mine.detach(), theirs.detach()
     return float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=least))
 
@@ -103,7 +132,10 @@ def errors(theirs: Any, folder: Path, draw: random.Random) -> dict[str, float]:
         tokens, mask = torch.as_tensor(tokens), torch.as_tensor(mask)
         expected = theirs(input_ids=tokens[None], use_cache=False).logits[0]
         worst = max(worst, error(logits[batch.packed.seq_idx[0] == number], expected.detach()))
-        loss_sum = loss_sum + (F.cross_entropy(expected[:-1], tokens[1:], reduction="none") * mask[1:]).sum()
+        loss_sum = (
+            loss_sum
+            + (F.cross_entropy(expected[:-1], tokens[1:], reduction="none") * mask[1:]).sum()
+        )
     found = {"logits": worst, "loss": error(output.loss_sum.detach(), loss_sum.detach())}
     if not batch.num_target_tokens:
         return found
@@ -113,7 +145,9 @@ def errors(theirs: Any, folder: Path, draw: random.Random) -> dict[str, float]:
 
 
 def gradient_errors(theirs: Any, ours: HybridModel, folder: Path) -> dict[str, float]:
-    """Compare gradients; theirs take the way of weights through a file, so they have our names and order."""
+    """Compare gradients; theirs take the way of weights through a file, so they have our names and
+    order.
+    """
     gradients = copy.deepcopy(theirs)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -140,7 +174,10 @@ def main(models: int, seed: int) -> int:
             found = errors(theirs, Path(name), draw)
         worst = max(found, key=lambda key: found[key])
         good += found[worst] <= TOLERANCE
-        print(f"model {number}, {label}: largest error {found[worst]:.1e} ({worst}), {len(found)} compared", flush=True)
+        print(
+            f"model {number}, {label}: largest error {found[worst]:.1e} ({worst}), {len(found)} compared",
+            flush=True,
+        )
     print(f"{good} of {models} models agree")
     return int(good != models)
 

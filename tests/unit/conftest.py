@@ -1,5 +1,6 @@
-"""Shared by all unit tests: they leave no environment behind, and what is said of captures does not depend on how busy
-the machine is."""
+"""Shared by all unit tests: they leave no environment behind, and what is said of captures does not
+depend on how busy the machine is.
+"""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """Commands that run in this process set variables for libraries, which another test's run would be refused for."""
+    """Commands that run in this process set variables for libraries, which another test's run would
+    be refused for.
+    """
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

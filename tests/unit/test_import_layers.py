@@ -1,4 +1,6 @@
-"""The direction of imports, read from the source of every file, and what importing the package costs."""
+"""The direction of imports, read from the source of every file, and what importing the package
+costs.
+"""
 
 import ast
 import subprocess
@@ -10,17 +12,35 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_packed"
 LEVELS = {
     "config": 0,
-    "packed": 1, "distributed": 1, "ops": 1, "memory": 1,
-    "layers": 2, "cuda_graphs": 2, "data": 2, "optim": 2, "checkpoint": 2,
-    "models": 3, "convert": 3,
+    "packed": 1,
+    "distributed": 1,
+    "ops": 1,
+    "memory": 1,
+    "layers": 2,
+    "cuda_graphs": 2,
+    "data": 2,
+    "optim": 2,
+    "checkpoint": 2,
+    "models": 3,
+    "convert": 3,
     "training": 4,
     "cli": 5,  # a door: nothing imports it
-}  # fmt: skip
-OPTIONAL = {"transformer_engine", "apex", "mamba_ssm", "causal_conv1d", "flash_attn", "triton", "transformers"}
+}
+OPTIONAL = {
+    "transformer_engine",
+    "apex",
+    "mamba_ssm",
+    "causal_conv1d",
+    "flash_attn",
+    "triton",
+    "transformers",
+}
 
 
 def imported_packages(path: Path) -> set[str]:
-    """Names of megatron_packed's packages that a file imports, anywhere in it, also inside functions."""
+    """Names of megatron_packed's packages that a file imports, anywhere in it, also inside
+    functions.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -43,7 +63,9 @@ def violations(root: Path) -> list[str]:
             continue
         for other in imported_packages(path) - {here}:
             if other in LEVELS and LEVELS[other] >= LEVELS[here]:
-                problems.append(f"{path.relative_to(root)} (level {LEVELS[here]}) imports {other} ({LEVELS[other]})")
+                problems.append(
+                    f"{path.relative_to(root)} (level {LEVELS[here]}) imports {other} ({LEVELS[other]})"
+                )
     return problems
 
 
@@ -53,7 +75,9 @@ def test_packages_import_only_lower_levels():
 
 def test_an_upward_and_a_sideways_import_are_seen(tmp_path):
     (tmp_path / "ops").mkdir()
-    (tmp_path / "ops" / "a.py").write_text("def f():\n    from megatron_packed.models import hybrid_model\n")
+    (tmp_path / "ops" / "a.py").write_text(
+        "def f():\n    from megatron_packed.models import hybrid_model\n"
+    )
     (tmp_path / "ops" / "b.py").write_text("from megatron_packed import packed\n")
     assert len(violations(tmp_path)) == 2
 
@@ -64,7 +88,9 @@ def test_every_package_has_a_level():
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_import_is_lazy():
@@ -76,7 +102,9 @@ def test_no_optional_library_is_imported_by_the_cpu_path():
     code = "import sys, megatron_packed; megatron_packed.HybridModel; megatron_packed.MicroBatch; print(*sys.modules)"
     loaded = {name.split(".")[0] for name in run_python(code).split()}
     # torch itself imports triton when it is installed
-    allowed = {"triton"} if "triton" in run_python("import sys, torch; print(*sys.modules)") else set()
+    allowed = (
+        {"triton"} if "triton" in run_python("import sys, torch; print(*sys.modules)") else set()
+    )
     assert not (loaded & OPTIONAL) - allowed
 
 

@@ -1,4 +1,6 @@
-"""docs/support_matrix.md is what the records say, the records are of the tests as they are, and only passing counts."""
+"""docs/support_matrix.md is what the records say, the records are of the tests as they are, and
+only passing counts.
+"""
 
 import json
 import os
@@ -26,32 +28,63 @@ def test_the_page_is_up_to_date(script):
 
 
 def test_records_say_what_tests_say(tmp_path):
-    """A test that is gone, or shows something else now, is no longer in them, and a new one is there as not run."""
-    files = {str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.shows(" in path.read_text()}
-    named = {name.split("::")[0] for record in RECORDS for name in json.loads(record.read_text())["tests"]}
+    """A test that is gone, or shows something else now, is no longer in them, and a new one is
+    there as not run.
+    """
+    files = {
+        str(path)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.shows(" in path.read_text()
+    }
+    named = {
+        name.split("::")[0]
+        for record in RECORDS
+        for name in json.loads(record.read_text())["tests"]
+    }
     files |= {str(ROOT / name) for name in named if (ROOT / name).exists()}
     copies = [tmp_path / record.name for record in RECORDS]
     options = []
     for record, copy in zip(RECORDS, copies):
         copy.write_text(record.read_text())
         options += ["--record-shown", str(copy)]
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, *files]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *files,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout[-2000:]
     for record, copy in zip(RECORDS, copies):
         name = record.relative_to(ROOT)
-        assert copy.read_text() == record.read_text(), f"run pytest --collect-only --record-shown {name}, then tests"
+        assert copy.read_text() == record.read_text(), (
+            f"run pytest --collect-only --record-shown {name}, then tests"
+        )
 
 
-@pytest.mark.parametrize(("changes", "columns"), [
-    ({}, ["eager", "graphs: local"]),
-    ({"loss_difference": 0.02}, None),
-    ({"grad_norm_difference": 0.03}, None),
-    ({"loss_difference": float("nan")}, None),
-    ({"graphs": {"local": {"fallbacks": 1}}}, ["eager"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "columns"),
+    [
+        ({}, ["eager", "graphs: local"]),
+        ({"loss_difference": 0.02}, None),
+        ({"grad_norm_difference": 0.03}, None),
+        ({"loss_difference": float("nan")}, None),
+        ({"graphs": {"local": {"fallbacks": 1}}}, ["eager"]),
+    ],
+)
 def test_a_benchmark_with_other_losses_or_eager_packs_shows_nothing(script, changes, columns):
-    good = {"loss_difference": 1e-4, "grad_norm_difference": 1e-3, "graphs": {"local": {"fallbacks": 0}}}
+    good = {
+        "loss_difference": 1e-4,
+        "grad_norm_difference": 1e-3,
+        "graphs": {"local": {"fallbacks": 0}},
+    }
     result = {"processes": 2, "layouts": {"tp2 sp": good | changes}}
     found = list(script["benchmarked"]("H200 benchmark", result))
     assert [list(seen.shows) for seen in found] == ([columns] if columns else [])
@@ -60,15 +93,31 @@ def test_a_benchmark_with_other_losses_or_eager_packs_shows_nothing(script, chan
 CLAIM = {"eager": ["TP"], "graphs: local": ["TP"]}
 
 
-@pytest.mark.parametrize(("machine", "outcomes", "eager", "graphs"), [
-    ("CPU", ["passed"], "[CPU](../a.py)", "[CPU stand-in](../a.py)"),
-    ("NVIDIA H200", ["not run", "passed"], "[H200](../b.py)", "[H200](../b.py)"),
-    ("CPU", ["passed", "failed"], "[**CPU fails**](../b.py)", "[**CPU stand-in fails**](../b.py)"),
-    ("CPU", ["skipped", "not run"], "[*CPU skipped*](../a.py)", "[*CPU stand-in skipped*](../a.py)"),
-    ("CPU", [], "-", "-"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("machine", "outcomes", "eager", "graphs"),
+    [
+        ("CPU", ["passed"], "[CPU](../a.py)", "[CPU stand-in](../a.py)"),
+        ("NVIDIA H200", ["not run", "passed"], "[H200](../b.py)", "[H200](../b.py)"),
+        (
+            "CPU",
+            ["passed", "failed"],
+            "[**CPU fails**](../b.py)",
+            "[**CPU stand-in fails**](../b.py)",
+        ),
+        (
+            "CPU",
+            ["skipped", "not run"],
+            "[*CPU skipped*](../a.py)",
+            "[*CPU stand-in skipped*](../a.py)",
+        ),
+        ("CPU", [], "-", "-"),
+    ],
+)
 def test_only_what_passed_is_seen(script, tmp_path, monkeypatch, machine, outcomes, eager, graphs):
-    tests = {f"{file}.py::test": {"outcome": outcome, "shows": CLAIM} for file, outcome in zip("ab", outcomes)}
+    tests = {
+        f"{file}.py::test": {"outcome": outcome, "shows": CLAIM}
+        for file, outcome in zip("ab", outcomes)
+    }
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "one.json").write_text(json.dumps({"machine": machine, "tests": tests}))
     everything = script["Cells"].__call__.__globals__
@@ -80,16 +129,21 @@ def test_only_what_passed_is_seen(script, tmp_path, monkeypatch, machine, outcom
 
 
 def report(when, outcome, name="tests/a.py::test"):
-    return SimpleNamespace(when=when, outcome=outcome, nodeid=name, user_properties=[("shows", CLAIM)])
+    return SimpleNamespace(
+        when=when, outcome=outcome, nodeid=name, user_properties=[("shows", CLAIM)]
+    )
 
 
-@pytest.mark.parametrize(("phases", "outcome"), [
-    (["setup passed", "call passed", "teardown passed"], "passed"),
-    (["setup passed", "call passed", "teardown failed"], "failed"),
-    (["setup passed", "call skipped", "teardown passed"], "skipped"),
-    (["setup skipped", "teardown passed"], "skipped"),
-    (["setup passed"], "not run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("phases", "outcome"),
+    [
+        (["setup passed", "call passed", "teardown passed"], "passed"),
+        (["setup passed", "call passed", "teardown failed"], "failed"),
+        (["setup passed", "call skipped", "teardown passed"], "skipped"),
+        (["setup skipped", "teardown passed"], "skipped"),
+        (["setup passed"], "not run"),
+    ],
+)
 def test_what_a_run_records(phases, outcome, tmp_path):
     path = tmp_path / "record.json"
     config = SimpleNamespace(option=SimpleNamespace(collectonly=False))

@@ -1,9 +1,11 @@
-"""Says what is installed, whether its kernels run on this machine, what is used instead, and the command that helps.
+"""Says what is installed, whether its kernels run on this machine, what is used instead, and the
+command that helps.
 
-Every package is imported, and on a GPU every kernel is run and compared with its reference, in processes of their own:
-one that crashes or hangs costs its own line. Reads no data and needs no flags of a run. Exit code 1 if something that
-is installed does not work, if a required package is missing, or if a stranger's package was taken for another; what is
-merely absent or slow is no failure.
+Every package is imported, and on a GPU every kernel is run and compared with its reference, in
+processes of their own: one that crashes or hangs costs its own line. Reads no data and needs no
+flags of a run. Exit code 1 if something that is installed does not work, if a required package is
+missing, or if a stranger's package was taken for another; what is merely absent or slow is no
+failure.
 """
 
 from __future__ import annotations
@@ -30,30 +32,52 @@ EXIT_PROBLEM = 1
 WIDTH = 118
 LINE_EVERY = 10.0
 """Seconds between lines of progress where there is no terminal."""
-FORCED_BY = {"varlen_attention": "--attention-backend", "ssd": "--ssd-backend", "causal_conv1d": "--conv-backend"}
+FORCED_BY = {
+    "varlen_attention": "--attention-backend",
+    "ssd": "--ssd-backend",
+    "causal_conv1d": "--conv-backend",
+}
 """Options that choose a kernel, by op."""
 Answers = dict[str, dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--no-kernels", action="store_true", help="import packages, and run none of their kernels")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S",
+        "--no-kernels", action="store_true", help="import packages, and run none of their kernels"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
         help="seconds that one probe may take; a kernel's first call compiles it (default 600)",
-    )  # fmt: skip
+    )
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise UsageError(f"doctor takes no {rest[0]}; megatron-packed doctor --help lists what it takes.")
+        raise UsageError(
+            f"doctor takes no {rest[0]}; megatron-packed doctor --help lists what it takes."
+        )
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
     findings = examine(arguments.timeout, kernels=not arguments.no_kernels)
-    problems = [finding for section in findings.values() for finding in section if finding.state.problem]
+    problems = [
+        finding for section in findings.values() for finding in section if finding.state.problem
+    ]
     if arguments.json:
         sections = {name: [one.as_dict() for one in section] for name, section in findings.items()}
-        print(json.dumps({"version": __version__, "python": platform.python_version(), "ok": not problems, **sections}))
+        print(
+            json.dumps(
+                {
+                    "version": __version__,
+                    "python": platform.python_version(),
+                    "ok": not problems,
+                    **sections,
+                }
+            )
+        )
     else:
         print("\n".join([*_lines(findings), "", *_verdict(problems)]))
     return EXIT_PROBLEM if problems else 0
@@ -76,18 +100,30 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     machine = machine_findings()
-    gpu = [Finding(**{**one, "state": State(one["state"])}) for one in answers["gpu"].get("findings", [])]
+    gpu = [
+        Finding(**{**one, "state": State(one["state"])})
+        for one in answers["gpu"].get("findings", [])
+    ]
     if "error" in answers["gpu"]:
-        gpu.append(Finding(name="GPU", state=State.BROKEN, detail=answers["gpu"]["error"], fix="nvidia-smi"))
+        gpu.append(
+            Finding(
+                name="GPU", state=State.BROKEN, detail=answers["gpu"]["error"], fix="nvidia-smi"
+            )
+        )
     return {
-        "packages": [*_strangers(answers), *(_package(package, answers, on_gpu) for package in PACKAGES)],
+        "packages": [
+            *_strangers(answers),
+            *(_package(package, answers, on_gpu) for package in PACKAGES),
+        ],
         "kernels": _kernels(answers),
         "machine": [*gpu, *machine],
     }
 
 
 def _announcer() -> Callable[[str], None]:
-    """Progress, for a person who waits: the probe that runs on a terminal, a line now and then elsewhere."""
+    """Progress, for a person who waits: the probe that runs on a terminal, a line now and then
+    elsewhere.
+    """
     last = time.monotonic()
 
     def begins(name: str) -> None:
@@ -116,11 +152,18 @@ def _strangers(answers: Answers) -> list[Finding]:
     found = []
     for stranger, version in strangers():
         meant = next((package for package in PACKAGES if package.name == stranger.meant), None)
-        beside = meant is not None and not stranger.in_the_way and version_of(meant.name) is not None
+        beside = (
+            meant is not None and not stranger.in_the_way and version_of(meant.name) is not None
+        )
         found.append(
-            Finding(name=stranger.name, state=State.FOUND if beside else State.WRONG, found=version,
-                    detail=stranger.what, fix="" if beside else stranger.fix)
-        )  # fmt: skip
+            Finding(
+                name=stranger.name,
+                state=State.FOUND if beside else State.WRONG,
+                found=version,
+                detail=stranger.what,
+                fix="" if beside else stranger.fix,
+            )
+        )
     return found
 
 
@@ -129,7 +172,9 @@ def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
     version = version_of(package.name) or answer.get("version", "")
     known = {"name": package.name, "found": version, "instead": _instead(package, answers)}
     if "stranger" in answer:
-        return Finding(**known, state=State.WRONG, detail=answer["stranger"], fix="pip uninstall -y apex")
+        return Finding(
+            **known, state=State.WRONG, detail=answer["stranger"], fix="pip uninstall -y apex"
+        )
     again = f"pip uninstall -y {package.name}; {package.command}"
     if "absent" in answer:
         if version_of(package.name) is not None:
@@ -143,7 +188,9 @@ def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
         return Finding(**known, state=state, detail=f"not installed; for {package.use}", fix=fix)
     if "error" in answer:
         return Finding(**known, state=State.BROKEN, detail=answer["error"], fix=again)
-    ran = {name: answers[f"kernel:{name}"] for name in package.kernels if f"kernel:{name}" in answers}
+    ran = {
+        name: answers[f"kernel:{name}"] for name in package.kernels if f"kernel:{name}" in answers
+    }
     failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
     if failed:
         return Finding(**known, state=State.BROKEN, detail="; ".join(failed), fix=again)
@@ -161,7 +208,9 @@ def _ops(answers: Answers) -> dict[str, Any]:
 def _reasons(package: Package, answers: Answers) -> list[str]:
     """Why its kernels do not serve here."""
     pairs = (name.partition(".")[::2] for name in package.kernels)
-    found = [_ops(answers).get(op, {"reasons": {}})["reasons"].get(backend, []) for op, backend in pairs]
+    found = [
+        _ops(answers).get(op, {"reasons": {}})["reasons"].get(backend, []) for op, backend in pairs
+    ]
     return [reason for reasons in found for reason in reasons]
 
 
@@ -169,7 +218,9 @@ def _instead(package: Package, answers: Answers) -> str:
     """What the ops choose where this package's backend is not their choice."""
     chosen = {op: found["chosen"] for op, found in _ops(answers).items()}
     pairs = (name.partition(".")[::2] for name in package.kernels)
-    others = [f"{op}: {chosen[op]}" for op, backend in pairs if op in chosen and chosen[op] != backend]
+    others = [
+        f"{op}: {chosen[op]}" for op, backend in pairs if op in chosen and chosen[op] != backend
+    ]
     return ", ".join(others)
 
 
@@ -187,30 +238,53 @@ def _kernels(answers: Answers) -> list[Finding]:
     """One line for each op: what 'auto' takes here, and what became of the others."""
     if "error" in answers["kernels"]:
         fix = next(package.command for package in PACKAGES if package.name == "torch")
-        return [Finding(name="kernels", state=State.BROKEN, detail=answers["kernels"]["error"], fix=fix)]
+        return [
+            Finding(name="kernels", state=State.BROKEN, detail=answers["kernels"]["error"], fix=fix)
+        ]
     findings = []
     for op, found in _ops(answers).items():
         chosen, reasons = found["chosen"], found["reasons"]
-        ran = {name: answers[f"kernel:{op}.{name}"] for name in reasons if f"kernel:{op}.{name}" in answers}
+        ran = {
+            name: answers[f"kernel:{op}.{name}"]
+            for name in reasons
+            if f"kernel:{op}.{name}" in answers
+        }
         failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
-        times = [f"{name} ran in {answer['seconds']:.1f} s, {answer['difference']:.1e} from the reference"
-                 for name, answer in ran.items() if "error" not in answer]  # fmt: skip
+        times = [
+            f"{name} ran in {answer['seconds']:.1f} s, {answer['difference']:.1e} from the reference"
+            for name, answer in ran.items()
+            if "error" not in answer
+        ]
         refused = [f"{name}: {'; '.join(why)}" for name, why in reasons.items() if why]
         slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
         cost = [found.get("cost", "").removeprefix(", ")] if slow else []
-        state = State.BROKEN if failed else State.SLOW if slow else State.WORKS if ran else State.FOUND
+        state = (
+            State.BROKEN if failed else State.SLOW if slow else State.WORKS if ran else State.FOUND
+        )
         healthy = [name for name, answer in ran.items() if "error" not in answer]
         instead = (healthy or ["reference"])[0] if failed and chosen not in healthy else ""
-        fix = f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..." if instead and op in FORCED_BY else ""
+        fix = (
+            f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..."
+            if instead and op in FORCED_BY
+            else ""
+        )
         findings.append(
-            Finding(name=op, state=state, found=chosen, detail=" | ".join([*failed, *cost, *times, *refused]),
-                    instead=instead, fix=fix)
-        )  # fmt: skip
+            Finding(
+                name=op,
+                state=state,
+                found=chosen,
+                detail=" | ".join([*failed, *cost, *times, *refused]),
+                instead=instead,
+                fix=fix,
+            )
+        )
     return findings
 
 
 def _lines(findings: dict[str, list[Finding]]) -> list[str]:
-    lines = [f"megatron_packed {__version__}, Python {platform.python_version()}, {platform.platform()}"]
+    lines = [
+        f"megatron_packed {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    ]
     for title, section in findings.items():
         lines += ["", title.upper()]
         width = max(len(one.name) for one in section)
@@ -218,9 +292,13 @@ def _lines(findings: dict[str, list[Finding]]) -> list[str]:
         for one in section:
             texts = [one.detail, f"used instead: {one.instead}" if one.instead else ""]
             text = ". ".join(text for text in texts if text)
-            head = f"{one.name.ljust(width)}  {one.state.value.ljust(6)}  {one.found.ljust(value)}  "
+            head = (
+                f"{one.name.ljust(width)}  {one.state.value.ljust(6)}  {one.found.ljust(value)}  "
+            )
             indent = " " * (width + 10 + value + 2)
-            wrapped = textwrap.wrap(text, max(WIDTH - len(indent), 40), break_long_words=False) or [""]
+            wrapped = textwrap.wrap(text, max(WIDTH - len(indent), 40), break_long_words=False) or [
+                ""
+            ]
             lines += [(head + wrapped[0]).rstrip(), *(indent + line for line in wrapped[1:])]
             if one.fix:
                 lines.append(f"{indent}fix: {one.fix}")
@@ -231,5 +309,7 @@ def _verdict(problems: list[Finding]) -> list[str]:
     if not problems:
         return ["Nothing that is installed is broken."]
     lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
-    return lines + [f"  {one.name}: {one.detail or one.state.value}{f' -> {one.fix}' if one.fix else ''}"
-                    for one in problems]  # fmt: skip
+    return lines + [
+        f"  {one.name}: {one.detail or one.state.value}{f' -> {one.fix}' if one.fix else ''}"
+        for one in problems
+    ]

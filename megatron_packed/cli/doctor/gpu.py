@@ -1,4 +1,6 @@
-"""What torch sees of this machine's GPUs; runs in the process of the probes, since a driver may hang or crash."""
+"""What torch sees of this machine's GPUs; runs in the process of the probes, since a driver may
+hang or crash.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from megatron_packed.cli.doctor.findings import Finding, State
 
 PINNED = 2**28
 """Bytes of page-locked memory that are tried: a loader and offload to the host take more."""
-_THROTTLES = {0x8: "the hardware", 0x20: "its temperature", 0x40: "its temperature", 0x80: "a power brake"}
+_THROTTLES = {
+    0x8: "the hardware",
+    0x20: "its temperature",
+    0x40: "its temperature",
+    0x80: "a power brake",
+}
 """Bits of NVML's reasons for lower clocks that are no rest and no usual power cap."""
 
 
@@ -18,13 +25,22 @@ def gpu_findings() -> Iterator[Finding]:
     """CUDA of torch, every GPU with its clocks, NCCL, and page-locked memory."""
     built = torch.version.cuda
     if built is None:
-        yield Finding(name="CUDA", state=State.ABSENT, detail=f"torch {torch.__version__} is a build for CPUs",
-                      instead="the CPU")  # fmt: skip
+        yield Finding(
+            name="CUDA",
+            state=State.ABSENT,
+            detail=f"torch {torch.__version__} is a build for CPUs",
+            instead="the CPU",
+        )
         return
     if not torch.cuda.is_available():
-        yield Finding(name="CUDA", state=State.SLOW, found=built, instead="the CPU",
-                      detail="torch sees no GPU: there is none, or its driver is too old for this CUDA",
-                      fix="nvidia-smi")  # fmt: skip
+        yield Finding(
+            name="CUDA",
+            state=State.SLOW,
+            found=built,
+            instead="the CPU",
+            detail="torch sees no GPU: there is none, or its driver is too old for this CUDA",
+            fix="nvidia-smi",
+        )
         return
     yield Finding(name="CUDA", state=State.WORKS, found=built)
     yield _cudnn()
@@ -38,15 +54,24 @@ def _cudnn() -> Finding:
     try:
         version = torch.backends.cudnn.version()
     except RuntimeError as error:  # another one lies in front of the one that torch was built with
-        return Finding(name="cuDNN", state=State.SLOW, instead="kernels that are not torch's",
-                       detail=f"torch refuses it, and with it its own convolutions: {str(error).splitlines()[0]}",
-                       fix="unset LD_LIBRARY_PATH")  # fmt: skip
+        return Finding(
+            name="cuDNN",
+            state=State.SLOW,
+            instead="kernels that are not torch's",
+            detail=f"torch refuses it, and with it its own convolutions: {str(error).splitlines()[0]}",
+            fix="unset LD_LIBRARY_PATH",
+        )
     return Finding(name="cuDNN", state=State.FOUND, found=str(version))
 
 
 def _nccl() -> Finding:
     if not torch.distributed.is_nccl_available():
-        return Finding(name="NCCL", state=State.SLOW, detail="torch was built without it", instead="one GPU, or gloo")
+        return Finding(
+            name="NCCL",
+            state=State.SLOW,
+            detail="torch was built without it",
+            instead="one GPU, or gloo",
+        )
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return Finding(name="NCCL", state=State.FOUND, found=version)
 
@@ -60,13 +85,25 @@ def _gpu(number: int) -> Finding:
         value = torch.ones(1024, device=f"cuda:{number}").sum().item()
     except RuntimeError as error:
         text = str(error).splitlines()[0]
-        return Finding(name=name, state=State.BROKEN, found=found, detail=f"adding numbers fails: {text}",
-                       fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT")  # fmt: skip
+        return Finding(
+            name=name,
+            state=State.BROKEN,
+            found=found,
+            detail=f"adding numbers fails: {text}",
+            fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
+        )
     if value != 1024:
-        return Finding(name=name, state=State.BROKEN, found=found, detail=f"1,024 ones add up to {value}",
-                       fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT")  # fmt: skip
+        return Finding(
+            name=name,
+            state=State.BROKEN,
+            found=found,
+            detail=f"1,024 ones add up to {value}",
+            fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
+        )
     clocks, slowed = _clocks(properties)
-    return Finding(name=name, state=State.SLOW if slowed else State.WORKS, found=found, detail=clocks)
+    return Finding(
+        name=name, state=State.SLOW if slowed else State.WORKS, found=found, detail=clocks
+    )
 
 
 def _clocks(properties: object) -> tuple[str, bool]:
@@ -95,6 +132,10 @@ def _pinned() -> Finding:
     try:
         torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        return Finding(name=name, state=State.BROKEN, detail=f"{PINNED >> 20} MiB cannot be had: "
-                       f"{str(error).splitlines()[0]}", fix="ulimit -l unlimited")  # fmt: skip
+        return Finding(
+            name=name,
+            state=State.BROKEN,
+            detail=f"{PINNED >> 20} MiB cannot be had: {str(error).splitlines()[0]}",
+            fix="ulimit -l unlimited",
+        )
     return Finding(name=name, state=State.WORKS, detail=f"{PINNED >> 20} MiB were had")

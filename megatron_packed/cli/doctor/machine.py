@@ -12,11 +12,17 @@ from megatron_packed.cli.doctor.findings import Finding, State
 
 GIB = 2**30
 SHARED_MEMORY = 1 * GIB
-"""Least bytes of /dev/shm, through which NCCL's ranks of one host talk. Containers have 64 MiB by default."""
+"""Least bytes of /dev/shm, through which NCCL's ranks of one host talk. Containers have 64 MiB by
+default.
+"""
 LOCKED_MEMORY = 64 * GIB
-"""Least bytes that may be locked: InfiniBand registers buffers under this limit; CUDA's page-locked memory does not."""
+"""Least bytes that may be locked: InfiniBand registers buffers under this limit; CUDA's page-locked
+memory does not.
+"""
 FILES = 4096
-"""Least open files: every peer of a rank takes some, and so does every shard of a data set or checkpoint."""
+"""Least open files: every peer of a rank takes some, and so does every shard of a data set or
+checkpoint.
+"""
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
@@ -29,8 +35,12 @@ def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Finding:
     try:
         words = path.read_text().splitlines()[0].split()
     except (OSError, IndexError):
-        return Finding(name="NVIDIA driver", state=State.ABSENT, detail="the kernel has loaded none",
-                       instead="the CPU")  # fmt: skip
+        return Finding(
+            name="NVIDIA driver",
+            state=State.ABSENT,
+            detail="the kernel has loaded none",
+            instead="the CPU",
+        )
     version = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
     return Finding(name="NVIDIA driver", state=State.FOUND, found=version)
 
@@ -44,9 +54,13 @@ def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
     found = f"{usage.total / GIB:.3g} GiB, {usage.free / GIB:.3g} free"
     if usage.total >= SHARED_MEMORY:
         return Finding(name=name, state=State.WORKS, found=found)
-    return Finding(name=name, state=State.SLOW, found=found, fix=f"mount -o remount,size=16G {path}",
-                   detail="NCCL between the GPUs of a host needs more; for a container give docker run --shm-size=16g",
-                   )  # fmt: skip
+    return Finding(
+        name=name,
+        state=State.SLOW,
+        found=found,
+        fix=f"mount -o remount,size=16G {path}",
+        detail="NCCL between the GPUs of a host needs more; for a container give docker run --shm-size=16g",
+    )
 
 
 def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, fix: str) -> Finding:
@@ -54,7 +68,13 @@ def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, f
     unlimited = resource.RLIM_INFINITY
 
     def shown(value: int) -> str:
-        return "unlimited" if value == unlimited else f"{value / unit:,.3g}{suffix}" if unit > 1 else f"{value:,}"
+        return (
+            "unlimited"
+            if value == unlimited
+            else f"{value / unit:,.3g}{suffix}"
+            if unit > 1
+            else f"{value:,}"
+        )
 
     found = f"{shown(soft)} (at most {shown(hard)})"
     if soft == unlimited or soft >= least:
@@ -63,18 +83,33 @@ def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, f
 
 
 def _locked_memory() -> Finding:
-    return _limit("locked memory", resource.RLIMIT_MEMLOCK, LOCKED_MEMORY, GIB, " GiB",
-                  "InfiniBand registers its buffers under this limit; on one host it does not matter",
-                  "ulimit -l unlimited")  # fmt: skip
+    return _limit(
+        "locked memory",
+        resource.RLIMIT_MEMLOCK,
+        LOCKED_MEMORY,
+        GIB,
+        " GiB",
+        "InfiniBand registers its buffers under this limit; on one host it does not matter",
+        "ulimit -l unlimited",
+    )
 
 
 def _open_files() -> Finding:
-    return _limit("open files", resource.RLIMIT_NOFILE, FILES, 1, "",
-                  "many ranks, shards and workers open more", "ulimit -n 65536")  # fmt: skip
+    return _limit(
+        "open files",
+        resource.RLIMIT_NOFILE,
+        FILES,
+        1,
+        "",
+        "many ranks, shards and workers open more",
+        "ulimit -n 65536",
+    )
 
 
 def _clock() -> Finding:
-    """Whether logs of several machines can be put in order; also how many steps of the clock a second has."""
+    """Whether logs of several machines can be put in order; also how many steps of the clock a
+    second has.
+    """
     name, now = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     resolution = f"monotonic to {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
     timex = (ctypes.c_byte * 256)()  # struct timex, all zeros: only ask
@@ -83,16 +118,24 @@ def _clock() -> Finding:
     except (OSError, AttributeError):
         state = -1
     if state < 0:
-        return Finding(name=name, state=State.FOUND, found=now, detail=f"{resolution}; the kernel does not say whether "
-                       "it is synchronised")  # fmt: skip
+        return Finding(
+            name=name,
+            state=State.FOUND,
+            found=now,
+            detail=f"{resolution}; the kernel does not say whether it is synchronised",
+        )
     status = ctypes.c_int.from_buffer(timex, _STATUS_OFFSET).value
     if status & _UNSYNCHRONISED:
-        return Finding(name=name, state=State.SLOW, found=now, detail=f"{resolution}; not synchronised, so "
-                       "logs of several machines do not fit together", fix="timedatectl set-ntp true")  # fmt: skip
+        return Finding(
+            name=name,
+            state=State.SLOW,
+            found=now,
+            detail=f"{resolution}; not synchronised, so "
+            "logs of several machines do not fit together",
+            fix="timedatectl set-ntp true",
+        )
     return Finding(name=name, state=State.WORKS, found=now, detail=f"{resolution}, synchronised")
 
 
 _STATUS_OFFSET = 5 * ctypes.sizeof(ctypes.c_long)
 """Of ``int status``: behind modes (padded to a long), offset, freq, maxerror and esterror."""
-
-

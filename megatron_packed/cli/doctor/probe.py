@@ -1,8 +1,9 @@
 """What is tried in a process of its own: ``python -m megatron_packed.cli.doctor.probe NAME ...``.
 
-Answers each name with one line of JSON on its standard output, in order; what libraries print goes to standard error.
-A name is ``import:MODULE``, ``kernels`` (what each op would choose), ``kernel:OP.BACKEND`` (a tiny real call), or
-``gpu``. An answer with ``error`` says why there is no other; one with ``last`` is followed by none.
+Answers each name with one line of JSON on its standard output, in order; what libraries print goes
+to standard error. A name is ``import:MODULE``, ``kernels`` (what each op would choose),
+``kernel:OP.BACKEND`` (a tiny real call), or ``gpu``. An answer with ``error`` says why there is no
+other; one with ``last`` is followed by none.
 """
 
 from __future__ import annotations
@@ -26,13 +27,24 @@ FLAGS = shlex.split("""
     --moe-ffn-hidden-size 256 --ffn-hidden-size 512 --vocab-size 512 --untie-embeddings-and-output-weights
     --lr 0 --train-iters 1 --data-path '(none)'""")
 """A small model with the head and state sizes of large ones, by which kernels are chosen."""
-LAYER_OF = {"varlen_attention": "*", "rope": "*", "causal_conv1d": "M", "ssd": "M", "gated_rms_norm": "M",
-            "rms_norm": "-", "activation": "-", "cross_entropy": "-", "grouped_mlp": "E", "permute": "E",
-            "layers": "*"}  # fmt: skip
+LAYER_OF = {
+    "varlen_attention": "*",
+    "rope": "*",
+    "causal_conv1d": "M",
+    "ssd": "M",
+    "gated_rms_norm": "M",
+    "rms_norm": "-",
+    "activation": "-",
+    "cross_entropy": "-",
+    "grouped_mlp": "E",
+    "permute": "E",
+    "layers": "*",
+}
 """The layer in which each op is tried."""
 CLOSE = 0.05
-"""Relative distance (of norms) from the reference in the same precision: bfloat16 has a hundredth; a kernel that is
-wrong has 1."""
+"""Relative distance (of norms) from the reference in the same precision: bfloat16 has a hundredth;
+a kernel that is wrong has 1.
+"""
 
 
 def main(names: Sequence[str]) -> None:
@@ -50,7 +62,9 @@ def answer_to(name: str) -> dict[str, Any]:
     """Of one probe; every exception is an answer."""
     kind, _, what = name.partition(":")
     try:
-        return {"import": _import, "kernels": _kernels, "kernel": _kernel, "gpu": _gpu}[kind](*([what] if what else []))
+        return {"import": _import, "kernels": _kernels, "kernel": _kernel, "gpu": _gpu}[kind](
+            *([what] if what else [])
+        )
     except Exception as error:  # a broken package may raise anything
         text = " ".join(str(error).split())[:400]
         return {"error": f"{type(error).__name__}: {text}", "last": kind == "kernel" and _on_gpu()}
@@ -73,10 +87,14 @@ def _import(module: str) -> dict[str, Any]:
             return {"absent": True}
     begun = time.perf_counter()
     imported = import_module(module)
-    version = getattr(imported, "__version__", None) or getattr(sys.modules[parts[0]], "__version__", None)
+    version = getattr(imported, "__version__", None) or getattr(
+        sys.modules[parts[0]], "__version__", None
+    )
     where = getattr(imported, "__file__", None)
     if where is None:
-        return {"error": f"{next(iter(imported.__path__))} is a directory without code that is taken for it"}
+        return {
+            "error": f"{next(iter(imported.__path__))} is a directory without code that is taken for it"
+        }
     return {"version": str(version or ""), "where": where, "seconds": time.perf_counter() - begun}
 
 
@@ -96,7 +114,9 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _kernels() -> dict[str, Any]:
-    """For each op the backend that 'auto' takes here, all in their order, and why those that cannot serve cannot."""
+    """For each op the backend that 'auto' takes here, all in their order, and why those that cannot
+    serve cannot.
+    """
     from megatron_packed.layers.implementation import engine_refusal
     from megatron_packed.training.build import dtype_of
     from megatron_packed.training.kernels import Kernel, without_module
@@ -104,7 +124,10 @@ def _kernels() -> dict[str, Any]:
     config, device, ops = _job()
     found: dict[str, Any] = {}
     for name, (op, inputs) in ops.items():
-        reasons = {backend: [without_module(why) for why in whys] for backend, whys in op.explain(inputs).items()}
+        reasons = {
+            backend: [without_module(why) for why in whys]
+            for backend, whys in op.explain(inputs).items()
+        }
         kernel = Kernel(op, inputs, op.select(inputs).name, "")
         found[name] = {"chosen": kernel.name, "reasons": reasons, "cost": kernel.cost}
     refusal = engine_refusal(device, dtype_of(config))
@@ -118,7 +141,9 @@ def _kernel(name: str) -> dict[str, Any]:
     begun = time.perf_counter()
     difference = _adamw_difference(backend) if op == "adamw" else _layer_difference(op, backend)
     if not difference <= CLOSE:
-        return {"error": f"it runs, and its results are {difference:.1e} (relative) away from the reference's"}
+        return {
+            "error": f"it runs, and its results are {difference:.1e} (relative) away from the reference's"
+        }
     return {"difference": difference, "seconds": time.perf_counter() - begun}
 
 
@@ -136,14 +161,21 @@ def _layer_difference(op: str, backend: str) -> float:
     choice = "transformer_impl" if op == "layers" else op
     model_config = small_config(LAYER_OF[op], config.model)
     draw = np.random.default_rng(0)
-    documents = [(draw.integers(0, model_config.vocab_size, length), None) for length in (130, 3, 251)]
+    documents = [
+        (draw.integers(0, model_config.vocab_size, length), None) for length in (130, 3, 251)
+    ]
     pack = MicroBatch.build(documents, TOKENS, scales=(1.0, 0.0)).to(device)
     found = []
     for backends in (Backends.reference(), _but(Backends.reference(), choice, backend)):
         model = HybridModel(
-            model_config, vocab_size=model_config.vocab_size, max_positions=TOKENS, device=device,
-            dtype=dtype_of(config), backends=backends, seed=1,
-        )  # fmt: skip
+            model_config,
+            vocab_size=model_config.vocab_size,
+            max_positions=TOKENS,
+            device=device,
+            dtype=dtype_of(config),
+            backends=backends,
+            seed=1,
+        )
         found.append({what: value.double() for what, value in observe(model, pack).items()})
     expected, got = found
     return max(float((got[what] - value).norm() / value.norm()) for what, value in expected.items())
@@ -171,10 +203,22 @@ def _adamw_difference(backend: str) -> float:
     def updated(name: str) -> Any:
         draw = torch.Generator().manual_seed(0)
         lists = [[torch.rand(1000, generator=draw).to(device)] for _ in range(4)]
-        slices = adamw.Slices(weight_decay=0.1, params=lists[0], grads=lists[1], exp_avgs=lists[2],
-                              exp_avg_sqs=lists[3])  # fmt: skip
-        control = adamw.Control(lr=number(0.1), step=number(3.0), skip=number(0.0), grad_divisor=number(2.0), beta1=0.9,
-                                beta2=0.95, eps=1e-8)  # fmt: skip
+        slices = adamw.Slices(
+            weight_decay=0.1,
+            params=lists[0],
+            grads=lists[1],
+            exp_avgs=lists[2],
+            exp_avg_sqs=lists[3],
+        )
+        control = adamw.Control(
+            lr=number(0.1),
+            step=number(3.0),
+            skip=number(0.0),
+            grad_divisor=number(2.0),
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+        )
         op.run(inputs, name)([slices], control)
         return lists[0][0].double()
 

@@ -1,4 +1,6 @@
-"""Runs probes in a process of their own: a library that crashes or hangs at import costs its own line alone."""
+"""Runs probes in a process of their own: a library that crashes or hangs at import costs its own
+line alone.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ MODULE = "megatron_packed.cli.doctor.probe"
 
 
 def run_probes(
-    names: Sequence[str], seconds: float, begins: Callable[[str], None] = lambda name: None, module: str = MODULE
+    names: Sequence[str],
+    seconds: float,
+    begins: Callable[[str], None] = lambda name: None,
+    module: str = MODULE,
 ) -> dict[str, dict[str, Any]]:
-    """Answers of all probes by name, in their order. A probe that ends its process, or takes too long, gets
-    ``{"error": ...}``, and those behind it a new process.
+    """Answers of all probes by name, in their order. A probe that ends its process, or takes too
+    long, gets ``{"error": ...}``, and those behind it a new process.
 
     Args:
         names: as `probe` understands them.
@@ -43,7 +48,11 @@ def _one_process(
     # What Triton tunes on the small packs of probes must not be kept for the large ones of runs.
     environ = {**os.environ, "TRITON_CACHE_AUTOTUNING": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *names], stdout=subprocess.PIPE, stderr=said, start_new_session=True, env=environ
+        [sys.executable, "-m", module, *names],
+        stdout=subprocess.PIPE,
+        stderr=said,
+        start_new_session=True,
+        env=environ,
     )
     assert process.stdout is not None
     try:
@@ -70,7 +79,9 @@ def _one_process(
 
 
 def _line(descriptor: int, rest: bytes, until: float) -> tuple[bytes | None, bytes]:
-    """The next line and what follows it; an empty line at the end of the stream, None when time is up."""
+    """The next line and what follows it; an empty line at the end of the stream, None when time is
+    up.
+    """
     while b"\n" not in rest:
         ready, _, _ = select.select([descriptor], [], [], max(until - time.monotonic(), 0))
         if not ready:

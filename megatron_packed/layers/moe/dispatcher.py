@@ -1,11 +1,11 @@
 """Bringing tokens to their experts and back.
 
-Letters: T tokens of this rank, D hidden size, E experts, K experts per token, e ranks that share the experts, G = e T
-tokens of all of them, R rows sorted by expert, S rows on their way.
+Letters: T tokens of this rank, D hidden size, E experts, K experts per token, e ranks that share
+the experts, G = e T tokens of all of them, R rows sorted by expert, S rows on their way.
 
-A dispatcher takes the tokens that a rank has, lets the experts see those that are routed to them, and returns for each
-token the weighted sum of what its experts made of it. Routes to ``NOWHERE`` (of the tail, of tokens beyond a capacity)
-have no row and add nothing.
+A dispatcher takes the tokens that a rank has, lets the experts see those that are routed to them,
+and returns for each token the weighted sum of what its experts made of it. Routes to ``NOWHERE``
+(of the tail, of tokens beyond a capacity) have no row and add nothing.
 
 | dispatcher  | what is sent, forward and backward alike                     | shapes           | host sync        |
 |-------------|--------------------------------------------------------------|------------------|------------------|
@@ -15,11 +15,12 @@ have no row and add nothing.
 | the same, experts padded to a capacity                                     | static           | none             |
 
 [Note: static expert buffer]
-Under `allgather` a rank finds out on the device how many rows its experts need. The buffer for them has a fixed size:
-the worst case, ``G min(K, E / e)`` rows, or ``factor T K`` with ``--moe-expert-rank-capacity-factor`` (1 is a balanced
-load). Rows that find no room in it are left out, and ``overflow`` is raised, on the device, by every rank that shares
-these experts (each knows all routes). Such a step must not count: do it again inside ``HybridModel.
-full_expert_buffers()``, where every buffer has its worst size.
+Under `allgather` a rank finds out on the device how many rows its experts need. The buffer for them
+has a fixed size: the worst case, ``G min(K, E / e)`` rows, or ``factor T K`` with
+``--moe-expert-rank-capacity-factor`` (1 is a balanced load). Rows that find no room in it are left
+out, and ``overflow`` is raised, on the device, by every rank that shares these experts (each knows
+all routes). Such a step must not count: do it again inside ``HybridModel. full_expert_buffers()``,
+where every buffer has its worst size.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Dispatcher(ABC):
         self.config, self.ep, self.backend = config, ep, backends.permute
         self.num_experts, self.num_local = config.num_experts, config.num_experts // ep.size
         self.full_buffer = False
-        """Whether the buffer has its worst size, whatever the configuration. Host only; graphs are captured without."""
+        """Whether the buffer has its worst size, whatever the configuration. Host only; graphs are
+        captured without.
+        """
 
     @abstractmethod
     def __call__(
@@ -103,9 +106,12 @@ class Dispatcher(ABC):
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return tokens
-        # Where tensor-parallel ranks dispatch rows of their own, all of an expert's may be among those of one.
+        # Where tensor-parallel ranks dispatch rows of their own, all of an expert's may be among
+        # those of one.
         known = tokens * (self.ep.tp.size if self.ep.whole_experts else 1)
-        return min(tokens, expert_capacity(known, self.config.moe_router_topk, self.num_experts, factor))
+        return min(
+            tokens, expert_capacity(known, self.config.moe_router_topk, self.num_experts, factor)
+        )
 
     def worst_rows(self, tokens: int) -> int:
         """Rows that this rank's experts may need at most, of ``tokens`` slots of every rank."""
@@ -124,9 +130,13 @@ class LocalDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: Experts
     ) -> Dispatched:
         rows = self.buffer_rows(x_TD.shape[0])
-        permuted = permute(x_TD, topk_expert_ids_TK, self.num_experts, rows=rows, backend=self.backend)
+        permuted = permute(
+            x_TD, topk_expert_ids_TK, self.num_experts, rows=rows, backend=self.backend
+        )
         y_RD = experts(permuted.x_RD, permuted.offsets_E)
-        return Dispatched(unpermute(y_RD, permuted, topk_weights_TK, backend=self.backend), _never(x_TD))
+        return Dispatched(
+            unpermute(y_RD, permuted, topk_weights_TK, backend=self.backend), _never(x_TD)
+        )
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -136,12 +146,17 @@ class AllGatherDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: Experts
     ) -> Dispatched:
         group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
-        # Weights and numbers of experts in one message; float32 holds every number of an expert exactly.
-        routes_T2K = torch.cat([topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1)
+        # Weights and numbers of experts in one message; float32 holds every number of an expert
+        # exactly.
+        routes_T2K = torch.cat(
+            [topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1
+        )
         x_GD, routes_G2K = gather_rows(x_TD, group), gather_rows(routes_T2K, group)
         weights_GK, numbers_GK = routes_G2K.chunk(2, dim=1)
         ids_GK = numbers_GK.detach().to(torch.int32)
-        local_GK = ids_GK - self.ep.rank * self.num_local  # others' are below 0 or too large: they lead nowhere here
+        local_GK = (
+            ids_GK - self.ep.rank * self.num_local
+        )  # others' are below 0 or too large: they lead nowhere here
         permuted = permute(x_GD, local_GK, self.num_local, rows=rows, backend=self.backend)
         y_RD = experts(permuted.x_RD, permuted.offsets_E)
         y_GD = unpermute(y_RD, permuted, weights_GK, backend=self.backend)
@@ -157,15 +172,19 @@ class AllGatherDispatcher(Dispatcher):
         """Whether any rank's experts need more rows, found alike by all."""
         if rows == self.worst_rows(ids_GK.shape[0] // self.ep.size):
             return _never(ids_GK)
-        rank_S = torch.div(ids_GK.flatten(), self.num_local, rounding_mode="floor")  # -1 for NOWHERE
+        rank_S = torch.div(
+            ids_GK.flatten(), self.num_local, rounding_mode="floor"
+        )  # -1 for NOWHERE
         load_e = (rank_S[:, None] == torch.arange(self.ep.size, device=rank_S.device)).sum(dim=0)
         return (load_e > rows).any().to(torch.float32)
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Each token travels to the ranks of its experts, once for each expert, and its rows travel back.
+    """Each token travels to the ranks of its experts, once for each expert, and its rows travel
+    back.
 
-    How many go where is asked of the device once per layer and pass: the one host sync, which a CUDA graph cannot hold.
+    How many go where is asked of the device once per layer and pass: the one host sync, which a
+    CUDA graph cannot hold.
     """
 
     static = False
@@ -176,34 +195,59 @@ class AllToAllDispatcher(Dispatcher):
         group, rows = self.ep.group, x_TD.shape[0] * topk_expert_ids_TK.shape[1]
         permuted = permute(x_TD, topk_expert_ids_TK, self.num_experts, backend=self.backend)
         counts_eE = all_gather_rows(permuted.tokens_per_expert_E[None], group)
-        mine_eL = counts_eE.view(self.ep.size, self.ep.size, self.num_local)[:, self.ep.rank]  # L local experts
-        loads = counts_eE.view(self.ep.size, self.ep.size, self.num_local).sum(dim=2).tolist()  # the host sync
+        mine_eL = counts_eE.view(self.ep.size, self.ep.size, self.num_local)[
+            :, self.ep.rank
+        ]  # L local experts
+        loads = (
+            counts_eE.view(self.ep.size, self.ep.size, self.num_local).sum(dim=2).tolist()
+        )  # the host sync
         sent, received = loads[self.ep.rank], [row[self.ep.rank] for row in loads]
         x_SD = exchange_rows(permuted.x_RD[: sum(sent)], sent, received, group)
         # Rows arrive by rank, of each rank by expert.
         expert_eL = torch.arange(self.num_local, device=x_TD.device).expand_as(mine_eL)
-        ids_S = torch.repeat_interleave(expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received))
-        arrived = permute(x_SD, ids_S[:, None], self.num_local, rows=max(sum(received), 1), backend=self.backend)
+        ids_S = torch.repeat_interleave(
+            expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received)
+        )
+        arrived = permute(
+            x_SD, ids_S[:, None], self.num_local, rows=max(sum(received), 1), backend=self.backend
+        )
         y_SD = unpermute(experts(arrived.x_RD, arrived.offsets_E), arrived, backend=self.backend)
         y_RD = F.pad(exchange_rows(y_SD, received, sent, group), (0, 0, 0, rows - sum(sent)))
-        return Dispatched(unpermute(y_RD, permuted, topk_weights_TK, backend=self.backend), _never(x_TD))
+        return Dispatched(
+            unpermute(y_RD, permuted, topk_weights_TK, backend=self.backend), _never(x_TD)
+        )
 
 
 class PaddedAllToAllDispatcher(Dispatcher):
-    """As `AllToAllDispatcher`, with as many rows for every expert as its capacity: nothing is asked of the device."""
+    """As `AllToAllDispatcher`, with as many rows for every expert as its capacity: nothing is asked
+    of the device.
+    """
 
     def __call__(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: Experts
     ) -> Dispatched:
         ranks, local, capacity = self.ep.size, self.num_local, self.capacity(x_TD.shape[0])
-        permuted = permute(x_TD, topk_expert_ids_TK, self.num_experts, rows_per_expert=capacity, backend=self.backend)
-        # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s -> (L, e C, D)
+        permuted = permute(
+            x_TD,
+            topk_expert_ids_TK,
+            self.num_experts,
+            rows_per_expert=capacity,
+            backend=self.backend,
+        )
+        # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s -> (L, e
+        # C, D)
         there = exchange_equal_parts(permuted.x_RD.view(ranks, local, capacity, -1), self.ep.group)
         x_RD = there.transpose(0, 1).reshape(local * ranks * capacity, -1)
-        offsets_L = torch.arange(1, local + 1, dtype=torch.int32, device=x_TD.device) * (ranks * capacity)
+        offsets_L = torch.arange(1, local + 1, dtype=torch.int32, device=x_TD.device) * (
+            ranks * capacity
+        )
         y_RD = experts(x_RD, offsets_L)
-        back = exchange_equal_parts(y_RD.view(local, ranks, capacity, -1).transpose(0, 1), self.ep.group)
-        y_TD = unpermute(back.reshape(permuted.x_RD.shape), permuted, topk_weights_TK, backend=self.backend)
+        back = exchange_equal_parts(
+            y_RD.view(local, ranks, capacity, -1).transpose(0, 1), self.ep.group
+        )
+        y_TD = unpermute(
+            back.reshape(permuted.x_RD.shape), permuted, topk_weights_TK, backend=self.backend
+        )
         return Dispatched(y_TD, _never(x_TD))
 
     def worst_rows(self, tokens: int) -> int:
@@ -211,10 +255,14 @@ class PaddedAllToAllDispatcher(Dispatcher):
 
 
 def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends) -> Dispatcher:
-    """The dispatcher that ``config`` asks for; with all experts on one rank there is nothing to choose."""
+    """The dispatcher that ``config`` asks for; with all experts on one rank there is nothing to
+    choose.
+    """
     if ep.group is None:
         return LocalDispatcher(config, ep, backends)
-    padded = PaddedAllToAllDispatcher if config.moe_pad_expert_input_to_capacity else AllToAllDispatcher
+    padded = (
+        PaddedAllToAllDispatcher if config.moe_pad_expert_input_to_capacity else AllToAllDispatcher
+    )
     kinds: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "alltoall": padded}
     return kinds[config.moe_token_dispatcher_type](config, ep, backends)
 

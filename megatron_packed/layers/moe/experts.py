@@ -21,8 +21,9 @@ from megatron_packed.ops.grouped_mlp.api import Step, grouped_mlp
 class GroupedExperts(nn.Module):
     """Every expert on its own range of rows, in one grouped matrix product per projection.
 
-    ``fc1`` is ``(E, F, D)`` (``(E, 2F, D)`` ``[gate | up]`` for SwiGLU), ``fc2`` is ``(E, D, F)``. There are no biases.
-    Where tensor-parallel ranks share the inner channels of every expert, the result is this rank's term of a sum.
+    ``fc1`` is ``(E, F, D)`` (``(E, 2F, D)`` ``[gate | up]`` for SwiGLU), ``fc2`` is ``(E, D, F)``.
+    There are no biases. Where tensor-parallel ranks share the inner channels of every expert, the
+    result is this rank's term of a sum.
 
     Args:
         num_experts: those of all ranks.
@@ -59,7 +60,13 @@ class GroupedExperts(nn.Module):
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
         """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""
         return grouped_mlp(
-            x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, through=self._through, backend=self.backend
+            x_RD,
+            self.fc1,
+            self.fc2,
+            offsets_E,
+            activation=self.kind,
+            through=self._through,
+            backend=self.backend,
         )
 
     def _through(self, fc1: Step, activation: Step, fc2: Step, x_RD: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 Letters: T tokens, D hidden size, E experts, K experts per token.
 
 [Note: auxiliary losses are outputs]
-The layer returns its auxiliary loss and its counts beside the hidden state, as tensors. The model adds the losses up
-and scales them (``scales[1]``), so their gradient arrives as an ordinary output gradient. Nothing is hidden in a
-global, a buffer that someone must reset, or an autograd function that scales on its own; a recomputed layer counts
-once, and a captured layer owns one more static output and its gradient.
+The layer returns its auxiliary loss and its counts beside the hidden state, as tensors. The model
+adds the losses up and scales them (``scales[1]``), so their gradient arrives as an ordinary output
+gradient. Nothing is hidden in a global, a buffer that someone must reset, or an autograd function
+that scales on its own; a recomputed layer counts once, and a captured layer owns one more static
+output and its gradient.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ class MoEReport(NamedTuple):
     """See [Note: auxiliary losses are outputs]."""
 
     aux_loss: Tensor
-    """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside training. The terms of
-    context-parallel ranks, each from its rows, add up to it."""
+    """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside
+    training. The terms of context-parallel ranks, each from its rows, add up to it.
+    """
     tokens_per_expert_E: Tensor
     """``(E,)`` float32, assignments of real tokens, those beyond a capacity included."""
     dropped: Tensor
     """0-d float32, assignments of real tokens that found no room in their expert's capacity."""
     overflow: Tensor
-    """0-d float32: 1 if rows found no room in a static buffer, so that the result is wrong. Alike on all ranks that
-    share the experts. See [Note: static expert buffer]."""
+    """0-d float32: 1 if rows found no room in a static buffer, so that the result is wrong. Alike
+    on all ranks that share the experts. See [Note: static expert buffer].
+    """
 
 
 class MoEOutput(NamedTuple):
@@ -63,7 +66,9 @@ class MoEOutput(NamedTuple):
 
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
-    """Real tokens of the pack as a 0-d float32 on the device, at least 1 so that one may divide by it."""
+    """Real tokens of the pack as a 0-d float32 on the device, at least 1 so that one may divide by
+    it.
+    """
     prepared = packed.tables.get("num_valid")
     if isinstance(prepared, Tensor):
         return prepared
@@ -73,8 +78,8 @@ def count_valid(packed: PackedSeqParams) -> Tensor:
 class MoE(nn.Module):
     """Router, dispatcher, experts, shared expert.
 
-    Tensor-parallel ranks route all tokens alike. They share the inner channels of the shared expert, and either those
-    of the experts or the experts' tokens (see [Note: whose tokens]).
+    Tensor-parallel ranks route all tokens alike. They share the inner channels of the shared
+    expert, and either those of the experts or the experts' tokens (see [Note: whose tokens]).
 
     Args:
         config: sizes and routing options; experts have no biases.
@@ -97,7 +102,12 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp, self.cp, self.ep = config, tp, cp, ep or ExpertParallel(tp=tp)
-        options = {"kind": config.activation, "backends": backends, "device": device, "dtype": dtype}
+        options = {
+            "kind": config.activation,
+            "backends": backends,
+            "device": device,
+            "dtype": dtype,
+        }
         self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
         self.experts = GroupedExperts(
             self.router.num_experts,
@@ -114,7 +124,10 @@ class MoE(nn.Module):
             # It enters and leaves together with experts that are split alike.
             options["tp"] = tp if self.ep.whole_experts else tp.inside()
             self.shared_expert = MLP(
-                config.hidden_size, config.moe_shared_expert_intermediate_size, bias=False, **options
+                config.hidden_size,
+                config.moe_shared_expert_intermediate_size,
+                bias=False,
+                **options,
             )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
@@ -140,13 +153,21 @@ class MoE(nn.Module):
         """Return the experts that the tokens go to, and how many assignments found no room.
 
         Returns:
-            ``(T, K)`` expert numbers, ``NOWHERE`` for the tail and for what is dropped; 0-d float32, what is dropped.
+            ``(T, K)`` expert numbers, ``NOWHERE`` for the tail and for what is dropped; 0-d
+            float32, what is dropped.
         """
-        ids_TK, config = routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE), self.config
+        ids_TK, config = (
+            routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE),
+            self.config,
+        )
         if config.moe_expert_capacity_factor is None:
             return ids_TK, torch.zeros((), dtype=torch.float32, device=ids_TK.device)
-        capacity = expert_capacity(*ids_TK.shape, self.router.num_experts, config.moe_expert_capacity_factor)
+        capacity = expert_capacity(
+            *ids_TK.shape, self.router.num_experts, config.moe_expert_capacity_factor
+        )
         weights_TK = routing.topk_weights_TK.detach()
         policy = config.moe_token_drop_policy
-        kept_TK = drop_beyond_capacity(ids_TK, weights_TK, self.router.num_experts, capacity, policy)
+        kept_TK = drop_beyond_capacity(
+            ids_TK, weights_TK, self.router.num_experts, capacity, policy
+        )
         return kept_TK, (kept_TK != ids_TK).sum(dtype=torch.float32)

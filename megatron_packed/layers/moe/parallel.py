@@ -1,15 +1,17 @@
 """How ranks share the experts of a layer.
 
 [Note: whose tokens]
-The tokens of an expert-parallel group's ranks must all be different. Ranks with different packs, or different slices of
-one, have different tokens anyway. Tensor-parallel ranks have the same ones:
+The tokens of an expert-parallel group's ranks must all be different. Ranks with different packs, or
+different slices of one, have different tokens anyway. Tensor-parallel ranks have the same ones:
 
-* where they share the matrices of each expert (``--expert-tensor-parallel-size`` is the tensor-parallel size), an
-  expert-parallel group has one of them, and each works on all tokens with its part of the matrices;
-* where each has whole experts (the size is 1), each sends its own ``1 / tp_size`` of the tokens to the experts.
+* where they share the matrices of each expert (``--expert-tensor-parallel-size`` is the
+  tensor-parallel size), an expert-parallel group has one of them, and each works on all tokens with
+  its part of the matrices;
+* where each has whole experts (the size is 1), each sends its own ``1 / tp_size`` of the tokens to
+  the experts.
 
-Which experts a token goes to is decided on all tokens together in both cases, alike on all tensor-parallel ranks, so
-that neither choices nor losses nor capacities depend on it.
+Which experts a token goes to is decided on all tokens together in both cases, alike on all
+tensor-parallel ranks, so that neither choices nor losses nor capacities depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class ExpertParallel:
     tp: TensorParallel = SINGLE
     """Ranks with the same tokens."""
     whole_experts: bool = False
-    """Whether tensor-parallel ranks have whole experts and dispatch rows of their own. See [Note: whose tokens]."""
+    """Whether tensor-parallel ranks have whole experts and dispatch rows of their own. See [Note:
+    whose tokens].
+    """
 
     @classmethod
     def of(cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE) -> ExpertParallel:
@@ -51,7 +55,9 @@ class ExpertParallel:
 
     @property
     def rows_group(self) -> Group | None:
-        """The ranks among which the rows that this rank dispatches are split; None: it dispatches all it knows."""
+        """The ranks among which the rows that this rank dispatches are split; None: it dispatches
+        all it knows.
+        """
         return self.tp.group if self.whole_experts else None
 
     def enter(self, x_TD: Tensor) -> Tensor:
@@ -74,16 +80,22 @@ class ExpertParallel:
         return x_TK.narrow(0, self.tp.rank * rows, rows)
 
     def agree(self, overflow: Tensor) -> Tensor:
-        """The largest of the tensor-parallel ranks' values where they share no experts; alike already where they do."""
+        """The largest of the tensor-parallel ranks' values where they share no experts; alike
+        already where they do.
+        """
         return all_reduce_max(overflow.clone(), self.tp.group) if self.whole_experts else overflow
 
     def shard(self, num_experts: int, *segments: Segment, dim: int) -> Shard:
-        """This rank's part of stacked matrices ``(E, ...)``: its experts, and of those its part of ``dim``.
+        """This rank's part of stacked matrices ``(E, ...)``: its experts, and of those its part of
+        ``dim``.
 
         Raises:
-            ValueError: the experts do not divide among the ranks, or the segments among the tensor-parallel ones.
+            ValueError: the experts do not divide among the ranks, or the segments among the
+                tensor-parallel ones.
         """
-        own = Shard.of([Segment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size")
+        own = Shard.of(
+            [Segment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"
+        )
         if self.tp.size == 1 or self.whole_experts:
             return own
         (piece,) = own.pieces

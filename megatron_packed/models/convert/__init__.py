@@ -1,1 +1,3 @@
-"""Weights of Hugging Face's models as checkpoints, and back. `names.py` says which families and how."""
+"""Weights of Hugging Face's models as checkpoints, and back. `names.py` says which families and
+how.
+"""

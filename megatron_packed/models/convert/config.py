@@ -1,4 +1,6 @@
-"""config.json, read by us: no class of the model's is imported, and nothing in the file is executed."""
+"""config.json, read by us: no class of the model's is imported, and nothing in the file is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a config.json, with infinities as numbers (transformers 5 writes ``{"__float__": "Infinity"}``).
+    """The fields of a config.json, with infinities as numbers (transformers 5 writes
+    ``{"__float__": "Infinity"}``).
 
     Raises:
         CheckpointError: missing, not strict JSON, no object.
@@ -34,12 +37,18 @@ def read_config(path: Path) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    if isinstance(value, dict) and set(value) == {"__float__"} and isinstance(value["__float__"], str):
+    if (
+        isinstance(value, dict)
+        and set(value) == {"__float__"}
+        and isinstance(value["__float__"], str)
+    ):
         return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value["__float__"], value)
     return value
 
 
-def model_of(fields: Fields, path: Path, ignored: Collection[str] = ()) -> tuple[Family, ModelConfig]:
+def model_of(
+    fields: Fields, path: Path, ignored: Collection[str] = ()
+) -> tuple[Family, ModelConfig]:
     """The family of a config.json and our configuration of the model.
 
     Args:
@@ -74,9 +83,13 @@ def model_of(fields: Fields, path: Path, ignored: Collection[str] = ()) -> tuple
         raise CheckpointError(f"its sizes make no model: {error}", path=path) from None
 
 
-def _problems(fields: Fields, family: Family, pattern: str, ignored: Collection[str]) -> Iterator[str]:
+def _problems(
+    fields: Fields, family: Family, pattern: str, ignored: Collection[str]
+) -> Iterator[str]:
     options = _chosen(family.options, pattern)
-    yield from (f"{key} is missing" for key in options if fields.get(key) is None)  # our defaults are not theirs
+    yield from (
+        f"{key} is missing" for key in options if fields.get(key) is None
+    )  # our defaults are not theirs
     for key, value in _chosen(family.must_be, pattern).items():
         if key in fields and not _same(fields[key], value):
             yield f"{key} is {fields[key]!r}, and only {value!r} is built"
@@ -86,8 +99,12 @@ def _problems(fields: Fields, family: Family, pattern: str, ignored: Collection[
     if not isinstance(fields.get("tie_word_embeddings", False), bool):
         yield f"tie_word_embeddings is {fields['tie_word_embeddings']!r}, neither true nor false"
     yield from family.rules(fields)
-    known = {key for table in (family.options, family.must_be) for keys in table.values() for key in keys}
-    for key in sorted(set(fields) - known - set(family.no_effect.split()) - set(family.repeats) - set(ignored)):
+    known = {
+        key for table in (family.options, family.must_be) for keys in table.values() for key in keys
+    }
+    for key in sorted(
+        set(fields) - known - set(family.no_effect.split()) - set(family.repeats) - set(ignored)
+    ):
         yield f"{key} is {fields[key]!r}, and no such option is known (--ignore-key {key}, if it changes no output)"
 
 
@@ -98,4 +115,9 @@ def _same(found: object, value: object) -> bool:
 
 def _chosen(table: Mapping[str, Mapping[str, Any]], pattern: str) -> dict[str, Any]:
     """What a table says about a model of this pattern."""
-    return {key: value for symbol, keys in table.items() if symbol in pattern for key, value in keys.items()}
+    return {
+        key: value
+        for symbol, keys in table.items()
+        if symbol in pattern
+        for key, value in keys.items()
+    }

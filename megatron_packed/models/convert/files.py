@@ -41,12 +41,15 @@ class _Place(NamedTuple):
 
 
 class ModelFiles:
-    """The tensors of a directory, one file or several with an index. Headers are read now, tensors on request.
+    """The tensors of a directory, one file or several with an index. Headers are read now, tensors
+    on request.
 
-    Files may be symbolic links, as in the hub's cache; names in the index may not leave the directory.
+    Files may be symbolic links, as in the hub's cache; names in the index may not leave the
+    directory.
 
     Raises:
-        CheckpointError: no weights, an index that is wrong or leads elsewhere, a file that is damaged or cut short.
+        CheckpointError: no weights, an index that is wrong or leads elsewhere, a file that is
+            damaged or cut short.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -55,12 +58,16 @@ class ModelFiles:
         if os.path.lexists(index) == os.path.lexists(single):
             raise _no_weights(directory, both=os.path.lexists(index))
         listed = _read_index(index) if os.path.lexists(index) else None
-        for path in [single] if listed is None else sorted({directory / name for name in listed.values()}):
+        for path in (
+            [single] if listed is None else sorted({directory / name for name in listed.values()})
+        ):
             for place in _read_places(path):
                 self._add(place, listed, index)
         missing = sorted(set(listed or ()) - set(self.places))
         if missing:
-            raise CheckpointError(f"the index names tensors that its files lack: {_some(missing)}", path=index)
+            raise CheckpointError(
+                f"the index names tensors that its files lack: {_some(missing)}", path=index
+            )
 
     def _add(self, place: _Place, listed: Mapping[str, str] | None, index: Path) -> None:
         key, dtype = place.entry.key, place.entry.dtype
@@ -75,7 +82,10 @@ class ModelFiles:
         if dtype not in DTYPES:
             allowed = ", ".join(DTYPE_NAMES[dtype] for dtype in DTYPES)
             raise CheckpointError(
-                f"the dtype of {key}", path=place.path, expected=f"one of {allowed}", found=DTYPE_NAMES[dtype]
+                f"the dtype of {key}",
+                path=place.path,
+                expected=f"one of {allowed}",
+                found=DTYPE_NAMES[dtype],
             )
         self.places[key] = place
 
@@ -87,14 +97,17 @@ class ModelFiles:
         """Refuse tensors other than these.
 
         Raises:
-            CheckpointError: tensors are missing, extra or of another shape, with every problem found.
+            CheckpointError: tensors are missing, extra or of another shape, with every problem
+                found.
         """
         problems = [f"{name} is missing" for name in shapes if name not in self.places]
         problems += [f"{name} is extra" for name in self.places if name not in shapes]
         for name in shapes.keys() & self.places.keys():
             found = self.places[name].entry.shape
             if found != shapes[name]:
-                problems.append(f"{name} has shape {list(found)}, and config.json makes it {list(shapes[name])}")
+                problems.append(
+                    f"{name} has shape {list(found)}, and config.json makes it {list(shapes[name])}"
+                )
         if problems:
             raise CheckpointError(_some(sorted(problems), "; "), path=directory, cure=_CURE)
 
@@ -118,12 +131,16 @@ class ModelFiles:
 
 def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
     found, cure = "neither", "download the weights as safetensors"
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    pickles = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")
+    )
     if both:
         found, cure = "both", "remove the one that is not the model's"
     elif pickles:
         cure = f"{pickles[0]} is a pickle, which could run code and is not read: save the model as safetensors"
-    return CheckpointError("no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found, cure=cure)
+    return CheckpointError(
+        "no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found, cure=cure
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -144,12 +161,16 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _read_places(path: Path) -> list[_Place]:
     if not path.exists():
-        raise CheckpointError("does not exist, and the index names it", path=path, cure="finish the download")
+        raise CheckpointError(
+            "does not exist, and the index names it", path=path, cure="finish the download"
+        )
     descriptor = open_plain_file(path.resolve())
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         first = file.read(LENGTH_BYTES)
-        header = parse_header(first + file.read(header_length(first, size, path) - LENGTH_BYTES), size, path)
+        header = parse_header(
+            first + file.read(header_length(first, size, path) - LENGTH_BYTES), size, path
+        )
     return [_Place(path, entry, header.num_bytes) for entry in header.entries]
 
 
@@ -159,11 +180,12 @@ def write_files(
     value: Callable[[str], Tensor],
     max_file_bytes: int,
 ) -> None:
-    """Write safetensors files of at most about ``max_file_bytes``, durable, and an index if they are several.
+    """Write safetensors files of at most about ``max_file_bytes``, durable, and an index if they
+    are several.
 
     Args:
-        tensors: name, dtype and shape of each, in the order in which ``value`` is asked for them, but that within a
-            file wider dtypes come first.
+        tensors: name, dtype and shape of each, in the order in which ``value`` is asked for them,
+            but that within a file wider dtypes come first.
         value: contiguous, of this dtype and shape.
     """
     files: list[list[tuple[str, torch.dtype, Shape]]] = []
@@ -181,7 +203,10 @@ def write_files(
         total += _write_file(directory / name, content, value)
         weight_map |= {tensor[0]: name for tensor in content}
     if len(files) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+        text = json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+            indent=2,
+        )
         (directory / INDEX).write_text(text + "\n")
 
 
@@ -190,10 +215,14 @@ def _write_file(
 ) -> int:
     """Write one file; bytes of its tensors."""
     entries: list[Entry] = []
-    for name, dtype, shape in sorted(content, key=lambda tensor: -tensor[1].itemsize):  # so that all are aligned
+    for name, dtype, shape in sorted(
+        content, key=lambda tensor: -tensor[1].itemsize
+    ):  # so that all are aligned
         (entry,) = lay_out([(name, dtype, shape)])
         begin = entries[-1].end if entries else 0
-        entries.append(Entry(key=name, dtype=dtype, shape=shape, begin=begin, end=begin + entry.end))
+        entries.append(
+            Entry(key=name, dtype=dtype, shape=shape, begin=begin, end=begin + entry.end)
+        )
     with path.open("xb") as file:
         file.write(encode_header(entries, {"format": "pt"}, path))
         for entry in entries:

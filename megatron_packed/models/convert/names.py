@@ -1,8 +1,8 @@
 """The families: what their config.json says of our model, and what their tensors are called.
 
-In the tables of names, ``{n}`` is the number of a layer, ``{e}`` stands for all experts, one after another, and several
-names are parts of one tensor of ours, rows after rows; `weights.py` says where rows lie otherwise (``qkv``, padded
-vocabularies).
+In the tables of names, ``{n}`` is the number of a layer, ``{e}`` stands for all experts, one after
+another, and several names are parts of one tensor of ours, rows after rows; `weights.py` says where
+rows lie otherwise (``qkv``, padded vocabularies).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Fields = Mapping[str, Any]
 class Family:
     """One family of models.
 
-    What is said under a symbol of the pattern holds if the pattern has it; under ``""`` it always holds.
+    What is said under a symbol of the pattern holds if the pattern has it; under ``""`` it always
+    holds.
     """
 
     model_type: str
@@ -38,9 +39,13 @@ class Family:
     must_be: Mapping[str, Mapping[str, Any]]
     """The only value that is built; also what a key stands for that is not there."""
     repeats: Mapping[str, str]
-    """Keys that some files have beside, or in place of, another one, which they must then agree with."""
+    """Keys that some files have beside, or in place of, another one, which they must then agree
+    with.
+    """
     no_effect: str
-    """Keys, as words, that change no output: first values of weights, generation of text, who wrote the file."""
+    """Keys, as words, that change no output: first values of weights, generation of text, who wrote
+    the file.
+    """
     rules: Callable[[Fields], Iterator[str]]
     """What else is wrong, in sentences."""
     outside: Mapping[str, str]
@@ -60,29 +65,46 @@ LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_i
 
 
 def _nemotron_h_pattern(fields: Fields) -> str:
-    """From ``hybrid_override_pattern`` ("M*-E") or a list of types, in transformers' words or in the hub's."""
+    """From ``hybrid_override_pattern`` ("M*-E") or a list of types, in transformers' words or in
+    the hub's.
+    """
     words = {
-        "linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION, "mlp": MLP,
+        "linear_attention": MAMBA,
+        "mamba": MAMBA,
+        "full_attention": ATTENTION,
+        "attention": ATTENTION,
+        "mlp": MLP,
         "moe": MOE,
-    }  # fmt: skip
-    text, layers = fields.get("hybrid_override_pattern"), fields.get("layers_block_type", fields.get("layer_types"))
+    }
+    text, layers = (
+        fields.get("hybrid_override_pattern"),
+        fields.get("layers_block_type", fields.get("layer_types")),
+    )
     if isinstance(layers, list):
         unknown = [word for word in layers if not isinstance(word, str) or word not in words]
         if unknown:
-            raise ValueError(f"layers_block_type names {unknown[0]!r}, and only {', '.join(words)} are built")
+            raise ValueError(
+                f"layers_block_type names {unknown[0]!r}, and only {', '.join(words)} are built"
+            )
         spelled = "".join(words[word] for word in layers)
         if text not in (None, spelled):
-            raise ValueError(f"hybrid_override_pattern {text!r} contradicts layers_block_type, which is {spelled!r}")
+            raise ValueError(
+                f"hybrid_override_pattern {text!r} contradicts layers_block_type, which is {spelled!r}"
+            )
         text = spelled
     if not isinstance(text, str) or not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
         raise ValueError(f"hybrid_override_pattern is {text!r}, not a word of M, *, - and E")
     if fields.get("num_hidden_layers", len(text)) != len(text):
-        raise ValueError(f"num_hidden_layers is {fields['num_hidden_layers']!r}, and the pattern has {len(text)}")
+        raise ValueError(
+            f"num_hidden_layers is {fields['num_hidden_layers']!r}, and the pattern has {len(text)}"
+        )
     return text
 
 
 def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
-    """The weights of chosen experts are divided by their sum, and one alone is not (as in Megatron)."""
+    """The weights of chosen experts are divided by their sum, and one alone is not (as in
+    Megatron).
+    """
     divides, chosen = fields.get("norm_topk_prob", True), fields.get("num_experts_per_tok")
     if MOE in _nemotron_h_pattern(fields) and divides is not (chosen != 1):
         yield f"norm_topk_prob is {divides!r}, and with num_experts_per_tok {chosen!r} only {chosen != 1} is built"
@@ -97,36 +119,59 @@ NEMOTRON_H = Family(
         MOE: {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     },
     options={
-        "": {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "layer_norm_epsilon": "norm_epsilon"},
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "layer_norm_epsilon": "norm_epsilon",
+        },
         MAMBA: {
-            "mamba_num_heads": "mamba_num_heads", "mamba_head_dim": "mamba_head_dim", "n_groups": "mamba_num_groups",
-            "ssm_state_size": "mamba_state_dim", "chunk_size": "mamba_chunk_size",
+            "mamba_num_heads": "mamba_num_heads",
+            "mamba_head_dim": "mamba_head_dim",
+            "n_groups": "mamba_num_groups",
+            "ssm_state_size": "mamba_state_dim",
+            "chunk_size": "mamba_chunk_size",
         },
         ATTENTION: {
-            "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_query_groups",
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
             "head_dim": "kv_channels",
         },
         MLP: {"intermediate_size": "ffn_hidden_size"},
         MOE: {
-            "n_routed_experts": "num_experts", "num_experts_per_tok": "moe_router_topk",
-            "moe_intermediate_size": "moe_ffn_hidden_size", "routed_scaling_factor": "moe_router_topk_scaling_factor",
+            "n_routed_experts": "num_experts",
+            "num_experts_per_tok": "moe_router_topk",
+            "moe_intermediate_size": "moe_ffn_hidden_size",
+            "routed_scaling_factor": "moe_router_topk_scaling_factor",
             "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
         },
     },
     must_be={
-        "": {"mlp_bias": False, "mlp_hidden_act": "relu2", "residual_in_fp32": False, "num_nextn_predict_layers": 0},
+        "": {
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "residual_in_fp32": False,
+            "num_nextn_predict_layers": 0,
+        },
         MAMBA: {
-            "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False,
-            "mamba_hidden_act": "silu", "time_step_limit": [0.0, math.inf], "layer_norm_epsilon": GATED_NORM_EPS,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_hidden_act": "silu",
+            "time_step_limit": [0.0, math.inf],
+            "layer_norm_epsilon": GATED_NORM_EPS,
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
         MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_latent_size": None},
     },
     repeats={
-        "attention_head_dim": "head_dim", "num_query_groups": "num_key_value_heads", "norm_eps": "layer_norm_epsilon",
+        "attention_head_dim": "head_dim",
+        "num_query_groups": "num_key_value_heads",
+        "norm_eps": "layer_norm_epsilon",
         "rms_norm_eps": "layer_norm_epsilon",
     },
-    no_effect=LIBRARY + """expand hidden_dropout hybrid_override_pattern layer_types layers_block_type
+    no_effect=LIBRARY
+    + """expand hidden_dropout hybrid_override_pattern layer_types layers_block_type
     mamba_ssm_cache_dtype max_position_embeddings moe_shared_expert_overlap mtp_hybrid_override_pattern
     mtp_layers_block_type norm_topk_prob num_hidden_layers num_logits_to_keep output_router_logits
     partial_rotary_factor rescale_prenorm_residual rope_theta tie_word_embeddings time_step_floor time_step_max
@@ -153,7 +198,11 @@ NEMOTRON_H = Family(
         },
         ATTENTION: {
             "norm.weight": "norm.weight",
-            "mixer.qkv.weight": ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight"),
+            "mixer.qkv.weight": (
+                "mixer.q_proj.weight",
+                "mixer.k_proj.weight",
+                "mixer.v_proj.weight",
+            ),
             "mixer.proj.weight": "mixer.o_proj.weight",
         },
         MLP: {
@@ -171,11 +220,13 @@ NEMOTRON_H = Family(
             "mixer.shared_expert.fc2.weight": "mixer.shared_experts.down_proj.weight",
         },
     },
-)  # fmt: skip
+)
 
 
 def _decoder_spelled(fields: Fields, rotary_base: float) -> Fields:
-    """Llama's and Mixtral's: rotary options may be nested (transformers 5), and numbers of heads derived."""
+    """Llama's and Mixtral's: rotary options may be nested (transformers 5), and numbers of heads
+    derived.
+    """
     spelled = {key: value for key, value in fields.items() if key != "rope_parameters"}
     rotary = fields.get("rope_parameters")
     if isinstance(rotary, dict):
@@ -203,25 +254,41 @@ LLAMA = Family(
     model_type="llama",
     spelled=lambda fields: _decoder_spelled(fields, 10_000.0),
     pattern=lambda fields: _decoder_pattern(fields, ATTENTION + MLP),
-    fixed={"": {"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True,
-                "position_embedding_type": "rope"}},
+    fixed={
+        "": {
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "swiglu": True,
+            "position_embedding_type": "rope",
+        }
+    },
     options={
-        "": {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "rms_norm_eps": "norm_epsilon"},
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "rms_norm_eps": "norm_epsilon",
+        },
         ATTENTION: {
-            "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels", "rope_theta": "rotary_base",
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+            "rope_theta": "rotary_base",
         },
         MLP: {"intermediate_size": "ffn_hidden_size"},
     },
     must_be={
         "": {"hidden_act": "silu", "mlp_bias": False},
         ATTENTION: {
-            "attention_bias": False, "attention_dropout": 0.0, "rope_type": "default", "rope_scaling": None,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rope_type": "default",
+            "rope_scaling": None,
             "sliding_window": None,
         },
     },
     repeats={},
-    no_effect=LIBRARY + "max_position_embeddings num_hidden_layers pretraining_tp tie_word_embeddings",
+    no_effect=LIBRARY
+    + "max_position_embeddings num_hidden_layers pretraining_tp tie_word_embeddings",
     rules=lambda fields: iter(()),
     outside={
         "embedding.weight": "model.embed_tokens.weight",
@@ -233,7 +300,11 @@ LLAMA = Family(
     names={
         ATTENTION: {
             "norm.weight": "input_layernorm.weight",
-            "mixer.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            "mixer.qkv.weight": (
+                "self_attn.q_proj.weight",
+                "self_attn.k_proj.weight",
+                "self_attn.v_proj.weight",
+            ),
             "mixer.proj.weight": "self_attn.o_proj.weight",
         },
         MLP: {
@@ -242,7 +313,7 @@ LLAMA = Family(
             "mixer.fc2.weight": "mlp.down_proj.weight",
         },
     },
-)  # fmt: skip
+)
 
 MIXTRAL = replace(
     LLAMA,
@@ -252,7 +323,8 @@ MIXTRAL = replace(
     options={
         **LLAMA.options,
         MOE: {
-            "num_local_experts": "num_experts", "num_experts_per_tok": "moe_router_topk",
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "moe_router_topk",
             "intermediate_size": "moe_ffn_hidden_size",
         },
     },
@@ -264,11 +336,12 @@ MIXTRAL = replace(
             "norm.weight": "post_attention_layernorm.weight",
             "mixer.router.weight": "block_sparse_moe.gate.weight",
             "mixer.experts.fc1": (
-                "block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"
+                "block_sparse_moe.experts.{e}.w1.weight",
+                "block_sparse_moe.experts.{e}.w3.weight",
             ),
             "mixer.experts.fc2": "block_sparse_moe.experts.{e}.w2.weight",
         },
     },
-)  # fmt: skip
+)
 
 FAMILIES = {family.model_type: family for family in (NEMOTRON_H, LLAMA, MIXTRAL)}

@@ -1,8 +1,9 @@
 """Which rows of which of their tensors a tensor of ours consists of.
 
-A tensor is a matrix here: its last dimension is the width W, all before it are rows (vectors have width 1). Ours is
-theirs one below the other, in each of ``groups`` equal slices: one slice, but for ``qkv``, where for each key-value
-head its query heads, its key and its value follow each other. Rows beyond theirs pad the vocabulary; they are zeros.
+A tensor is a matrix here: its last dimension is the width W, all before it are rows (vectors have
+width 1). Ours is theirs one below the other, in each of ``groups`` equal slices: one slice, but for
+``qkv``, where for each key-value head its query heads, its key and its value follow each other.
+Rows beyond theirs pad the vocabulary; they are zeros.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Weight:
     groups: int = 1
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Ours, from theirs one after another: memory for ours and one of theirs. Converts to our dtype."""
+        """Ours, from theirs one after another: memory for ours and one of theirs. Converts to our
+        dtype.
+        """
         whole = torch.empty(self.shape, dtype=self.dtype)
         for part, place in zip(self.parts, self._places(whole)):
             place.copy_(read(part.name).reshape(place.shape))
@@ -66,7 +69,9 @@ class Weight:
     def _places(self, whole: Tensor) -> tuple[Tensor, ...]:
         """Views of ours, ``(groups, rows / groups, W)``, one for each of theirs."""
         rows = [math.prod(part.shape) // self._width // self.groups for part in self.parts]
-        return self._matrix(whole)[: self._rows].view(self.groups, -1, self._width).split(rows, dim=1)
+        return (
+            self._matrix(whole)[: self._rows].view(self.groups, -1, self._width).split(rows, dim=1)
+        )
 
 
 def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
@@ -77,15 +82,21 @@ def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[
         dtype: of the model; what training keeps in float32 is float32 anyway.
     """
     assert config.vocab_size is not None
-    model = HybridModel(config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype)
-    return {name: _weight(name, tensor, family, config) for name, tensor in model.state_dict().items()}
+    model = HybridModel(
+        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
+    )
+    return {
+        name: _weight(name, tensor, family, config) for name, tensor in model.state_dict().items()
+    }
 
 
 def _weight(name: str, tensor: Tensor, family: Family, config: ModelConfig) -> Weight:
     names = _their_names(name, family, config)
     shapes, groups = _their_shapes(name, tuple(tensor.shape), len(names), config)
     parts = tuple(Part(*part) for part in zip(names, shapes))
-    return Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts, groups=groups)
+    return Weight(
+        name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts, groups=groups
+    )
 
 
 def _their_names(name: str, family: Family, config: ModelConfig) -> list[str]:
@@ -95,13 +106,19 @@ def _their_names(name: str, family: Family, config: ModelConfig) -> list[str]:
     found = family.names[config.layer_types[int(number)]][inside]
     names = [found] if isinstance(found, str) else list(found)
     if any("{e}" in name for name in names):
-        names = [name.format(e=expert) for expert in range(config.num_experts or 0) for name in names]
+        names = [
+            name.format(e=expert) for expert in range(config.num_experts or 0) for name in names
+        ]
     prefix = family.layer.format(n=int(number) // family.symbols_per_layer)
     return [prefix + name for name in names]
 
 
-def _their_shapes(name: str, shape: Shape, count: int, config: ModelConfig) -> tuple[list[Shape], int]:
-    """Shapes of ``count`` tensors that ours of this shape consists of, and in how many slices they lie."""
+def _their_shapes(
+    name: str, shape: Shape, count: int, config: ModelConfig
+) -> tuple[list[Shape], int]:
+    """Shapes of ``count`` tensors that ours of this shape consists of, and in how many slices they
+    lie.
+    """
     kind = ".".join(name.split(".")[-2:])
     if kind in ("embedding.weight", "output.weight"):
         assert config.vocab_size is not None

@@ -38,13 +38,13 @@ class Inputs:
 def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
     """``gelu(x)``, ``relu(x)^2``, or ``silu(gate) * up`` of ``x = [gate | up]``.
 
-    Math in fp32, rounded once to the dtype of x. Every element depends on its own row only, forward and backward.
-    Backward reads the saved input; nothing else is kept.
+    Math in fp32, rounded once to the dtype of x. Every element depends on its own row only, forward
+    and backward. Backward reads the saved input; nothing else is kept.
 
     Args:
         x_TF: any leading dimensions; for ``swiglu`` the last one is 2 F, the gate first.
-        kind: ``gelu`` is the exact one, ``x * Phi(x)`` (Megatron's unfused ``F.gelu``; its fused bias-gelu is the tanh
-            approximation, which differs by up to 5e-4).
+        kind: ``gelu`` is the exact one, ``x * Phi(x)`` (Megatron's unfused ``F.gelu``; its fused
+            bias-gelu is the tanh approximation, which differs by up to 5e-4).
     Returns:
         the shape of x; for ``swiglu`` the last dimension is F.
     Raises:
@@ -53,7 +53,11 @@ def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
     if kind not in KINDS:
         raise ValueError(f"activation kind {kind!r} is unknown; choose one of {list(KINDS)}.")
     if kind == "swiglu" and x_TF.shape[-1] % 2:
-        raise ValueError(f"swiglu splits the last dimension into gate and up; {x_TF.shape[-1]} is odd.")
-    inputs = Inputs(kind=kind, features=x_TF.shape[-1], dtype=x_TF.dtype, device_type=x_TF.device.type)
+        raise ValueError(
+            f"swiglu splits the last dimension into gate and up; {x_TF.shape[-1]} is odd."
+        )
+    inputs = Inputs(
+        kind=kind, features=x_TF.shape[-1], dtype=x_TF.dtype, device_type=x_TF.device.type
+    )
     y_TF: Tensor = OP.run(inputs, backend)(x_TF, kind)
     return y_TF

@@ -40,7 +40,14 @@ class _Activation(torch.autograd.Function):
         y = torch.empty(rows, features, dtype=x.dtype, device=x.device)
         if y.numel():
             _forward_kernel[_grid(rows, features)](
-                x, y, features, x.stride(0), SPLIT=triton.cdiv(features, _BLOCK), KIND=kind, BLOCK=_BLOCK, num_warps=4
+                x,
+                y,
+                features,
+                x.stride(0),
+                SPLIT=triton.cdiv(features, _BLOCK),
+                KIND=kind,
+                BLOCK=_BLOCK,
+                num_warps=4,
             )
         ctx.save_for_backward(x)
         ctx.kind, ctx.shape = kind, x_TF.shape
@@ -54,9 +61,17 @@ class _Activation(torch.autograd.Function):
         rows, features = dy.shape
         if dy.numel():
             _backward_kernel[_grid(rows, features)](
-                x, dy, dx, features, x.stride(0), dy.stride(0),
-                SPLIT=triton.cdiv(features, _BLOCK), KIND=ctx.kind, BLOCK=_BLOCK, num_warps=4,
-            )  # fmt: skip
+                x,
+                dy,
+                dx,
+                features,
+                x.stride(0),
+                dy.stride(0),
+                SPLIT=triton.cdiv(features, _BLOCK),
+                KIND=ctx.kind,
+                BLOCK=_BLOCK,
+                num_warps=4,
+            )
         return dx.view(ctx.shape), None
 
 
@@ -82,7 +97,7 @@ def _normal_cdf(x):
 @triton.jit
 def _forward_kernel(
     x_ptr, y_ptr, features, x_stride, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Program i: block i % SPLIT of row i // SPLIT. KIND is the index into KINDS."""
     program = tl.program_id(0)
     row = (program // SPLIT).to(tl.int64)
@@ -95,7 +110,9 @@ def _forward_kernel(
         positive = tl.where(x > 0, x, 0.0)
         y = positive * positive
     else:
-        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
         y = x / (1.0 + tl.exp(-x)) * up
     tl.store(y_ptr + row * features + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -120,7 +137,9 @@ def _backward_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == 2:
-        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
         dx_row = dx_ptr + row * (2 * features)
         dup = dy * x * sigmoid

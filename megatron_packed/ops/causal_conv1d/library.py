@@ -1,9 +1,11 @@
-"""The convolution by the causal-conv1d package's channel-last kernels, which read ``seq_idx`` themselves.
+"""The convolution by the causal-conv1d package's channel-last kernels, which read ``seq_idx``
+themselves.
 
-Called through its lower-level functions in an autograd function of our own, so that strided column slices go in
-without a copy, the input's gradient is written in its place of ``ops.columns``, and those of weight and bias are added
-to their ``main_grad`` where they have one. Outputs and dx are bitwise reproducible; the gradients of weight and bias
-are atomic sums unless ``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
+Called through its lower-level functions in an autograd function of our own, so that strided column
+slices go in without a copy, the input's gradient is written in its place of ``ops.columns``, and
+those of weight and bias are added to their ``main_grad`` where they have one. Outputs and dx are
+bitwise reproducible; the gradients of weight and bias are atomic sums unless
+``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     if inputs.device_type != "cuda":
         reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in _DTYPES or inputs.weight_dtype not in _DTYPES:
-        reasons.append(f"x ({inputs.dtype}) and weight ({inputs.weight_dtype}) must be bfloat16, float16 or float32")
+        reasons.append(
+            f"x ({inputs.dtype}) and weight ({inputs.weight_dtype}) must be bfloat16, float16 or float32"
+        )
     if inputs.bias_dtype not in (None, inputs.weight_dtype):
-        reasons.append(f"bias ({inputs.bias_dtype}) and weight ({inputs.weight_dtype}) must have one dtype")
+        reasons.append(
+            f"bias ({inputs.bias_dtype}) and weight ({inputs.weight_dtype}) must have one dtype"
+        )
     if not 2 <= inputs.width <= 4:
         reasons.append(f"the filter's width ({inputs.width}) must be 2, 3 or 4")
     if inputs.channels % 8:
@@ -46,7 +52,12 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 
 def run(
-    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, seq_idx_1T: Tensor, *, activation: str | None
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    seq_idx_1T: Tensor,
+    *,
+    activation: str | None,
 ) -> Tensor:
     """See ``api.causal_conv1d``. A slice that is not laid out for 16-byte loads is copied first."""
     slot = gradient_slot(x_TC)
@@ -79,7 +90,9 @@ def _channels_last(x_TC: Tensor) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """Forward: convolution and SiLU in one kernel. Backward: one kernel, which forms the activation's input again."""
+    """Forward: convolution and SiLU in one kernel. Backward: one kernel, which forms the
+    activation's input again.
+    """
 
     @staticmethod
     def forward(
@@ -93,12 +106,17 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
         ctx.silu, ctx.slot = silu, slot
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
+        # input.
         ctx.main_grads = tuple(
-            getattr(parameter, "main_grad", None) if parameter is not None and parameter.requires_grad else None
+            getattr(parameter, "main_grad", None)
+            if parameter is not None and parameter.requires_grad
+            else None
             for parameter in (weight_CW, bias_C)
         )
-        y = causal_conv1d_fwd_function(_channels_last(x_TC), weight_CW, bias_C, seq_idx_1T, None, None, silu)
+        y = causal_conv1d_fwd_function(
+            _channels_last(x_TC), weight_CW, bias_C, seq_idx_1T, None, None, silu
+        )
         y_TC: Tensor = y[0].t()
         return y_TC
 
@@ -126,13 +144,17 @@ class _Convolution(torch.autograd.Function):
         )
         left = (
             None if gradient is None or main_grad is not None else gradient.to(parameter.dtype)
-            for parameter, gradient, main_grad in zip((weight_CW, bias_C), (dweight_CW, dbias_C), ctx.main_grads)
+            for parameter, gradient, main_grad in zip(
+                (weight_CW, bias_C), (dweight_CW, dbias_C), ctx.main_grads
+            )
         )
         return dx_TC, *left, None, None, None
 
 
 def _accumulator(parameter: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """Where the library, which adds to what it finds in either mode, sums a parameter's gradient in fp32."""
+    """Where the library, which adds to what it finds in either mode, sums a parameter's gradient in
+    fp32.
+    """
     if parameter is None or main_grad is not None:
         return main_grad
     return torch.zeros_like(parameter, dtype=torch.float32)

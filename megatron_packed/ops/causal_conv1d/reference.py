@@ -1,4 +1,6 @@
-"""The convolution as W shifted, masked products: fp32 inside (float64 for float64 inputs), any device."""
+"""The convolution as W shifted, masked products: fp32 inside (float64 for float64 inputs), any
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,26 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 
 def run(
-    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, seq_idx_1T: Tensor, *, activation: str | None
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    seq_idx_1T: Tensor,
+    *,
+    activation: str | None,
 ) -> Tensor:
-    """See ``api.causal_conv1d``. A token of another document is replaced by zero before it is multiplied."""
+    """See ``api.causal_conv1d``. A token of another document is replaced by zero before it is
+    multiplied.
+    """
     dtype = torch.promote_types(x_TC.dtype, torch.float32)
     x, weight_CW = x_TC.to(dtype), weight_CW.to(dtype)
     tokens, width = x.shape[0], weight_CW.shape[1]
     y_TC = x * weight_CW[:, width - 1]
     for back in range(1, min(width, tokens)):
         earlier_TC = pad(x[: tokens - back], (0, 0, back, 0))
-        y_TC = y_TC + earlier_TC.masked_fill(~reaches(seq_idx_1T, back), 0) * weight_CW[:, width - 1 - back]
+        y_TC = (
+            y_TC
+            + earlier_TC.masked_fill(~reaches(seq_idx_1T, back), 0) * weight_CW[:, width - 1 - back]
+        )
     if bias_C is not None:
         y_TC = y_TC + bias_C.to(dtype)
     return (silu(y_TC) if activation == "silu" else y_TC).to(x_TC.dtype)

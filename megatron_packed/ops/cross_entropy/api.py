@@ -1,6 +1,7 @@
 """Cross-entropy of the output projection, a chunk of tokens at a time.
 
-Shapes: T token slots, D hidden features, V rows of the output weight (the vocabulary padded), C tokens of one chunk.
+Shapes: T token slots, D hidden features, V rows of the output weight (the vocabulary padded), C
+tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """Where the rows of a weight lie in the whole vocabulary, and how ranks with the other rows agree.
+    """Where the rows of a weight lie in the whole vocabulary, and how ranks with the other rows
+    agree.
 
-    Every rank has the same hidden states, labels and mask. The losses are those of the whole vocabulary, equal on all
-    ranks; the hidden gradient is this rank's term of a sum.
+    Every rank has the same hidden states, labels and mask. The losses are those of the whole
+    vocabulary, equal on all ranks; the hidden gradient is this rank's term of a sum.
     """
 
     first_row: int
@@ -65,29 +67,35 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """``sum_t loss_mask[t] * -log softmax(hidden[t] @ weight[:vocab_size].T)[labels[t]]``.
 
-    At most a chunk's logits exist at any moment. Forward has the losses; backward forms the logits a second time and
-    the gradients from them, for any upstream gradient. The weight's gradient is summed in fp32. Matrix products in the
-    inputs' dtype, softmax in fp32. Every token's loss and hidden gradient depend on that token alone, bit for bit. No
-    host sync.
+    At most a chunk's logits exist at any moment. Forward has the losses; backward forms the logits
+    a second time and the gradients from them, for any upstream gradient. The weight's gradient is
+    summed in fp32. Matrix products in the inputs' dtype, softmax in fp32. Every token's loss and
+    hidden gradient depend on that token alone, bit for bit. No host sync.
 
     Args:
         hidden_TD, weight_VD: one dtype.
-        labels_T: int32 or int64; where the mask is 0, any value. A supervised label outside the vocabulary makes the
-            loss NaN: the host cannot see it, and it must not train.
-        loss_mask_T: fp32 weight of each token, 0 where there is no target. All 0 gives loss 0 and gradients 0.
-        vocab_size: rows of the weight that are tokens; the rest pads the vocabulary, takes no part, gets gradient 0.
+        labels_T: int32 or int64; where the mask is 0, any value. A supervised label outside the
+            vocabulary makes the loss NaN: the host cannot see it, and it must not train.
+        loss_mask_T: fp32 weight of each token, 0 where there is no target. All 0 gives loss 0 and
+        gradients 0.
+        vocab_size: rows of the weight that are tokens; the rest pads the vocabulary, takes no part,
+        gets gradient 0.
         chunk_tokens: C; None takes ``default_chunk_tokens``.
-        grad_scale: 0-d device tensor of the loss's dtype, a promise that ``loss_sum.backward(grad_scale)`` follows
-            exactly once, with this very tensor as upstream gradient. With it the gradients are formed in forward,
-            where the logits exist already, and the weight's goes into ``weight.main_grad`` there. That saves a quarter
-            of the products, and gives the same bits.
-        shard: of a weight whose rows are a part of the vocabulary's; ``vocab_size`` is still that of the whole.
+        grad_scale: 0-d device tensor of the loss's dtype, a promise that
+            ``loss_sum.backward(grad_scale)`` follows exactly once, with this very tensor as
+            upstream gradient. With it the gradients are formed in forward, where the logits exist
+            already, and the weight's goes into ``weight.main_grad`` there. That saves a quarter of
+            the products, and gives the same bits.
+        shard: of a weight whose rows are a part of the vocabulary's; ``vocab_size`` is still that
+        of the whole.
     Returns:
-        ``loss_sum``, fp32 0-d, differentiable; ``per_token_loss_T``, fp32, detached, already weighted by the mask.
-        If ``weight.main_grad`` (fp32) exists, backward adds the weight's gradient there and returns None for it.
+        ``loss_sum``, fp32 0-d, differentiable; ``per_token_loss_T``, fp32, detached, already
+        weighted by the mask. If ``weight.main_grad`` (fp32) exists, backward adds the weight's
+        gradient there and returns None for it.
     Raises:
         ValueError: shapes, dtypes or sizes that do not fit each other.
-        RuntimeError: in backward, if ``grad_scale`` was given and another gradient or a second backward pass comes.
+        RuntimeError: in backward, if ``grad_scale`` was given and another gradient or a second
+            backward pass comes.
     """
     total_rows = weight_VD.shape[0] if shard is None else shard.total_rows
     _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, total_rows)
@@ -96,20 +104,29 @@ def linear_cross_entropy(
     tokens, vocab_rows = hidden_TD.shape[0], weight_VD.shape[0]
     chunk = default_chunk_tokens(tokens, vocab_rows) if chunk_tokens is None else chunk_tokens
     if chunk < 1:
-        raise ValueError(f"chunk_tokens ({chunk}) must be at least 1, or None for a measured choice.")
+        raise ValueError(
+            f"chunk_tokens ({chunk}) must be at least 1, or None for a measured choice."
+        )
     inputs = Inputs(vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type)
-    options: dict[str, Any] = {"vocab_size": vocab_size, "chunk_tokens": chunk, "grad_scale": grad_scale}
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "chunk_tokens": chunk,
+        "grad_scale": grad_scale,
+    }
     if shard is not None:
         options["shard"] = shard
-    outputs: tuple[Tensor, Tensor] = OP.run(inputs, backend)(hidden_TD, weight_VD, labels_T, loss_mask_T, **options)
+    outputs: tuple[Tensor, Tensor] = OP.run(inputs, backend)(
+        hidden_TD, weight_VD, labels_T, loss_mask_T, **options
+    )
     return outputs
 
 
 def default_chunk_tokens(tokens: int, vocab_rows: int) -> int:
-    """Tokens per chunk: about 2^26 logits, but 1,024 tokens at least and half of the pack at most, in steps of 128.
+    """Tokens per chunk: about 2^26 logits, but 1,024 tokens at least and half of the pack at most,
+    in steps of 128.
 
-    Each chunk reads and writes the fp32 gradient of the whole weight once, which costs as much as the products of 245
-    tokens on an H200; fewer than 1,024 would make that a quarter of the work.
+    Each chunk reads and writes the fp32 gradient of the whole weight once, which costs as much as
+    the products of 245 tokens on an H200; fewer than 1,024 would make that a quarter of the work.
     Example: T 4,096 and V 16,384 give 2,048; T 32,768 and V 131,072 give 1,024; T 100 gives 50.
     """
     half = -(-tokens // 2)
@@ -118,7 +135,12 @@ def default_chunk_tokens(tokens: int, vocab_rows: int) -> int:
 
 
 def _check(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_mask_T: Tensor, vocab_size: int, total_rows: int
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    loss_mask_T: Tensor,
+    vocab_size: int,
+    total_rows: int,
 ) -> None:
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
@@ -129,7 +151,9 @@ def _check(
             f"hidden is {hidden_TD.dtype} and weight {weight_VD.dtype}; cast hidden to the weight's dtype."
         )
     if not 1 <= vocab_size <= total_rows:
-        raise ValueError(f"vocab_size ({vocab_size}) must be between 1 and the weight's {total_rows} rows.")
+        raise ValueError(
+            f"vocab_size ({vocab_size}) must be between 1 and the weight's {total_rows} rows."
+        )
     expected = hidden_TD.shape[:1]
     if labels_T.shape != expected or loss_mask_T.shape != expected:
         raise ValueError(

@@ -1,12 +1,14 @@
-"""The chunk loop and its gradients. Backends differ in one step: a chunk's softmax, loss and logit gradient.
+"""The chunk loop and its gradients. Backends differ in one step: a chunk's softmax, loss and logit
+gradient.
 
 One pass of the loop, where gradients are wanted:
 
     logits_CV = hidden_CD @ weight^T ;  loss_C, dlogits_CV = step(logits_CV, upstream)      (in place)
     dhidden_CD = dlogits_CV @ weight ;  dweight_VD += dlogits_CV^T @ hidden_CD              (fp32)
 
-The upstream gradient is a scalar on the device. A caller that knows it beforehand gets all of this in forward; for
-others forward has the losses alone, and backward runs the loop again with what it was given. See README, 'Derivation'.
+The upstream gradient is a scalar on the device. A caller that knows it beforehand gets all of this
+in forward; for others forward has the losses alone, and backward runs the loop again with what it
+was given. See README, 'Derivation'.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class _ChunkLoop:
         dhidden_TD: Tensor | None = None,
         dweight_VD: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of each token; fill ``dhidden_TD`` and add to ``dweight_VD`` where they are given."""
+        """Return the loss of each token; fill ``dhidden_TD`` and add to ``dweight_VD`` where they
+        are given.
+        """
         tokens = hidden_TD.shape[0]
         with_gradient = dhidden_TD is not None or dweight_VD is not None
         loss_T = torch.empty(tokens, dtype=_precise(hidden_TD.dtype), device=hidden_TD.device)
@@ -92,7 +96,9 @@ class _ChunkLoop:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward: loss sum and per-token loss. Backward: both gradients, formed in forward if ``grad_scale`` is given."""
+    """Forward: loss sum and per-token loss. Backward: both gradients, formed in forward if
+    ``grad_scale`` is given.
+    """
 
     @staticmethod
     def forward(
@@ -105,7 +111,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loop: _ChunkLoop,
     ) -> tuple[Tensor, Tensor]:
         ctx.loop, ctx.grad_scale = loop, grad_scale
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
+        # input.
         ctx.main_grad = getattr(weight_VD, "main_grad", None)
         inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T)
         if grad_scale is None:
@@ -136,15 +143,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _with_gradients(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], grad_scale: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """The loss of each token, and the gradients for autograd: none for a weight whose ``main_grad`` it was added to."""
+    """The loss of each token, and the gradients for autograd: none for a weight whose ``main_grad``
+    it was added to.
+    """
     hidden_TD, weight_VD, *_ = inputs
     for_hidden, for_weight = ctx.needs_input_grad[:2]
-    dhidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if for_hidden else None
+    dhidden_TD = (
+        torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if for_hidden else None
+    )
     dweight_VD = ctx.main_grad if for_weight else None
     if for_weight and dweight_VD is None:
-        dweight_VD = torch.zeros(weight_VD.shape, dtype=_precise(weight_VD.dtype), device=weight_VD.device)
+        dweight_VD = torch.zeros(
+            weight_VD.shape, dtype=_precise(weight_VD.dtype), device=weight_VD.device
+        )
     loss_T = ctx.loop(*inputs, grad_scale, dhidden_TD, dweight_VD)
-    returned_VD = None if dweight_VD is None or dweight_VD is ctx.main_grad else dweight_VD.to(weight_VD.dtype)
+    returned_VD = (
+        None
+        if dweight_VD is None or dweight_VD is ctx.main_grad
+        else dweight_VD.to(weight_VD.dtype)
+    )
     return loss_T, (dhidden_TD, returned_VD)
 
 
@@ -154,10 +171,14 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _accumulate(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
-    """``dweight += dlogits^T @ hidden``: on a GPU one product that reads bf16 and accumulates into fp32."""
+    """``dweight += dlogits^T @ hidden``: on a GPU one product that reads bf16 and accumulates into
+    fp32.
+    """
     if dweight_VD.dtype == hidden_CD.dtype:
         dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)
     elif dweight_VD.is_cuda:
-        torch.ops.aten.addmm.dtype_out(dweight_VD, dlogits_CV.t(), hidden_CD, dweight_VD.dtype, out=dweight_VD)
+        torch.ops.aten.addmm.dtype_out(
+            dweight_VD, dlogits_CV.t(), hidden_CD, dweight_VD.dtype, out=dweight_VD
+        )
     else:
         dweight_VD.addmm_(dlogits_CV.t().to(dweight_VD.dtype), hidden_CD.to(dweight_VD.dtype))

@@ -1,4 +1,6 @@
-"""Plain PyTorch softmax and loss of a chunk, fp32 (fp64 for fp64 inputs). The oracle, and the CPU path."""
+"""Plain PyTorch softmax and loss of a chunk, fp32 (fp64 for fp64 inputs). The oracle, and the CPU
+path.
+"""
 
 from __future__ import annotations
 

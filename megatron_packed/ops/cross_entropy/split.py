@@ -1,9 +1,11 @@
 """A chunk's softmax, loss and logit gradient where the vocabulary is spread over ranks.
 
-Backends differ in the two passes over a rank's logits, before and after the two small collectives of a chunk:
+Backends differ in the two passes over a rank's logits, before and after the two small collectives
+of a chunk:
 
     largest_C, total_C, label_C = statistics(own logits)     the maximum, sum of exp(z - maximum), the label's logit
-    all-reduce (max) of largest_C;  all-reduce (sum) of total_C, rescaled, and of label_C, 0 where another rank has it
+    all-reduce (max) of largest_C;  all-reduce (sum) of total_C, rescaled, and of label_C, 0 where
+    another rank has it
     dlogits = gradient(own logits, the whole vocabulary's maximum and sum)       (in place)
 """
 
@@ -19,15 +21,17 @@ from megatron_packed.ops.cross_entropy.api import VocabShard
 from megatron_packed.ops.cross_entropy.chunked import Step
 
 Statistics = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""``statistics(logits_CV, row_C, real)``: three ``(C,)`` in fp32 (fp64), over the first ``real`` columns.
+"""``statistics(logits_CV, row_C, real)``: three ``(C,)`` in fp32 (fp64), over the first ``real``
+columns.
 
-Without any, the maximum is finite and the sum 0. ``row_C`` int64: the label's column, -1 where it is none of these
-(then any number will do for its logit).
+Without any, the maximum is finite and the sum 0. ``row_C`` int64: the label's column, -1 where it
+is none of these (then any number will do for its logit).
 """
 Gradient = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, Tensor], None]
 """``gradient(logits_CV, row_C, real, largest_C, total_C, scale_C, loss_mask_C)``, in place.
 
-``(exp(z - largest) / total - [v = row]) * scale``; 0 in columns beyond ``real`` and in rows whose mask is 0.
+``(exp(z - largest) / total - [v = row]) * scale``; 0 in columns beyond ``real`` and in rows whose
+mask is 0.
 """
 
 
@@ -57,7 +61,10 @@ def _step(
     largest_C = own_largest_C.clone()
     shard.max_over_ranks(largest_C)
     sums_2C = torch.stack(
-        [own_total_C * (own_largest_C - largest_C).exp(), torch.where(mine_C, label_C - largest_C, 0.0)]
+        [
+            own_total_C * (own_largest_C - largest_C).exp(),
+            torch.where(mine_C, label_C - largest_C, 0.0),
+        ]
     )
     shard.sum_over_ranks(sums_2C)
     total_C, label_C = sums_2C.unbind()

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Softmax, loss and logit gradient of a chunk in one kernel; the gradient overwrites the logits.
 
-One program per token: a first pass over its row finds the maximum and the sum of exponentials together, a second writes
-``(p - onehot) * scale``. Rows are some ten to a few hundred KiB, so the second pass finds them in the L2 cache. fp32
-math, fixed order, no atomics, no host sync.
+One program per token: a first pass over its row finds the maximum and the sum of exponentials
+together, a second writes ``(p - onehot) * scale``. Rows are some ten to a few hundred KiB, so the
+second pass finds them in the L2 cache. fp32 math, fixed order, no atomics, no host sync.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def softmax_step(
 def statistics(logits_CV: Tensor, row_C: Tensor, real: int) -> tuple[Tensor, Tensor, Tensor]:
     """See ``split.Statistics``: the first of the two passes, for a vocabulary spread over ranks."""
     rows, vocab_rows = logits_CV.shape
-    largest_C, total_C, label_C = torch.empty(3, rows, dtype=torch.float32, device=logits_CV.device).unbind()
+    largest_C, total_C, label_C = torch.empty(
+        3, rows, dtype=torch.float32, device=logits_CV.device
+    ).unbind()
     block = _block(vocab_rows)
     _statistics_kernel[(rows,)](
         logits_CV,
@@ -136,9 +138,12 @@ def _block(vocab_rows: int) -> int:
 
 @triton.jit
 def _logits(row_ptr, position, VOCAB_SIZE: tl.constexpr, VOCAB_ROWS: tl.constexpr):
-    """-inf in padding columns. They are loaded too: V is a round number where the number of tokens is not, and a mask
-    that ends anywhere would make every access a narrow one."""
-    logit = tl.load(row_ptr + position, mask=position < VOCAB_ROWS, other=float("-inf")).to(tl.float32)
+    """-inf in padding columns. They are loaded too: V is a round number where the number of tokens
+    is not, and a mask that ends anywhere would make every access a narrow one.
+    """
+    logit = tl.load(row_ptr + position, mask=position < VOCAB_ROWS, other=float("-inf")).to(
+        tl.float32
+    )
     return tl.where(position < VOCAB_SIZE, logit, float("-inf"))
 
 
@@ -162,7 +167,9 @@ def _softmax_kernel(
     label = tl.load(label_ptr + token * label_stride).to(tl.int64)
     weight = tl.load(loss_mask_ptr + token * loss_mask_stride)
     column = tl.arange(0, BLOCK)
-    largest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite, so that a lane without a logit subtracts no infinities
+    largest = tl.full(
+        (BLOCK,), -3.0e38, tl.float32
+    )  # finite, so that a lane without a logit subtracts no infinities
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         logit = _logits(row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
@@ -188,7 +195,11 @@ def _softmax_kernel(
             p = tl.exp(logit - row_largest) * inverse
             gradient = tl.where(position == label, p - 1.0, p) * scale
             gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
-            tl.store(row_ptr + position, gradient.to(logits_ptr.dtype.element_ty), mask=position < VOCAB_ROWS)
+            tl.store(
+                row_ptr + position,
+                gradient.to(logits_ptr.dtype.element_ty),
+                mask=position < VOCAB_ROWS,
+            )
 
 
 @triton.jit
@@ -206,7 +217,9 @@ def _statistics_kernel(
     token = tl.program_id(0).to(tl.int64)
     logits_row_ptr = logits_ptr + token * logits_stride
     column = tl.arange(0, BLOCK)
-    largest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite also where this rank has no token of the vocabulary
+    largest = tl.full(
+        (BLOCK,), -3.0e38, tl.float32
+    )  # finite also where this rank has no token of the vocabulary
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         logit = _logits(logits_row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
@@ -249,4 +262,8 @@ def _gradient_kernel(
         p = tl.exp(logit - largest) * inverse
         gradient = tl.where(position == row, p - 1.0, p) * scale
         gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
-        tl.store(logits_row_ptr + position, gradient.to(logits_ptr.dtype.element_ty), mask=position < VOCAB_ROWS)
+        tl.store(
+            logits_row_ptr + position,
+            gradient.to(logits_ptr.dtype.element_ty),
+            mask=position < VOCAB_ROWS,
+        )

@@ -1,4 +1,5 @@
-"""Mamba-2's gated normalisation: ``weight * rms_norm(x * silu(z))``, each group of channels normalised by itself.
+"""Mamba-2's gated normalisation: ``weight * rms_norm(x * silu(z))``, each group of channels
+normalised by itself.
 
 Letters: T tokens, D channels.  Source: Mamba-2 with ``norm_before_gate=False``, arXiv:2405.21060.
 """
@@ -47,7 +48,8 @@ def gated_rms_norm(
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Gate x by silu(z), then divide every group of channels by its root mean square and multiply by the weight.
+    """Gate x by silu(z), then divide every group of channels by its root mean square and multiply
+    by the weight.
 
     Args:
         x_TD: ``(T, D)``.
@@ -55,8 +57,8 @@ def gated_rms_norm(
         weight_D: ``(D,)``.
         eps: added to the mean square.
         group_size: channels normalised together; divides D.
-        sum_over_ranks: where the D channels are a part of one group of ``group_size``: the differentiable sum of
-            ``(T,)`` over all its parts.
+        sum_over_ranks: where the D channels are a part of one group of ``group_size``: the
+            differentiable sum of ``(T,)`` over all its parts.
     Returns:
         ``(T, D)`` in x's dtype, contiguous. The arithmetic is fp32 (float64 for float64 inputs).
     Raises:
@@ -70,9 +72,13 @@ def gated_rms_norm(
         )
     split = sum_over_ranks is not None
     if split and (x_TD.shape[1] < 1 or group_size % x_TD.shape[1]):
-        raise ValueError(f"gated_rms_norm: {x_TD.shape[1]} channels are no equal part of group_size {group_size}.")
+        raise ValueError(
+            f"gated_rms_norm: {x_TD.shape[1]} channels are no equal part of group_size {group_size}."
+        )
     if not split and (group_size < 1 or x_TD.shape[1] % group_size):
-        raise ValueError(f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}.")
+        raise ValueError(
+            f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}."
+        )
     inputs = Inputs(
         channels=x_TD.shape[1],
         group_size=group_size,
@@ -82,5 +88,7 @@ def gated_rms_norm(
         split_group=split,
     )
     options: dict[str, Any] = {"sum_over_ranks": sum_over_ranks} if split else {}
-    y_TD: Tensor = OP.run(inputs, backend)(x_TD, z_TD, weight_D, eps, group_size=group_size, **options)
+    y_TD: Tensor = OP.run(inputs, backend)(
+        x_TD, z_TD, weight_D, eps, group_size=group_size, **options
+    )
     return y_TD

@@ -1,4 +1,6 @@
-"""The gated normalisation in plain PyTorch: fp32 inside (float64 for float64 inputs), row by row, any device."""
+"""The gated normalisation in plain PyTorch: fp32 inside (float64 for float64 inputs), row by row,
+any device.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def run(
     gated_TD = x_TD.to(dtype) * silu(z_TD.to(dtype))
     if sum_over_ranks is not None:
         mean_T = sum_over_ranks(gated_TD.square().sum(-1)) / group_size
-        return (gated_TD * torch.rsqrt(mean_T + eps).unsqueeze(-1) * weight_D.to(dtype)).to(x_TD.dtype)
+        return (gated_TD * torch.rsqrt(mean_T + eps).unsqueeze(-1) * weight_D.to(dtype)).to(
+            x_TD.dtype
+        )
     gated_TGH = gated_TD.view(x_TD.shape[0], -1, group_size)
     normed_TGH = gated_TGH * torch.rsqrt(gated_TGH.square().mean(-1, keepdim=True) + eps)
     return (normed_TGH.view(x_TD.shape) * weight_D.to(dtype)).to(x_TD.dtype)

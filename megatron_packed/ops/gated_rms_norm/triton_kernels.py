@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Gate, normalisation and weight in one kernel, forward and backward; z may be a column slice of a wider tensor.
+"""Gate, normalisation and weight in one kernel, forward and backward; z may be a column slice of a
+wider tensor.
 
-Memory-bound: forward reads x and z and writes y, backward reads x, z and dy and writes dx and dz. fp32 inside. A row's
-results depend on that row alone. The weight's gradient is summed over a fixed partition of the rows, then over the
-parts in order, into ``main_grad`` where the weight has one: bitwise reproducible. No autotuning, so nothing has to be
-warmed up but compilation.
+Memory-bound: forward reads x and z and writes y, backward reads x, z and dy and writes dx and dz.
+fp32 inside. A row's results depend on that row alone. The weight's gradient is summed over a fixed
+partition of the rows, then over the parts in order, into ``main_grad`` where the weight has one:
+bitwise reproducible. No autotuning, so nothing has to be warmed up but compilation.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
 
 _LARGEST_GROUP = 16384
 _ELEMENTS_PER_TILE = 2048  # rows x channels that one program holds in registers at a time
-_BACKWARD_PROGRAMS = 1024  # enough to fill any GPU several times; also the number of partial sums times groups
+_BACKWARD_PROGRAMS = (
+    1024  # enough to fill any GPU several times; also the number of partial sums times groups
+)
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     """Sentences why the kernels cannot serve these inputs; empty when they can."""
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.group_size > _LARGEST_GROUP:
-        reasons.append(f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the most that fits in registers")
+        reasons.append(
+            f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the most that fits in registers"
+        )
     if inputs.split_group:
         reasons.append("it does not sum over the ranks that share a group")
     if not inputs.unit_channel_stride:
@@ -48,7 +53,9 @@ def run(x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size:
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Forward: gate, normalise, scale; keeps 1/rms per row and group. Backward: one kernel, and the weight's sum."""
+    """Forward: gate, normalise, scale; keeps 1/rms per row and group. Backward: one kernel, and the
+    weight's sum.
+    """
 
     @staticmethod
     def forward(
@@ -82,7 +89,11 @@ class _GatedNorm(torch.autograd.Function):
             num_warps=_warps(block * rows),
         )
         ctx.save_for_backward(x_TD, z_TD, weight_D, rstd_TG)
-        ctx.group_size, ctx.slot, ctx.main_grad = group_size, slot, getattr(weight_D, "main_grad", None)
+        ctx.group_size, ctx.slot, ctx.main_grad = (
+            group_size,
+            slot,
+            getattr(weight_D, "main_grad", None),
+        )
         return y_TD
 
     @staticmethod
@@ -94,7 +105,9 @@ class _GatedNorm(torch.autograd.Function):
         dx_TD = torch.empty(tokens, channels, dtype=x_TD.dtype, device=x_TD.device)
         dz_TD = gradient_like(z_TD, ctx.slot)
         block, rows = _tile(ctx.group_size)
-        tiles_per_program = triton.cdiv(triton.cdiv(tokens, rows), max(1, _BACKWARD_PROGRAMS // groups))
+        tiles_per_program = triton.cdiv(
+            triton.cdiv(tokens, rows), max(1, _BACKWARD_PROGRAMS // groups)
+        )
         programs = triton.cdiv(tokens, rows * tiles_per_program)
         parts_XD = torch.empty(programs, channels, dtype=torch.float32, device=x_TD.device)
         _backward_kernel[(programs, groups)](
@@ -119,7 +132,9 @@ class _GatedNorm(torch.autograd.Function):
             ROWS=rows,
             num_warps=_warps(block * rows),
         )
-        dweight_D = sum_shares(parts_XD, weight_D, ctx.main_grad) if ctx.needs_input_grad[2] else None
+        dweight_D = (
+            sum_shares(parts_XD, weight_D, ctx.main_grad) if ctx.needs_input_grad[2] else None
+        )
         return dx_TD, dz_TD, dweight_D, None, None, None
 
 
@@ -156,8 +171,12 @@ def _forward_kernel(
     lane = tl.arange(0, BLOCK)
     channel = group * GROUP_SIZE + lane
     mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     weight = tl.load(weight_ptr + channel, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
     gated = x * z * tl.sigmoid(z)
     rstd = 1.0 / tl.sqrt(tl.sum(gated * gated, axis=1) / GROUP_SIZE + eps)
@@ -188,7 +207,9 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, g): a run of ``tiles_per_program`` tiles of group g, and their share of the weight's gradient."""
+    """Program (i, g): a run of ``tiles_per_program`` tiles of group g, and their share of the
+    weight's gradient.
+    """
     program = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -198,9 +219,15 @@ def _backward_kernel(
     for tile in range(tiles_per_program):
         row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + channel[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         rstd = tl.load(rstd_ptr + row * groups + group, mask=row < tokens, other=0.0)
         sigmoid = tl.sigmoid(z)
         silu = z * sigmoid

@@ -1,6 +1,8 @@
-"""The experts' MLPs over rows sorted by expert: ``y = activation(x W1_e^T) W2_e^T`` with e the expert of the row.
+"""The experts' MLPs over rows sorted by expert: ``y = activation(x W1_e^T) W2_e^T`` with e the
+expert of the row.
 
-Letters: R rows, D channels, E experts, F hidden channels (W1 has 2F rows for 'swiglu': gate, then up).
+Letters: R rows, D channels, E experts, F hidden channels (W1 has 2F rows for 'swiglu': gate, then
+up).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from megatron_packed.ops.dispatch import Backend, Op
 
 Step = Callable[[Tensor], Tensor]
 Through = Callable[[Step, Step, Step, Tensor], Tensor]
-"""How three steps follow each other: it decides what of them is kept for the backward pass, and where."""
+"""How three steps follow each other: it decides what of them is kept for the backward pass, and
+where.
+"""
 
 
 def then(first: Step, second: Step, third: Step, x: Tensor) -> Tensor:
@@ -66,7 +70,8 @@ def grouped_mlp(
         w2_EDF: ``(E, D, F)``.
         offsets_E: ``(E,)`` int32 on the device: row number after the last row of each expert.
         activation: a kind of ``ops.activation``: 'gelu', 'squared_relu' or 'swiglu'.
-        through: calls the first product, the activation and the second product; the same result as ``then``.
+        through: calls the first product, the activation and the second product; the same result as
+        ``then``.
     Returns:
         ``(R, D)``; rows from ``offsets_E[-1]`` on are zero, in the output and in the gradient of x.
     Raises:
@@ -75,13 +80,19 @@ def grouped_mlp(
     """
     factor = 2 if activation == "swiglu" else 1
     experts, hidden_in, channels = w1_EFD.shape
-    if x_RD.dim() != 2 or x_RD.shape[1] != channels or w2_EDF.shape != (experts, channels, hidden_in // factor):
+    if (
+        x_RD.dim() != 2
+        or x_RD.shape[1] != channels
+        or w2_EDF.shape != (experts, channels, hidden_in // factor)
+    ):
         raise ValueError(
             f"grouped_mlp: x has shape {list(x_RD.shape)}, w1 {list(w1_EFD.shape)} and w2 {list(w2_EDF.shape)}; with "
             f"{activation!r} they must be (R, D), (E, {'2F' if factor == 2 else 'F'}, D) and (E, D, F)."
         )
     if offsets_E.shape != (experts,):
-        raise ValueError(f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}.")
+        raise ValueError(
+            f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}."
+        )
     inputs = Inputs(
         channels=channels,
         experts=experts,
@@ -91,5 +102,7 @@ def grouped_mlp(
         weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
     )
-    y_RD: Tensor = OP.run(inputs, backend)(x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, through=through)
+    y_RD: Tensor = OP.run(inputs, backend)(
+        x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, through=through
+    )
     return y_RD

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What grouped matrix products leave unwritten, set to zero: rows behind the last expert, gradients of unused experts.
+"""What grouped matrix products leave unwritten, set to zero: rows behind the last expert, gradients
+of unused experts.
 
-Both kernels have grids of static size whose programs read one offset and return at once unless there is something to
-write, so they cost a launch and the bytes that they really clear. No host sync.
+Both kernels have grids of static size whose programs read one offset and return at once unless
+there is something to write, so they cost a launch and the bytes that they really clear. No host
+sync.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ def zero_unused_experts_(weights_EXY: Tensor, offsets_E: Tensor) -> Tensor:
 
 @triton.jit
 def _zero_rows_kernel(
-    rows_ptr, offsets_ptr, rows, channels, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    rows_ptr,
+    offsets_ptr,
+    rows,
+    channels,
+    LAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     end = tl.load(offsets_ptr + LAST)
     first = tl.program_id(0) * ROWS
@@ -51,11 +59,15 @@ def _zero_rows_kernel(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         mask = ((row >= end) & (row < rows))[:, None] & (column < channels)[None, :]
         at = row.to(tl.int64)[:, None] * channels + column[None, :]
-        tl.store(rows_ptr + at, tl.zeros((ROWS, COLUMNS), dtype=rows_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            rows_ptr + at, tl.zeros((ROWS, COLUMNS), dtype=rows_ptr.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
-def _zero_experts_kernel(weights_ptr, offsets_ptr, size, PER_PROGRAM: tl.constexpr, STEP: tl.constexpr):
+def _zero_experts_kernel(
+    weights_ptr, offsets_ptr, size, PER_PROGRAM: tl.constexpr, STEP: tl.constexpr
+):
     expert = tl.program_id(0)
     end = tl.load(offsets_ptr + expert)
     start = tl.load(offsets_ptr + tl.maximum(expert - 1, 0))

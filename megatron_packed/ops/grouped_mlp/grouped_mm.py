@@ -1,11 +1,13 @@
 # mypy: disable-error-code="no-untyped-call"
 """The experts' products by PyTorch's grouped matrix product, with the offsets read on the device.
 
-Six products per layer: two forward, and for each of them one for the input's and one for the weight's gradient. The
-grouped product writes no row behind the last offset and may leave the gradient of an unused expert unwritten; both are
-set to zero where anyone could see them. A weight's gradient is added to its ``main_grad`` (fp32) if it has one.
+Six products per layer: two forward, and for each of them one for the input's and one for the
+weight's gradient. The grouped product writes no row behind the last offset and may leave the
+gradient of an unused expert unwritten; both are set to zero where anyone could see them. A weight's
+gradient is added to its ``main_grad`` (fp32) if it has one.
 
-Rows of equal content get equal bits only as far as the product's tiling, which follows the row counts, allows.
+Rows of equal content get equal bits only as far as the product's tiling, which follows the row
+counts, allows.
 """
 
 from __future__ import annotations
@@ -40,20 +42,36 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     """Sentences why the grouped product cannot serve these inputs; empty when it can."""
     reasons = []
     if inputs.device_type != "cuda":
-        reasons.append(f"its grouped product is a CUDA kernel and syncs with the host on {inputs.device_type}")
+        reasons.append(
+            f"its grouped product is a CUDA kernel and syncs with the host on {inputs.device_type}"
+        )
     elif torch.cuda.get_device_capability() < (8, 0):
         reasons.append("it needs a GPU of compute capability 8.0 or later")
     if inputs.dtype != torch.bfloat16 or inputs.weight_dtype != torch.bfloat16:
-        reasons.append(f"rows ({inputs.dtype}) and weights ({inputs.weight_dtype}) must be bfloat16")
-    sizes = {"channels": inputs.channels, "hidden size": inputs.hidden_out, "rows of w1": inputs.hidden_in}
+        reasons.append(
+            f"rows ({inputs.dtype}) and weights ({inputs.weight_dtype}) must be bfloat16"
+        )
+    sizes = {
+        "channels": inputs.channels,
+        "hidden size": inputs.hidden_out,
+        "rows of w1": inputs.hidden_in,
+    }
     reasons.extend(
-        f"{name} ({size}) is not divisible by {_ALIGNMENT}" for name, size in sizes.items() if size % _ALIGNMENT
+        f"{name} ({size}) is not divisible by {_ALIGNMENT}"
+        for name, size in sizes.items()
+        if size % _ALIGNMENT
     )
     return reasons
 
 
 def run(
-    x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind, through: Through
+    x_RD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    offsets_E: Tensor,
+    *,
+    activation: Kind,
+    through: Through,
 ) -> Tensor:
     """See ``api.grouped_mlp``."""
     main_grads = [getattr(weight, "main_grad", None) for weight in (w1_EFD, w2_EDF)]
@@ -66,10 +84,11 @@ def run(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """``y = x W_e^T`` per expert. Backward: ``dx = dy W_e``, and ``dW_e = dy_e^T x_e``, added to ``main_grad``.
+    """``y = x W_e^T`` per expert. Backward: ``dx = dy W_e``, and ``dW_e = dy_e^T x_e``, added to
+    ``main_grad``.
 
-    Rows behind the last offset are not read. They are cleared in y (``clear_y``) and dx (``clear_dx``) where asked,
-    and unwritten elsewhere.
+    Rows behind the last offset are not read. They are cleared in y (``clear_y``) and dx
+    (``clear_dx``) where asked, and unwritten elsewhere.
     """
 
     @staticmethod

@@ -1,6 +1,8 @@
-"""Every expert on all rows, then a mask: E times the work, and no row's result depends on where the others went.
+"""Every expert on all rows, then a mask: E times the work, and no row's result depends on where the
+others went.
 
-The shapes of the products never change, whatever the routing, so a row's result depends on nothing but the row.
+The shapes of the products never change, whatever the routing, so a row's result depends on nothing
+but the row.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 
 def run(
-    x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor, *, activation: Kind, through: Through
+    x_RD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    offsets_E: Tensor,
+    *,
+    activation: Kind,
+    through: Through,
 ) -> Tensor:
     """See ``api.grouped_mlp``."""
     row_R1 = torch.arange(x_RD.shape[0], device=x_RD.device)[:, None]

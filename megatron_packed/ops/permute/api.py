@@ -1,8 +1,10 @@
-"""Bring tokens into the order of their experts and back: static shapes, offsets on the device, no host sync.
+"""Bring tokens into the order of their experts and back: static shapes, offsets on the device, no
+host sync.
 
-Every token has K routes (its chosen experts). The number of rows is fixed, T * K unless another is asked for. They are
-sorted by expert, in token order within an expert. Routes that lead to no expert here (those of the tail of a pack, of
-dropped tokens, to experts of other ranks) have no row; rows that nobody needs lie behind the last expert.
+Every token has K routes (its chosen experts). The number of rows is fixed, T * K unless another is
+asked for. They are sorted by expert, in token order within an expert. Routes that lead to no expert
+here (those of the tail of a pack, of dropped tokens, to experts of other ranks) have no row; rows
+that nobody needs lie behind the last expert.
 
 Letters: T tokens, K routes per token, R rows, E experts, D channels.
 """
@@ -67,17 +69,21 @@ def permute(
 
     Args:
         x_TD: ``(T, D)``.
-        topk_ids_TK: ``(T, K)`` integers; routes to numbers outside of [0, num_experts) lead nowhere.
+        topk_ids_TK: ``(T, K)`` integers; routes to numbers outside of [0, num_experts) lead
+        nowhere.
         num_experts: E.
         valid_T: ``(T,)`` bool; the routes of tokens that are not valid lead nowhere either.
-        rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find none.
-        rows_per_expert: every expert has exactly so many rows, zeros behind those that it needs; R is E times that.
+        rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find
+        none.
+        rows_per_expert: every expert has exactly so many rows, zeros behind those that it needs; R
+        is E times that.
     Raises:
         ValueError: shapes that do not fit together.
         NoBackendError: the backend asked for cannot serve these inputs.
     Example:
-        Experts [[1, 0], [1, 2]] of two tokens, E = 3: rows come from tokens [0, 0, 1, 1] and offsets are [1, 3, 4].
-        With 3 rows they come from [0, 0, 1] and offsets are [1, 3, 3]: the last route has no row.
+        Experts [[1, 0], [1, 2]] of two tokens, E = 3: rows come from tokens [0, 0, 1, 1] and
+        offsets are [1, 3, 4]. With 3 rows they come from [0, 0, 1] and offsets are [1, 3, 3]: the
+        last route has no row.
     """
     if x_TD.dim() != 2 or topk_ids_TK.dim() != 2 or topk_ids_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(
@@ -85,12 +91,16 @@ def permute(
             "they must be (T, D) and (T, K)."
         )
     if valid_T is not None and valid_T.shape != x_TD.shape[:1]:
-        raise ValueError(f"permute: valid has shape {list(valid_T.shape)}; it must be (T,) with T = {x_TD.shape[0]}.")
+        raise ValueError(
+            f"permute: valid has shape {list(valid_T.shape)}; it must be (T,) with T = {x_TD.shape[0]}."
+        )
     tokens, routes = topk_ids_TK.shape
     somewhere_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
     if valid_T is not None:
         somewhere_TK = somewhere_TK & valid_T[:, None]
-    keys_S = topk_ids_TK.to(torch.int32).masked_fill(~somewhere_TK, num_experts).flatten()  # S = T * K
+    keys_S = (
+        topk_ids_TK.to(torch.int32).masked_fill(~somewhere_TK, num_experts).flatten()
+    )  # S = T * K
     sorted_S, route_S = torch.sort(keys_S, stable=True)
     experts_E = torch.arange(num_experts, dtype=torch.int32, device=x_TD.device)
     ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
@@ -102,14 +112,19 @@ def permute(
     else:
         rows = num_experts * rows_per_expert
         offsets_E = (experts_E + 1) * rows_per_expert
-        starts_X = torch.nn.functional.pad(ends_E, (1, 0))  # of each expert, and of the routes that lead nowhere
+        starts_X = torch.nn.functional.pad(
+            ends_E, (1, 0)
+        )  # of each expert, and of the routes that lead nowhere
         place_S = row_S - starts_X[sorted_S]
         row_S = sorted_S * rows_per_expert + place_S
         row_S = row_S.masked_fill((place_S >= rows_per_expert) | (sorted_S == num_experts), -1)
-    # Routes have rows of their own, so both scatters are exact; those without one meet in a place that is cut off.
+    # Routes have rows of their own, so both scatters are exact; those without one meet in a place
+    # that is cut off.
     row_TK = torch.empty_like(row_S).scatter_(0, route_S, row_S).view(tokens, routes)
     route_R = row_S.new_full((rows + 1,), -1)
-    route_R = route_R.scatter_(0, row_S.masked_fill(row_S < 0, rows).long(), route_S.to(torch.int32))[:rows]
+    route_R = route_R.scatter_(
+        0, row_S.masked_fill(row_S < 0, rows).long(), route_S.to(torch.int32)
+    )[:rows]
     token_R = torch.div(route_R, routes, rounding_mode="floor")  # -1 stays -1
     module = OP.select(_inputs(x_TD, routes), backend).load()
     return Permuted(
@@ -123,16 +138,23 @@ def permute(
 
 
 def unpermute(
-    y_RD: Tensor, permuted: Permuted, topk_weights_TK: Tensor | None = None, *, backend: str = "auto"
+    y_RD: Tensor,
+    permuted: Permuted,
+    topk_weights_TK: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
-    """Add up each token's rows, weighted: ``y_T = sum_k weight[t, k] * y_R[row of (t, k)]``, k in order.
+    """Add up each token's rows, weighted: ``y_T = sum_k weight[t, k] * y_R[row of (t, k)]``, k in
+    order.
 
     Args:
         y_RD: ``(R, D)`` the experts' results, in the order of ``permuted``.
         permuted: what ``permute`` returned.
-        topk_weights_TK: ``(T, K)`` fp32 or y's dtype; None for routes of weight 1, of which there is one per token.
+        topk_weights_TK: ``(T, K)`` fp32 or y's dtype; None for routes of weight 1, of which there
+        is one per token.
     Returns:
-        ``(T, D)`` in y's dtype, summed in fp32 (float64 for float64 inputs); routes without a row add nothing.
+        ``(T, D)`` in y's dtype, summed in fp32 (float64 for float64 inputs); routes without a row
+        add nothing.
     Raises:
         ValueError: shapes that do not fit together.
         NoBackendError: the backend asked for cannot serve these inputs.
@@ -147,11 +169,17 @@ def unpermute(
         )
     module = OP.select(_inputs(y_RD, routes), backend).load()
     if topk_weights_TK is None:  # rows and tokens change places
-        y_TD: Tensor = module.rows_of_tokens(y_RD, permuted.row_TK.flatten(), permuted.token_R[:, None])
+        y_TD: Tensor = module.rows_of_tokens(
+            y_RD, permuted.row_TK.flatten(), permuted.token_R[:, None]
+        )
     else:
-        y_TD = module.tokens_of_rows(y_RD, topk_weights_TK, permuted.token_R, permuted.route_R, permuted.row_TK)
+        y_TD = module.tokens_of_rows(
+            y_RD, topk_weights_TK, permuted.token_R, permuted.route_R, permuted.row_TK
+        )
     return y_TD
 
 
 def _inputs(rows: Tensor, routes: int) -> Inputs:
-    return Inputs(channels=rows.shape[1], routes=routes, dtype=rows.dtype, device_type=rows.device.type)
+    return Inputs(
+        channels=rows.shape[1], routes=routes, dtype=rows.dtype, device_type=rows.device.type
+    )

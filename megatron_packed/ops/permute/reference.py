@@ -1,7 +1,9 @@
-"""Gathers in both directions, in plain PyTorch; no scatter-add anywhere, so sums have a fixed order.
+"""Gathers in both directions, in plain PyTorch; no scatter-add anywhere, so sums have a fixed
+order.
 
-The gradient of a gather is a sum over the rows that a token was copied to. Autograd would make it an ``index_add`` (an
-atomic sum in changing order on a GPU); here it is the other gather, through the inverse index, summed over k in order.
+The gradient of a gather is a sum over the rows that a token was copied to. Autograd would make it
+an ``index_add`` (an atomic sum in changing order on a GPU); here it is the other gather, through
+the inverse index, summed over k in order.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
     return rows_RD
 
 
-def tokens_of_rows(y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor) -> Tensor:
+def tokens_of_rows(
+    y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
+) -> Tensor:
     """The weighted sum of each token's rows; see ``api.unpermute``."""
     y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK)  # type: ignore[no-untyped-call]
     return y_TD
@@ -47,7 +51,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Forward: rows to tokens, weighted. Backward: rows from tokens, weighted; weights from products of the two."""
+    """Forward: rows to tokens, weighted. Backward: rows from tokens, weighted; weights from
+    products of the two.
+    """
 
     @staticmethod
     def forward(
@@ -62,7 +68,9 @@ class _Combine(torch.autograd.Function):
         dtype = torch.promote_types(y_RD.dtype, torch.float32)
         weight_R1 = _at(weights_TK.flatten()[:, None], route_R).to(dtype)
         dy_RD = _at(dy_TD, token_R).to(dtype)
-        dot_R1 = (dy_RD * y_RD.to(dtype).masked_fill((token_R < 0)[:, None], 0)).sum(-1, keepdim=True)
+        dot_R1 = (dy_RD * y_RD.to(dtype).masked_fill((token_R < 0)[:, None], 0)).sum(
+            -1, keepdim=True
+        )
         dweights_TK = _at(dot_R1, row_TK.flatten()).view(row_TK.shape).to(weights_TK.dtype)
         return (dy_RD * weight_R1).to(y_RD.dtype), dweights_TK, None, None, None
 
@@ -79,5 +87,7 @@ def _sum_over_routes(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) ->
     total_TD = y_RD.new_zeros(row_TK.shape[0], y_RD.shape[1], dtype=dtype)
     for k in range(row_TK.shape[1]):
         term_TD = _at(y_RD, row_TK[:, k]).to(dtype)
-        total_TD = total_TD + (term_TD if weights_TK is None else term_TD * weights_TK[:, k, None].to(dtype))
+        total_TD = total_TD + (
+            term_TD if weights_TK is None else term_TD * weights_TK[:, k, None].to(dtype)
+        )
     return total_TD.to(y_RD.dtype)

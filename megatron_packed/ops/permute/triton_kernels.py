@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Gathers between tokens and rows, one program per row or token; nothing of size (T, K, D) is ever made.
+"""Gathers between tokens and rows, one program per row or token; nothing of size (T, K, D) is ever
+made.
 
-Every result has one writer and sums run over k in order, so all of it is bitwise reproducible. fp32 inside. Rows
-without a token are written as zeros and never read, so they may hold anything.
+Every result has one writer and sums run over k in order, so all of it is bitwise reproducible. fp32
+inside. Rows without a token are written as zeros and never read, so they may hold anything.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
     return rows_RD
 
 
-def tokens_of_rows(y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor) -> Tensor:
+def tokens_of_rows(
+    y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
+) -> Tensor:
     """The weighted sum of each token's rows; see ``api.unpermute``."""
     y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK)
     return y_TD
@@ -58,7 +61,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Forward: rows to tokens, weighted. Backward: rows from tokens, and each route's weight from their product."""
+    """Forward: rows to tokens, weighted. Backward: rows from tokens, and each route's weight from
+    their product.
+    """
 
     @staticmethod
     def forward(
@@ -72,7 +77,10 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         y_RD, weights_TK, token_R, route_R = ctx.saved_tensors
-        dy_RD, dweights_TK = torch.empty_like(y_RD), torch.zeros_like(weights_TK)  # no row, no gradient
+        dy_RD, dweights_TK = (
+            torch.empty_like(y_RD),
+            torch.zeros_like(weights_TK),
+        )  # no row, no gradient
         _launch_rows(dy_TD.contiguous(), token_R, dy_RD, (route_R, weights_TK, y_RD, dweights_TK))
         return dy_RD, dweights_TK, None, None, None
 
@@ -83,7 +91,9 @@ def _launch_rows(
     out_RD: Tensor,
     weighted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Fill ``out_RD`` from tokens; with ``weighted`` (routes, weights, y, dweights) also the weights' gradients."""
+    """Fill ``out_RD`` from tokens; with ``weighted`` (routes, weights, y, dweights) also the
+    weights' gradients.
+    """
     route_R, weights_TK, y_RD, dweights_TK = weighted or (token_R, out_RD, out_RD, out_RD)
     if out_RD.shape[0]:
         _rows_kernel[(out_RD.shape[0],)](
@@ -134,7 +144,9 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Program r: row r from its token; WEIGHTED scales it and stores its product with y's row as a gradient."""
+    """Program r: row r from its token; WEIGHTED scales it and stores its product with y's row as a
+    gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row).to(tl.int64)
     readable = tl.where(token >= 0, CHANNELS, 0)
@@ -147,7 +159,9 @@ def _rows_kernel(
         mask = channel < readable
         x = tl.load(x_ptr + token * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
-            dot += x * tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
+            dot += x * tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(
+                tl.float32
+            )
             x = tl.where(mask, x * weight, 0.0)
         tl.store(out_ptr + row * CHANNELS + channel, x, mask=channel < CHANNELS)
     if WEIGHTED:

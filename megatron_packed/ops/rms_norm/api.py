@@ -36,9 +36,9 @@ class Inputs:
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` per row.
 
-    Mean, root and product in fp32; rounded once, to the dtype of x. Rows are independent of each other, bit for bit,
-    and so are their input gradients. The weight's gradient is a sum over rows in a fixed order: the same bits run
-    after run.
+    Mean, root and product in fp32; rounded once, to the dtype of x. Rows are independent of each
+    other, bit for bit, and so are their input gradients. The weight's gradient is a sum over rows
+    in a fixed order: the same bits run after run.
 
     Args:
         x_TD: any leading dimensions.
@@ -57,8 +57,9 @@ def rms_norm_with_residual(
 ) -> tuple[Tensor, Tensor]:
     """``rms_norm(x)``, and x itself for the residual connection around what follows.
 
-    A pre-norm layer ``x + f(norm(x))`` uses x twice, and autograd adds the two gradients in a pass of its own over
-    memory. Taken from here, the residual's gradient is added where the norm's is formed, and rounded once.
+    A pre-norm layer ``x + f(norm(x))`` uses x twice, and autograd adds the two gradients in a pass
+    of its own over memory. Taken from here, the residual's gradient is added where the norm's is
+    formed, and rounded once.
 
     Returns:
         ``(normed, x)``.
@@ -72,16 +73,25 @@ def rms_norm_with_residual(
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """PyTorch's fused layer normalisation: fp32 statistics, the result in the dtype of x. Any weight dtype."""
+    """PyTorch's fused layer normalisation: fp32 statistics, the result in the dtype of x. Any
+    weight dtype.
+    """
     _check(x_TD, weight_D)
     bias = None if bias_D is None else bias_D.to(x_TD.dtype)
     return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), bias, eps)
 
 
 def _inputs(x_TD: Tensor, weight_D: Tensor) -> Inputs:
-    return Inputs(features=x_TD.shape[-1], dtype=x_TD.dtype, weight_dtype=weight_D.dtype, device_type=x_TD.device.type)
+    return Inputs(
+        features=x_TD.shape[-1],
+        dtype=x_TD.dtype,
+        weight_dtype=weight_D.dtype,
+        device_type=x_TD.device.type,
+    )
 
 
 def _check(x_TD: Tensor, weight_D: Tensor) -> None:
     if weight_D.shape != x_TD.shape[-1:]:
-        raise ValueError(f"weight {tuple(weight_D.shape)} must have the last dimension of x {tuple(x_TD.shape)}.")
+        raise ValueError(
+            f"weight {tuple(weight_D.shape)} must have the last dimension of x {tuple(x_TD.shape)}."
+        )

@@ -1,4 +1,6 @@
-"""torch's own fused RMSNorm kernels. A wide row (D > 16,384) has nothing else; otherwise ours fuses more (README)."""
+"""torch's own fused RMSNorm kernels. A wide row (D > 16,384) has nothing else; otherwise ours fuses
+more (README).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     if inputs.device_type != "cuda":
         reasons.append(f"torch fuses rms_norm on CUDA only, not on {inputs.device_type!r}")
     if inputs.dtype != inputs.weight_dtype:
-        reasons.append(f"torch does not fuse rows of {inputs.dtype} with a weight of {inputs.weight_dtype}")
+        reasons.append(
+            f"torch does not fuse rows of {inputs.dtype} with a weight of {inputs.weight_dtype}"
+        )
     return reasons
 
 

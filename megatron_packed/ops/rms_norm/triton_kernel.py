@@ -1,11 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""RMSNorm in one pass over memory each way; the gradient of the residual connection is added on the way if asked.
+"""RMSNorm in one pass over memory each way; the gradient of the residual connection is added on the
+way if asked.
 
-Forward keeps 1/rms per row. Backward forms the input's gradient and, in the same pass, each program's share of the
-weight's gradient; a second small kernel adds the shares in a fixed order. No atomics: equal inputs give equal bits on
-one kind of GPU (the number of shares is four per multiprocessor at most).
+Forward keeps 1/rms per row. Backward forms the input's gradient and, in the same pass, each
+program's share of the weight's gradient; a second small kernel adds the shares in a fixed order. No
+atomics: equal inputs give equal bits on one kind of GPU (the number of shares is four per
+multiprocessor at most).
 
-With ``d = dy * w``, ``n = x / rms`` and a mean over the row: ``dx = (d - n * mean(d * n)) / rms``, ``dw = sum_rows dy
+With ``d = dy * w``, ``n = x / rms`` and a mean over the row: ``dx = (d - n * mean(d * n)) / rms``,
+``dw = sum_rows dy
 * n``.
 """
 
@@ -33,9 +36,13 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = device_reasons(inputs.device_type)
     if inputs.features > _WIDEST:
-        reasons.append(f"a row of {inputs.features} features exceeds the {_WIDEST} that fit in registers")
+        reasons.append(
+            f"a row of {inputs.features} features exceeds the {_WIDEST} that fit in registers"
+        )
     if inputs.dtype not in _FLOATING or inputs.weight_dtype not in _FLOATING:
-        reasons.append(f"it computes in fp32, too little for {inputs.dtype} with a weight of {inputs.weight_dtype}")
+        reasons.append(
+            f"it computes in fp32, too little for {inputs.dtype} with a weight of {inputs.weight_dtype}"
+        )
     return reasons
 
 
@@ -62,9 +69,18 @@ class _RMSNorm(torch.autograd.Function):
         block_d, rows, warps = _block(features)
         if tokens:
             _forward_kernel[(triton.cdiv(tokens, rows),)](
-                x, weight, y, rstd, tokens, eps, x.stride(0),
-                FEATURES=features, ROWS=rows, BLOCK_D=block_d, num_warps=warps,
-            )  # fmt: skip
+                x,
+                weight,
+                y,
+                rstd,
+                tokens,
+                eps,
+                x.stride(0),
+                FEATURES=features,
+                ROWS=rows,
+                BLOCK_D=block_d,
+                num_warps=warps,
+            )
         ctx.save_for_backward(x, weight, rstd)
         ctx.shape, ctx.main_grad = x_TD.shape, getattr(weight_D, "main_grad", None)
         y_TD = y.view(x_TD.shape)
@@ -72,7 +88,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor, d_residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy_TD: Tensor, d_residual_TD: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         tokens, features = x.shape
         dy = _rows(dy_TD)
@@ -82,11 +100,23 @@ class _RMSNorm(torch.autograd.Function):
         programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
         shares = torch.empty(programs, features, dtype=torch.float32, device=x.device)
         _backward_kernel[(programs,)](
-            x, weight, rstd, dy, d_residual, dx, shares, tokens,
-            x.stride(0), dy.stride(0), 0 if d_residual is None else d_residual.stride(0),
-            triton.cdiv(tokens, programs * rows) * rows, FEATURES=features, ROWS=rows, BLOCK_D=block_d,
+            x,
+            weight,
+            rstd,
+            dy,
+            d_residual,
+            dx,
+            shares,
+            tokens,
+            x.stride(0),
+            dy.stride(0),
+            0 if d_residual is None else d_residual.stride(0),
+            triton.cdiv(tokens, programs * rows) * rows,
+            FEATURES=features,
+            ROWS=rows,
+            BLOCK_D=block_d,
             num_warps=min(32, 2 * warps),
-        )  # fmt: skip
+        )
         dweight = sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
         return dx.view(ctx.shape), dweight, None, None
 
@@ -106,7 +136,11 @@ def _block(features: int) -> tuple[int, int, int]:
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
     """Programs of the backward pass: what fits on the GPU at once."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return (
+        4 * torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 3
+    )
 
 
 @triton.jit
@@ -125,7 +159,9 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     mask = (row < tokens)[:, None] & (column < FEATURES)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / FEATURES + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < tokens)
     weight = tl.load(weight_ptr + column, mask=column < FEATURES, other=0.0).to(tl.float32)
@@ -160,16 +196,26 @@ def _backward_kernel(
     for start in range(0, program_rows, ROWS):
         row = first + start + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & real[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         rstd = tl.load(rstd_ptr + row, mask=row < tokens, other=0.0)[:, None]
         normed = x * rstd
         share += tl.sum(dy * normed, axis=0)
         d = dy * weight[None, :]
         dx = (d - normed * (tl.sum(d * normed, axis=1) / FEATURES)[:, None]) * rstd
         if d_residual_ptr is not None:
-            dx += tl.load(d_residual_ptr + row[:, None] * d_residual_stride + column[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
-        tl.store(dx_ptr + row[:, None] * FEATURES + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx += tl.load(
+                d_residual_ptr + row[:, None] * d_residual_stride + column[None, :],
+                mask=mask,
+                other=0.0,
+            ).to(tl.float32)
+        tl.store(
+            dx_ptr + row[:, None] * FEATURES + column[None, :],
+            dx.to(dx_ptr.dtype.element_ty),
+            mask=mask,
+        )
     tl.store(shares_ptr + tl.program_id(0) * FEATURES + column, share, mask=real)

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, with a position per token.
 
-Shapes: T token slots, N query heads, K key heads, H head dimension, P positions in the tables, R rotated pairs (2 R
-    <= H).
+Shapes: T token slots, N query heads, K key heads, H head dimension, P positions in the tables, R
+    rotated pairs (2 R <= H).
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Inputs:
 def rope_tables(
     max_positions: int, rotary_dim: int, base: float, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 ``(P, R)`` with R = rotary_dim / 2: angle ``position * base ** (-2 r / rotary_dim)``.
+    """cos and sin, fp32 ``(P, R)`` with R = rotary_dim / 2: angle ``position * base ** (-2 r /
+    rotary_dim)``.
 
-    Angles are formed in fp64, so that position 1,000,000 is as exact as position 1. Create them once, not per step.
+    Angles are formed in fp64, so that position 1,000,000 is as exact as position 1. Create them
+    once, not per step.
 
     Raises:
         ValueError: an odd or non-positive rotary_dim, or no positions.
@@ -51,7 +53,9 @@ def rope_tables(
     made_on = "meta" if device is not None and torch.device(device).type == "meta" else "cpu"
     exponent_R = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=made_on) / rotary_dim
     frequency_R = float(base) ** exponent_R
-    angle_PR = torch.outer(torch.arange(max_positions, dtype=torch.float64, device=made_on), frequency_R)
+    angle_PR = torch.outer(
+        torch.arange(max_positions, dtype=torch.float64, device=made_on), frequency_R
+    )
     return angle_PR.cos().to(device, torch.float32), angle_PR.sin().to(device, torch.float32)
 
 
@@ -64,12 +68,13 @@ def apply_rope(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first 2 R dimensions of every head by its token's position; the rest passes through.
+    """Rotate the first 2 R dimensions of every head by its token's position; the rest passes
+    through.
 
-    'Half' rotation: dimension r pairs with r + R. Math in fp32, results in the inputs' dtype, new contiguous tensors.
-    The backward pass is the same rotation by the negated angle. No host sync; a position outside the tables cannot be
-    seen by the host, so it yields NaN in that token's row (the step's non-finite flag then stops it), never a wild
-    read.
+    'Half' rotation: dimension r pairs with r + R. Math in fp32, results in the inputs' dtype, new
+    contiguous tensors. The backward pass is the same rotation by the negated angle. No host sync; a
+    position outside the tables cannot be seen by the host, so it yields NaN in that token's row
+    (the step's non-finite flag then stops it), never a wild read.
 
     Args:
         q_TNH, k_TKH: any strides (for instance views of one fused projection), one dtype.
@@ -80,16 +85,33 @@ def apply_rope(
     """
     _check(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR)
     inputs = Inputs(
-        dtype=q_TNH.dtype, device_type=q_TNH.device.type, head_dim=q_TNH.shape[2], rotary_dim=2 * cos_PR.shape[1]
+        dtype=q_TNH.dtype,
+        device_type=q_TNH.device.type,
+        head_dim=q_TNH.shape[2],
+        rotary_dim=2 * cos_PR.shape[1],
     )
-    rotated: tuple[Tensor, Tensor] = OP.run(inputs, backend)(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR)
+    rotated: tuple[Tensor, Tensor] = OP.run(inputs, backend)(
+        q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR
+    )
     return rotated
 
 
-def _check(q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> None:
-    if q_TNH.dim() != 3 or k_TKH.dim() != 3 or q_TNH.shape[0] != k_TKH.shape[0] or q_TNH.shape[2] != k_TKH.shape[2]:
-        raise ValueError(f"Expected q (T, N, H) and k (T, K, H); got {tuple(q_TNH.shape)} and {tuple(k_TKH.shape)}.")
-    if position_ids_T.shape != q_TNH.shape[:1] or position_ids_T.dtype not in (torch.int32, torch.int64):
+def _check(
+    q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor
+) -> None:
+    if (
+        q_TNH.dim() != 3
+        or k_TKH.dim() != 3
+        or q_TNH.shape[0] != k_TKH.shape[0]
+        or q_TNH.shape[2] != k_TKH.shape[2]
+    ):
+        raise ValueError(
+            f"Expected q (T, N, H) and k (T, K, H); got {tuple(q_TNH.shape)} and {tuple(k_TKH.shape)}."
+        )
+    if position_ids_T.shape != q_TNH.shape[:1] or position_ids_T.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
         raise ValueError(
             f"position_ids must be int32 or int64 of shape ({q_TNH.shape[0]},); "
             f"got {position_ids_T.dtype} {tuple(position_ids_T.shape)}."

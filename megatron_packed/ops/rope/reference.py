@@ -1,4 +1,6 @@
-"""Plain PyTorch: gather cos and sin by position, rotate in fp32 (or fp64). The oracle, and the CPU path."""
+"""Plain PyTorch: gather cos and sin by position, rotate in fp32 (or fp64). The oracle, and the CPU
+path.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return []
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> tuple[Tensor, Tensor]:
-    cos_T1R, sin_T1R = (_rows(table_PR, position_ids_T)[:, None, :] for table_PR in (cos_PR, sin_PR))
+def run(
+    q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos_T1R, sin_T1R = (
+        _rows(table_PR, position_ids_T)[:, None, :] for table_PR in (cos_PR, sin_PR)
+    )
     return _rotate(q_TNH, cos_T1R, sin_T1R), _rotate(k_TKH, cos_T1R, sin_T1R)
 
 
@@ -26,8 +32,13 @@ def _rows(table_PR: Tensor, position_ids_T: Tensor) -> Tensor:
 
 def _rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     half = cos_T1R.shape[-1]
-    # Widened once, so that autograd adds the two shares of an element's gradient before they are rounded.
+    # Widened once, so that autograd adds the two shares of an element's gradient before they are
+    # rounded.
     wide_TNH = x_TNH.to(torch.promote_types(x_TNH.dtype, cos_T1R.dtype))
     first, second = wide_TNH[..., :half], wide_TNH[..., half : 2 * half]
-    rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R, wide_TNH[..., 2 * half :])
+    rotated = (
+        first * cos_T1R - second * sin_T1R,
+        second * cos_T1R + first * sin_T1R,
+        wide_TNH[..., 2 * half :],
+    )
     return torch.cat(rotated, dim=-1).to(x_TNH.dtype)

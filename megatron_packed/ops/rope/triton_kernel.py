@@ -1,11 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """One launch that rotates queries and keys, forward and backward.
 
-Memory-bound: every element is read once and written once, 16 bytes per thread, whatever the strides of the inputs. A
-program holds the cos and sin rows of its tokens in registers and walks over a group of heads with them.
+Memory-bound: every element is read once and written once, 16 bytes per thread, whatever the strides
+of the inputs. A program holds the cos and sin rows of its tokens in registers and walks over a
+group of heads with them.
 
-fp32 arithmetic with a multiply and an add each rounded (no fused multiply-add), so results equal the reference's bit
-for bit. No atomics, no autotuning, no host sync; the grid depends on shapes only, so it can be captured.
+fp32 arithmetic with a multiply and an add each rounded (no fused multiply-add), so results equal
+the reference's bit for bit. No atomics, no autotuning, no host sync; the grid depends on shapes
+only, so it can be captured.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> tuple[Tensor, Tensor]:
-    rotated: tuple[Tensor, Tensor] = _Rope.apply(q_TNH, k_TKH, position_ids_T, cos_PR.contiguous(), sin_PR.contiguous())
+def run(
+    q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor
+) -> tuple[Tensor, Tensor]:
+    rotated: tuple[Tensor, Tensor] = _Rope.apply(
+        q_TNH, k_TKH, position_ids_T, cos_PR.contiguous(), sin_PR.contiguous()
+    )
     return rotated
 
 
@@ -42,7 +48,12 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor
+        ctx: Any,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        position_ids_T: Tensor,
+        cos_PR: Tensor,
+        sin_PR: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(position_ids_T, cos_PR, sin_PR)
         return _launch(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR, backward=False)
@@ -54,7 +65,13 @@ class _Rope(torch.autograd.Function):
 
 
 def _launch(
-    q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor, *, backward: bool
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    position_ids_T: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    *,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     tokens, q_heads, head_dim = q_TNH.shape
     k_heads = k_TKH.shape[1]
@@ -66,7 +83,10 @@ def _launch(
     block_r = triton.next_power_of_2(pairs)
     block_t = max(1, _PAIRS_PER_PROGRAM // block_r)
     passed = head_dim - 2 * pairs
-    q_groups, k_groups = triton.cdiv(q_heads, _HEADS_PER_PROGRAM), triton.cdiv(k_heads, _HEADS_PER_PROGRAM)
+    q_groups, k_groups = (
+        triton.cdiv(q_heads, _HEADS_PER_PROGRAM),
+        triton.cdiv(k_heads, _HEADS_PER_PROGRAM),
+    )
     _rotate_kernel[(triton.cdiv(tokens, block_t), q_groups + k_groups)](
         q_TNH,
         k_TKH,
@@ -140,14 +160,44 @@ def _rotate_kernel(
     group = tl.program_id(1)
     if group < q_groups:
         _rotate_heads(
-            q_ptr, q_out_ptr, cos, sin, token, live, pair, mask, group * HEADS, q_heads,
-            q_stride_t, q_stride_n, q_stride_h, HEAD_DIM, PAIRS, HEADS, BLOCK_PASSED,
-        )  # fmt: skip
+            q_ptr,
+            q_out_ptr,
+            cos,
+            sin,
+            token,
+            live,
+            pair,
+            mask,
+            group * HEADS,
+            q_heads,
+            q_stride_t,
+            q_stride_n,
+            q_stride_h,
+            HEAD_DIM,
+            PAIRS,
+            HEADS,
+            BLOCK_PASSED,
+        )
     else:
         _rotate_heads(
-            k_ptr, k_out_ptr, cos, sin, token, live, pair, mask, (group - q_groups) * HEADS, k_heads,
-            k_stride_t, k_stride_n, k_stride_h, HEAD_DIM, PAIRS, HEADS, BLOCK_PASSED,
-        )  # fmt: skip
+            k_ptr,
+            k_out_ptr,
+            cos,
+            sin,
+            token,
+            live,
+            pair,
+            mask,
+            (group - q_groups) * HEADS,
+            k_heads,
+            k_stride_t,
+            k_stride_n,
+            k_stride_h,
+            HEAD_DIM,
+            PAIRS,
+            HEADS,
+            BLOCK_PASSED,
+        )
 
 
 @triton.jit
@@ -177,7 +227,9 @@ def _rotate_heads(
             source = x_ptr + (token * stride_t + head * stride_n)[:, None]
             target = out_ptr + ((token * heads + head) * HEAD_DIM)[:, None]
             first = tl.load(source + pair[None, :] * stride_h, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(source + (pair + PAIRS)[None, :] * stride_h, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(source + (pair + PAIRS)[None, :] * stride_h, mask=mask, other=0.0).to(
+                tl.float32
+            )
             turned = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
             tl.store(target + pair[None, :], turned, mask=mask)
             turned = (second * cos + first * sin).to(out_ptr.dtype.element_ty)

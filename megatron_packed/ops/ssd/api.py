@@ -5,8 +5,10 @@ For every head n, with S the size of its state and P the head dimension::
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T          h is (P, S), zero before the first token of every document
     y_t = h_t C_t + D x_t                               dt_t = softplus(dt_t + dt_bias), A = -exp(A_log)
 
-Letters in tensor names: T tokens, N heads, P head dimension, G groups (heads of one group share B and C), S state.
-Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. The derivation of the packed form stands in README.md.
+Letters in tensor names: T tokens, N heads, P head dimension, G groups (heads of one group share B
+and C), S state.
+Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. The derivation of the packed form
+stands in README.md.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Inputs:
     state_dim: int
     chunk_size: int
     row_stride: int
-    """The largest step, in elements, from one token to the next in x, B and C (they may be views of a wider tensor)."""
+    """The largest step, in elements, from one token to the next in x, B and C (they may be views of
+    a wider tensor).
+    """
     dtype: torch.dtype
     device_type: str
 
@@ -61,7 +65,8 @@ def ssd(
     """The scan, with the state set to zero at the first token of every document.
 
     Args:
-        x_TNP: ``(T, N, P)`` inputs; x, B and C may be strided views whose last dimension has step 1.
+        x_TNP: ``(T, N, P)`` inputs; x, B and C may be strided views whose last dimension has step
+        1.
         dt_TN: ``(T, N)`` step sizes before bias and softplus.
         A_log_N: ``(N,)`` fp32, the logarithm of -A.
         B_TGS: ``(T, G, S)`` input projections, N divisible by G.
@@ -69,8 +74,9 @@ def ssd(
         D_N: ``(N,)`` fp32 skip weights.
         dt_bias_N: ``(N,)`` fp32.
         seq_idx_1T: ``(1, T)`` int32 document number of each token, never decreasing.
-        cu_seqlens: int32 document offsets (first 0, last T), the same boundaries once more. The oracle ('recurrence')
-            goes by these and the others by ``seq_idx_1T``, so a disagreement of the two shows.
+        cu_seqlens: int32 document offsets (first 0, last T), the same boundaries once more. The
+            oracle ('recurrence') goes by these and the others by ``seq_idx_1T``, so a disagreement
+            of the two shows.
         chunk_size: tokens handled by one matrix product; changes rounding only.
     Returns:
         ``(T, N, P)`` in x's dtype.
@@ -85,9 +91,11 @@ def ssd(
 
 
 def tune(inputs: Inputs, device: torch.device, *, backend: str = "auto") -> None:
-    """Let the backend choose its kernels' tiles at these sizes; nothing for a backend without a choice.
+    """Let the backend choose its kernels' tiles at these sizes; nothing for a backend without a
+    choice.
 
-    Triton tunes a kernel for the first call it sees and keeps the result for every number of tokens and heads.
+    Triton tunes a kernel for the first call it sees and keeps the result for every number of tokens
+    and heads.
 
     Raises:
         NoBackendError: the backend asked for cannot serve these inputs.
@@ -97,7 +105,9 @@ def tune(inputs: Inputs, device: torch.device, *, backend: str = "auto") -> None
         module.tune(inputs, device)
 
 
-def _checked(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int) -> Inputs:
+def _checked(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int
+) -> Inputs:
     if x.dim() != 3 or dt.shape != x.shape[:2]:
         raise ValueError(
             f"ssd: x has shape {list(x.shape)} and dt {list(dt.shape)}; they must be (T, N, P) and (T, N)."
@@ -109,7 +119,9 @@ def _checked(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk
     if x.shape[1] % b.shape[1]:
         raise ValueError(f"ssd: {x.shape[1]} heads are not divisible by {b.shape[1]} groups.")
     if seq_idx.shape != (1, x.shape[0]):
-        raise ValueError(f"ssd: seq_idx has shape {list(seq_idx.shape)}; it must be (1, T) with T = {x.shape[0]}.")
+        raise ValueError(
+            f"ssd: seq_idx has shape {list(seq_idx.shape)}; it must be (1, T) with T = {x.shape[0]}."
+        )
     if chunk_size < 1:
         raise ValueError(f"ssd: chunk_size is {chunk_size}; choose a positive number, e.g. 128.")
     return inputs_of(x, b, c, chunk_size)

@@ -1,13 +1,15 @@
-"""Triton kernels for the step sizes: softplus, and the running sum of dt * A that restarts at every document.
+"""Triton kernels for the step sizes: softplus, and the running sum of dt * A that restarts at every
+document.
 
-mamba-ssm's own running sum goes through a whole chunk, so that documents sharing a chunk disturb each other's rounding
-(1e-7). Here the sum is a scan over pairs (value, whether a document starts here) whose combination *selects* instead of
-adding across a start: no bit of another document gets in. The backward kernel is the exact adjoint: a scan from the
-right that restarts behind every document's end. It takes the partial sums of the kernels before it as they are.
+mamba-ssm's own running sum goes through a whole chunk, so that documents sharing a chunk disturb
+each other's rounding (1e-7). Here the sum is a scan over pairs (value, whether a document starts
+here) whose combination *selects* instead of adding across a start: no bit of another document gets
+in. The backward kernel is the exact adjoint: a scan from the right that restarts behind every
+document's end. It takes the partial sums of the kernels before it as they are.
 
-Layout as mamba-ssm's kernels want it: (N, Q, L) fp32 with Q chunks of L tokens; a leading X counts partial sums.
-Padding behind the last token has dt = 0 and belongs to the last document. Sums over tokens are per chunk, then over
-chunks in order: deterministic.
+Layout as mamba-ssm's kernels want it: (N, Q, L) fp32 with Q chunks of L tokens; a leading X counts
+partial sums. Padding behind the last token has dt = 0 and belongs to the last document. Sums over
+tokens are per chunk, then over chunks in order: deterministic.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _CHUNKS_PER_STEP = 128
 
 
 class StepGradients(NamedTuple):
-    """Gradients of the raw step sizes and of the parameters; None where it was added to ``main_grad`` instead."""
+    """Gradients of the raw step sizes and of the parameters; None where it was added to
+    ``main_grad`` instead.
+    """
 
     dt_TN: Tensor
     A_log_N: Tensor | None
@@ -44,8 +48,8 @@ def chunk_sum_forward(
         seq_idx_1T: ``(1, T)`` int32.
         chunk_size: L.
     Returns:
-        ``softplus(dt + dt_bias)`` and the sum of ``dt * A`` from the start of the document or of the chunk, whichever
-        is later, both ``(N, Q, L)`` fp32.
+        ``softplus(dt + dt_bias)`` and the sum of ``dt * A`` from the start of the document or of
+        the chunk, whichever is later, both ``(N, Q, L)`` fp32.
     """
     tokens, heads = dt_TN.shape
     chunks = triton.cdiv(tokens, chunk_size)
@@ -87,7 +91,8 @@ def chunk_sum_backward(
     out_TN: Tensor,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> StepGradients:
-    """Back through the sum, the product with A and the softplus in one kernel; one more for the parameters.
+    """Back through the sum, the product with A and the softplus in one kernel; one more for the
+    parameters.
 
     Everything is given as partial sums over X; the tensors with X first are contiguous.
 
@@ -96,8 +101,9 @@ def chunk_sum_backward(
         d_sum_XNQL: gradient of the restarting sums.
         d_last_sum_NQX: more gradient of each chunk's last sum, any stride between chunks.
         d_log_XNQL: gradient of the single terms ``dt * A``.
-        d_reach_XNQL: at place i + 1 the gradient of the sum of all terms behind token i of the chunk, of which each
-            term is a part: its running sum is more gradient of the terms. Place 0 is not read.
+        d_reach_XNQL: at place i + 1 the gradient of the sum of all terms behind token i of the
+            chunk, of which each term is a part: its running sum is more gradient of the terms.
+            Place 0 is not read.
         d_step_XNQL: gradient of the step sizes by other ways than the sums.
         d_D_XXQN: gradient of D, any strides but 1 for N.
         out_TN: where the gradient of ``dt_TN`` goes, any strides.
@@ -144,7 +150,9 @@ def chunk_sum_backward(
         BLOCK_X=triton.next_power_of_2(d_last_sum_NQX.shape[2]),
     )
     parameters = (A_log_N, D_N, dt_bias_N)
-    outs = [torch.empty_like(p) if main is None else main for p, main in zip(parameters, main_grads)]
+    outs = [
+        torch.empty_like(p) if main is None else main for p, main in zip(parameters, main_grads)
+    ]
     _parameters_kernel[(triton.cdiv(heads, _HEADS_PER_PROGRAM),)](
         parts_3QN,
         A_log_N,
@@ -157,7 +165,9 @@ def chunk_sum_backward(
         BLOCK_Q=_CHUNKS_PER_STEP,
         BLOCK_N=_HEADS_PER_PROGRAM,
     )
-    return StepGradients(out_TN, *(out if main is None else None for out, main in zip(outs, main_grads)))
+    return StepGradients(
+        out_TN, *(out if main is None else None for out, main in zip(outs, main_grads))
+    )
 
 
 @triton.jit
@@ -167,7 +177,9 @@ def _restarting_add(sum_a, restart_a, sum_b, restart_b):  # type: ignore[no-unty
 
 @triton.jit
 def _log1p(y):  # type: ignore[no-untyped-def]
-    """log(1 + y) to a few units in the last place for y >= 0: dt is small, where log(1 + y) alone loses its digits."""
+    """log(1 + y) to a few units in the last place for y >= 0: dt is small, where log(1 + y) alone
+    loses its digits.
+    """
     u = 1.0 + y
     return tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -196,7 +208,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     is_token = (i < L) & (t < tokens)
     is_real = (n < heads)[:, None] & is_token[None, :]
 
-    raw = tl.load(dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0).to(tl.float32)
+    raw = tl.load(
+        dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0
+    ).to(tl.float32)
     raw += tl.load(bias_ptr + n, mask=n < heads, other=0.0).to(tl.float32)[:, None]
     step = tl.where(raw <= 20.0, _log1p(tl.exp(tl.minimum(raw, 20.0))), raw)
     step = tl.where(is_real, step, 0.0)
@@ -264,7 +278,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
     x = tl.arange(0, BLOCK_X)
     last_at = (n[:, None] * chunks + chunk) * stride_last_chunk + x[None, :]
-    d_last = tl.load(d_last_sum_ptr + last_at, mask=is_head[:, None] & (x < LAST_SUMS)[None, :], other=0.0)
+    d_last = tl.load(
+        d_last_sum_ptr + last_at, mask=is_head[:, None] & (x < LAST_SUMS)[None, :], other=0.0
+    )
     d_sum = _partial_sums(d_sum_ptr, at, size, is_stored, SUMS)
     d_sum += tl.where((i == L - 1)[None, :], tl.sum(d_last, axis=1)[:, None], 0.0)
     document = tl.load(seq_idx_ptr + t, mask=is_token, other=0)
@@ -272,17 +288,24 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     ends = ((document != after) & is_token & (t + 1 < tokens)).to(tl.int32)
     ends = tl.broadcast_to(ends[None, :], (BLOCK_N, BLOCK_L))
     d_log, _ = tl.associative_scan((d_sum, ends), 1, _restarting_add, reverse=True)
-    # Only the chunk's last document reaches its end: what lies before is exactly zero and disturbs no bit of it.
-    d_log += tl.cumsum(_partial_sums(d_reach_ptr, at, size, is_stored & (i > 0)[None, :], REACHES), axis=1)
+    # Only the chunk's last document reaches its end: what lies before is exactly zero and disturbs
+    # no bit of it.
+    d_log += tl.cumsum(
+        _partial_sums(d_reach_ptr, at, size, is_stored & (i > 0)[None, :], REACHES), axis=1
+    )
     d_log += _partial_sums(d_log_ptr, at, size, is_stored, LOGS)
 
     A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
-    raw = tl.load(dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0).to(tl.float32)
+    raw = tl.load(
+        dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0
+    ).to(tl.float32)
     raw += tl.load(bias_ptr + n, mask=is_head, other=0.0).to(tl.float32)[:, None]
     d_step = d_log * A[:, None] + _partial_sums(d_step_ptr, at, size, is_stored, STEPS)
     d_raw = tl.where(raw <= 20.0, d_step * tl.sigmoid(raw), d_step)
     d_raw = tl.where(is_real, d_raw, 0.0)
-    tl.store(d_dt_ptr + n[:, None] * stride_d_head + t[None, :] * stride_d_token, d_raw, mask=is_real)
+    tl.store(
+        d_dt_ptr + n[:, None] * stride_d_head + t[None, :] * stride_d_token, d_raw, mask=is_real
+    )
 
     step = tl.load(step_ptr + at, mask=is_real, other=0.0)
     d_D = tl.zeros((BLOCK_N,), tl.float32)
@@ -318,15 +341,29 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some heads of A_log, D and dt_bias: the sums over chunks, and the step from A to A_log (dA / dA_log = A)."""
+    """Some heads of A_log, D and dt_bias: the sums over chunks, and the step from A to A_log (dA /
+    dA_log = A).
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_head = n < heads
     A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
-    _store_or_add(d_A_log_ptr + n, is_head, A * _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_A)
+    _store_or_add(
+        d_A_log_ptr + n,
+        is_head,
+        A * _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N),
+        ADD_A,
+    )
     parts_ptr += chunks * heads
-    _store_or_add(d_D_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_D)
+    _store_or_add(
+        d_D_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_D
+    )
     parts_ptr += chunks * heads
-    _store_or_add(d_bias_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_BIAS)
+    _store_or_add(
+        d_bias_ptr + n,
+        is_head,
+        _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N),
+        ADD_BIAS,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

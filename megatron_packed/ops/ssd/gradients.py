@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-call"
 """mamba-ssm's backward kernels, launched one by one and followed by nothing.
 
-The package's own launchers clear each kernel's workspace and reduce it afterwards, with a torch kernel each: at the
-size of a tensor-parallel rank, where the scan's kernels take microseconds, these cost as much as they. Here every
-kernel runs in the mode that stores partial sums instead of adding them atomically, ``chunk_sum`` reads the partial sums
-as they are, and what was never written is never read. So the gradients are the same bits in every run, for the same
-tuned tiles (``TRITON_CACHE_AUTOTUNING``), with ``MAMBA_DETERMINISTIC`` or without.
+The package's own launchers clear each kernel's workspace and reduce it afterwards, with a torch
+kernel each: at the size of a tensor-parallel rank, where the scan's kernels take microseconds,
+these cost as much as they. Here every kernel runs in the mode that stores partial sums instead of
+adding them atomically, ``chunk_sum`` reads the partial sums as they are, and what was never written
+is never read. So the gradients are the same bits in every run, for the same tuned tiles
+(``TRITON_CACHE_AUTOTUNING``), with ``MAMBA_DETERMINISTIC`` or without.
 
-Letters besides the op's: X partial sums; a leading 1 is the batch dimension that the kernels want. All sums are fp32.
+Letters besides the op's: X partial sums; a leading 1 is the batch dimension that the kernels want.
+All sums are fp32.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ class Scan(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """Chunk, head and state sizes, by the kernels' names."""
-        return {"chunk_size": self.step.shape[3], "hdim": self.x.shape[3], "dstate": self.b.shape[3]}
+        return {
+            "chunk_size": self.step.shape[3],
+            "hdim": self.x.shape[3],
+            "dstate": self.b.shape[3],
+        }
 
 
 def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,20 +71,34 @@ def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tenso
         states: ``(1, Q, N, P, S)`` fp32, entering each chunk.
         d_entering: their gradient, by the outputs of the chunk alone.
     Returns:
-        gradient of the states that each chunk adds, and the entering states, both in x's dtype and ``states``' shape;
-        partial sums ``(N, Q, X)`` of the gradient of each chunk's last sum.
+        gradient of the states that each chunk adds, and the entering states, both in x's dtype and
+        ``states``' shape; partial sums ``(N, Q, X)`` of the gradient of each chunk's last sum.
     """
     flat, d_flat = states.flatten(-2), d_entering.flatten(-2)
     (_, chunks, heads, dim), last = flat.shape, scan.total[..., -1]
-    d_states, states_low = (torch.empty(flat.shape, dtype=scan.x.dtype, device=flat.device) for _ in range(2))
-    d_last = flat.new_empty(1, heads, chunks, _most_tiles(_state_passing_bwd_kernel, dim, "BLOCK_SIZE"))
+    d_states, states_low = (
+        torch.empty(flat.shape, dtype=scan.x.dtype, device=flat.device) for _ in range(2)
+    )
+    d_last = flat.new_empty(
+        1, heads, chunks, _most_tiles(_state_passing_bwd_kernel, dim, "BLOCK_SIZE")
+    )
     blocks = _launch(
         _state_passing_bwd_kernel,
         lambda meta: (triton.cdiv(dim, meta["BLOCK_SIZE"]), 1, heads),
         scan,
-        dout_ptr=d_flat, out_ptr=flat, dA_cs_ptr=last, dfinal_states_ptr=None, seq_idx_ptr=scan.seq_idx,
-        dstates_ptr=d_states, ddA_cs_ptr=d_last, dinitstates_ptr=None, states_converted_ptr=states_low,
-        dim=dim, nchunks=chunks, seqlen=scan.x.shape[1], chunk_size=scan.step.shape[3],
+        dout_ptr=d_flat,
+        out_ptr=flat,
+        dA_cs_ptr=last,
+        dfinal_states_ptr=None,
+        seq_idx_ptr=scan.seq_idx,
+        dstates_ptr=d_states,
+        ddA_cs_ptr=d_last,
+        dinitstates_ptr=None,
+        states_converted_ptr=states_low,
+        dim=dim,
+        nchunks=chunks,
+        seqlen=scan.x.shape[1],
+        chunk_size=scan.step.shape[3],
         **_strides("dout", d_flat, "batch", "chunk", "head", "dim"),
         **_strides("out", flat, "batch", "chunk", "head", "dim"),
         **_strides("dA_cs", last, "batch", "head", "chunk"),
@@ -87,17 +107,23 @@ def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tenso
         **_strides("dstates", d_states, "batch", "chunk", "head", "dim"),
         **_strides("ddA_cs", d_last[..., 0], "batch", "head", "chunk"),
         **_no_strides("dinitstates", "batch", "head", "dim"),
-        CONVERT_STATES=True, HAS_DFINAL_STATES=False, HAS_DINITSTATES=False, HAS_SEQ_IDX=True,
-    )  # fmt: skip
+        CONVERT_STATES=True,
+        HAS_DFINAL_STATES=False,
+        HAS_DINITSTATES=False,
+        HAS_SEQ_IDX=True,
+    )
     tiles = triton.cdiv(dim, blocks["BLOCK_SIZE"])
     return d_states.view(states.shape), states_low.view(states.shape), d_last[0, ..., :tiles]
 
 
-def inputs(scan: Scan, scores: Tensor, d_states: Tensor, D_N: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+def inputs(
+    scan: Scan, scores: Tensor, d_states: Tensor, D_N: Tensor, dx: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradient of x, written into ``dx``.
 
     Returns:
-        partial sums ``(X, N, Q, L)`` of the step sizes' gradient (by x alone), and ``(X, X, Q, N)`` of that of D.
+        partial sums ``(X, N, Q, L)`` of the step sizes' gradient (by x alone), and ``(X, X, Q, N)``
+        of that of D.
     """
     (_, tokens, heads, head_dim), (chunks, length) = scan.x.shape, scan.step.shape[2:]
     kernel = _chunk_scan_chunk_state_bwd_dx_kernel
@@ -107,14 +133,31 @@ def inputs(scan: Scan, scores: Tensor, d_states: Tensor, D_N: Tensor, dx: Tensor
     blocks = _launch(
         kernel,
         lambda meta: (
-            triton.cdiv(length, meta["BLOCK_SIZE_M"]) * triton.cdiv(head_dim, meta["BLOCK_SIZE_N"]), chunks, heads,
+            triton.cdiv(length, meta["BLOCK_SIZE_M"]) * triton.cdiv(head_dim, meta["BLOCK_SIZE_N"]),
+            chunks,
+            heads,
         ),
         scan,
-        x_ptr=scan.x, cb_ptr=scores, dout_ptr=scan.dy, dt_ptr=scan.step, dA_cumsum_ptr=scan.total,
-        seq_idx_ptr=scan.seq_idx, D_ptr=D_N, b_ptr=scan.b, dstates_ptr=d_states, dx_ptr=dx, ddt_ptr=d_step, dD_ptr=d_D,
-        **scan.sizes, batch=1, seqlen=tokens, nheads_ngroups_ratio=heads // scan.b.shape[2],
+        x_ptr=scan.x,
+        cb_ptr=scores,
+        dout_ptr=scan.dy,
+        dt_ptr=scan.step,
+        dA_cumsum_ptr=scan.total,
+        seq_idx_ptr=scan.seq_idx,
+        D_ptr=D_N,
+        b_ptr=scan.b,
+        dstates_ptr=d_states,
+        dx_ptr=dx,
+        ddt_ptr=d_step,
+        dD_ptr=d_D,
+        **scan.sizes,
+        batch=1,
+        seqlen=tokens,
+        nheads_ngroups_ratio=heads // scan.b.shape[2],
         **_strides("x", scan.x, *X),
-        **_strides("cb", scores, "batch", "chunk", "head", "csize_k", "csize_m"),  # it reads the transpose
+        **_strides(
+            "cb", scores, "batch", "chunk", "head", "csize_k", "csize_m"
+        ),  # it reads the transpose
         **_strides("dout", scan.dy, *X),
         **_strides("dt", scan.step, *NQL),
         **_strides("dA_cs", scan.total, *NQL),
@@ -125,22 +168,31 @@ def inputs(scan: Scan, scores: Tensor, d_states: Tensor, D_N: Tensor, dx: Tensor
         **_strides("dx", dx, *X),
         **_strides("ddt", d_step, "tile", *NQL),
         **_strides("dD", d_D, "csize", "hdim", "batch", "chunk", "head"),
-        HAS_D=True, D_HAS_HDIM=False, HAS_SEQ_IDX=True, BLOCK_SIZE_DSTATE=_block(scan.b.shape[3]),
-        IS_TRITON_22=TRITON_22, DETERMINISTIC_REDUCTION=True,
-    )  # fmt: skip
-    tiles_m, tiles = triton.cdiv(length, blocks["BLOCK_SIZE_M"]), triton.cdiv(head_dim, blocks["BLOCK_SIZE_N"])
+        HAS_D=True,
+        D_HAS_HDIM=False,
+        HAS_SEQ_IDX=True,
+        BLOCK_SIZE_DSTATE=_block(scan.b.shape[3]),
+        IS_TRITON_22=TRITON_22,
+        DETERMINISTIC_REDUCTION=True,
+    )
+    tiles_m, tiles = (
+        triton.cdiv(length, blocks["BLOCK_SIZE_M"]),
+        triton.cdiv(head_dim, blocks["BLOCK_SIZE_N"]),
+    )
     return d_step[:tiles, 0], d_D[:tiles_m, :tiles, 0]
 
 
-def projections(scan: Scan, states: Tensor, d_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def projections(
+    scan: Scan, states: Tensor, d_states: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of B and C by the chunks' states; the products inside a chunk come on top of them.
 
     Args:
         states: entering states in x's dtype.
         d_states: gradient of the states that each chunk adds.
     Returns:
-        gradients of B and C, ``(1, T, G, S)`` fp32; partial sums ``(X, N, Q, L)`` of what ``chunk_sum_backward`` calls
-        ``d_reach`` and ``d_sum``.
+        gradients of B and C, ``(1, T, G, S)`` fp32; partial sums ``(X, N, Q, L)`` of what
+        ``chunk_sum_backward`` calls ``d_reach`` and ``d_sum``.
     """
     (_, tokens, heads, head_dim), (groups, state_dim) = scan.x.shape, scan.b.shape[2:]
     chunks, length = scan.step.shape[2:]
@@ -152,35 +204,60 @@ def projections(scan: Scan, states: Tensor, d_states: Tensor) -> tuple[Tensor, T
         blocks = _launch(
             kernel,
             lambda meta: (
-                triton.cdiv(length, meta["BLOCK_SIZE_M"]) * triton.cdiv(state_dim, meta["BLOCK_SIZE_N"]),
-                chunks, splits * groups,
+                triton.cdiv(length, meta["BLOCK_SIZE_M"])
+                * triton.cdiv(state_dim, meta["BLOCK_SIZE_N"]),
+                chunks,
+                splits * groups,
             ),
             scan,
-            dA_cumsum_ptr=scan.total, seq_idx_ptr=scan.seq_idx, ddA_cumsum_ptr=d_logs,
-            **scan.sizes, batch=1, seqlen=tokens, nheads=heads, nheads_per_program=per_program, ngroups=groups,
+            dA_cumsum_ptr=scan.total,
+            seq_idx_ptr=scan.seq_idx,
+            ddA_cumsum_ptr=d_logs,
+            **scan.sizes,
+            batch=1,
+            seqlen=tokens,
+            nheads=heads,
+            nheads_per_program=per_program,
+            ngroups=groups,
             **_strides("dA_cs", scan.total, *NQL),
             **_strides("seq_idx", scan.seq_idx, *SEQ_IDX),
-            **_strides("ddA_cs", d_logs[0], *NQL), stride_ddA_tile=d_logs.stride(0),
+            **_strides("ddA_cs", d_logs[0], *NQL),
+            stride_ddA_tile=d_logs.stride(0),
             **arguments,
-            HAS_DDA_CS=True, HAS_SEQ_IDX=True, DETERMINISTIC_REDUCTION=True, BLOCK_SIZE_K=_block(head_dim),
-        )  # fmt: skip
+            HAS_DDA_CS=True,
+            HAS_SEQ_IDX=True,
+            DETERMINISTIC_REDUCTION=True,
+            BLOCK_SIZE_K=_block(head_dim),
+        )
         return d_logs[: triton.cdiv(state_dim, blocks["BLOCK_SIZE_N"]), 0]
 
     split = ("batch", "seqlen", "split", "group", "dstate")
     group = ("batch", "seqlen", "head", "dstate")
     d_reach = run(
         _chunk_state_bwd_db_kernel,
-        x_ptr=scan.x, dstates_ptr=d_states, b_ptr=scan.b, dt_ptr=scan.step, db_ptr=parts[0],
-        **_strides("x", scan.x, *X), **_strides("dstates", d_states[:, :, 0, 0, 0], "batch", "chunk"),
-        **_strides("states", d_states[0, 0], "head", "hdim", "dstate"), **_strides("b", scan.b, *group),
-        **_strides("dt", scan.step, *NQL), **_strides("db", parts[0], *split),
-    )  # fmt: skip
+        x_ptr=scan.x,
+        dstates_ptr=d_states,
+        b_ptr=scan.b,
+        dt_ptr=scan.step,
+        db_ptr=parts[0],
+        **_strides("x", scan.x, *X),
+        **_strides("dstates", d_states[:, :, 0, 0, 0], "batch", "chunk"),
+        **_strides("states", d_states[0, 0], "head", "hdim", "dstate"),
+        **_strides("b", scan.b, *group),
+        **_strides("dt", scan.step, *NQL),
+        **_strides("db", parts[0], *split),
+    )
     d_sum = run(
         _chunk_scan_bwd_dc_kernel,
-        dout_ptr=scan.dy, prev_states_ptr=states, C_ptr=scan.c, dc_ptr=parts[1],
-        **_strides("dout", scan.dy, *X), **_strides("prev_states", states, *STATES), **_strides("C", scan.c, *group),
+        dout_ptr=scan.dy,
+        prev_states_ptr=states,
+        C_ptr=scan.c,
+        dc_ptr=parts[1],
+        **_strides("dout", scan.dy, *X),
+        **_strides("prev_states", states, *STATES),
+        **_strides("C", scan.c, *group),
         **_strides("dc", parts[1], *split),
-    )  # fmt: skip
+    )
     dB, dC = parts.sum(3) if splits > 1 else parts[:, :, :, 0]
     return dB, dC, d_reach, d_sum
 
@@ -195,12 +272,24 @@ def scores(scan: Scan) -> Tensor:
         _chunk_scan_bwd_dcb_kernel,
         lambda meta: (
             triton.cdiv(length, meta["BLOCK_SIZE_M"]) * triton.cdiv(length, meta["BLOCK_SIZE_N"]),
-            chunks, splits * groups,
+            chunks,
+            splits * groups,
         ),
         scan,
-        x_ptr=scan.x, dout_ptr=scan.dy, cb_ptr=None, dt_ptr=scan.step, dA_cumsum_ptr=scan.total,
-        seq_idx_ptr=scan.seq_idx, dcb_ptr=parts, ddA_cumsum_ptr=None,
-        chunk_size=length, hdim=head_dim, batch=1, seqlen=tokens, nheads=heads, nheads_per_program=per_program,
+        x_ptr=scan.x,
+        dout_ptr=scan.dy,
+        cb_ptr=None,
+        dt_ptr=scan.step,
+        dA_cumsum_ptr=scan.total,
+        seq_idx_ptr=scan.seq_idx,
+        dcb_ptr=parts,
+        ddA_cumsum_ptr=None,
+        chunk_size=length,
+        hdim=head_dim,
+        batch=1,
+        seqlen=tokens,
+        nheads=heads,
+        nheads_per_program=per_program,
         ngroups=groups,
         **_strides("x", scan.x, *X),
         **_strides("dout", scan.dy, *X),
@@ -210,8 +299,10 @@ def scores(scan: Scan) -> Tensor:
         **_strides("seq_idx", scan.seq_idx, *SEQ_IDX),
         **_strides("dcb", parts, "batch", "chunk", "split", "group", "csize_m", "csize_n"),
         **_no_strides("ddA_cs", "batch", "chunk", "head", "csize_m", "csize_n"),
-        HAS_DDA_CS=False, HAS_SEQ_IDX=True, BLOCK_SIZE_K=_block(head_dim),
-    )  # fmt: skip
+        HAS_DDA_CS=False,
+        HAS_SEQ_IDX=True,
+        BLOCK_SIZE_K=_block(head_dim),
+    )
     return parts.sum(2) if splits > 1 else parts[:, :, 0]
 
 
@@ -224,8 +315,16 @@ def logs(scan: Scan, scores: Tensor) -> Tensor:
         kernel,
         lambda meta: (triton.cdiv(length, meta["BLOCK_SIZE_M"]), chunks, heads),
         scan,
-        x_ptr=scan.x, dout_ptr=scan.dy, dt_ptr=scan.step, dA_cumsum_ptr=scan.total, cb_ptr=scores,
-        ddA_cumsum_ptr=d_logs, chunk_size=length, hdim=head_dim, batch=1, seqlen=tokens,
+        x_ptr=scan.x,
+        dout_ptr=scan.dy,
+        dt_ptr=scan.step,
+        dA_cumsum_ptr=scan.total,
+        cb_ptr=scores,
+        ddA_cumsum_ptr=d_logs,
+        chunk_size=length,
+        hdim=head_dim,
+        batch=1,
+        seqlen=tokens,
         nheads_ngroups_ratio=heads // scan.b.shape[2],
         **_strides("x", scan.x, *X),
         **_strides("dout", scan.dy, *X),
@@ -234,17 +333,20 @@ def logs(scan: Scan, scores: Tensor) -> Tensor:
         **_strides("cb", scores, "batch", "chunk", "head", "csize_m", "csize_n"),
         **_strides("ddA_cs", d_logs, "csize_m", "batch", "head", "chunk", "csize_n"),
         BLOCK_SIZE_K=_block(head_dim),
-    )  # fmt: skip
+    )
     return d_logs[: triton.cdiv(length, blocks["BLOCK_SIZE_M"]), 0]
 
 
 _tuned: dict[tuple[object, ...], Any] = {}
 
 
-def _launch(kernel: Any, grid: Callable[[Any], tuple[int, ...]], scan: Scan, **arguments: Any) -> dict[str, int]:
+def _launch(
+    kernel: Any, grid: Callable[[Any], tuple[int, ...]], scan: Scan, **arguments: Any
+) -> dict[str, int]:
     """Run a kernel, by the names of its arguments; returns the block sizes it ran with.
 
-    The first call for a size tunes the kernel; later ones leave the tuner out, which saves the host its bookkeeping.
+    The first call for a size tunes the kernel; later ones leave the tuner out, which saves the host
+    its bookkeeping.
     """
     key = (kernel, *scan.sizes.values(), scan.x.dtype, scan.x.device)
     config = _tuned.get(key)
@@ -271,7 +373,9 @@ def _without_hooks(kernel: Any) -> Any:
 
 
 def _strides(name: str, tensor: Tensor, *dims: str) -> dict[str, int]:
-    return {f"stride_{name}_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=True)}
+    return {
+        f"stride_{name}_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=True)
+    }
 
 
 def _no_strides(name: str, *dims: str) -> dict[str, int]:
@@ -290,7 +394,9 @@ def _block(size: int) -> int:
 
 
 def _split(scan: Scan) -> tuple[int, int]:
-    """Heads of one group that one program goes through, and programs per group: enough to fill the GPU."""
+    """Heads of one group that one program goes through, and programs per group: enough to fill the
+    GPU.
+    """
     per_group = scan.x.shape[2] // scan.b.shape[2]
     programs = scan.step.shape[2] * scan.x.shape[2]
     per_program = max(min(-(-programs // _multiprocessors(scan.x.device)), per_group), 1)
@@ -299,4 +405,8 @@ def _split(scan: Scan) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )

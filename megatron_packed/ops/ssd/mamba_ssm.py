@@ -1,14 +1,17 @@
 # mypy: disable-error-code="no-untyped-call"
-"""The scan by mamba-ssm's Triton kernels, with our running sum that restarts at every document (``chunk_sum``).
+"""The scan by mamba-ssm's Triton kernels, with our running sum that restarts at every document
+(``chunk_sum``).
 
-The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because the combined function
-isolates documents only to rounding. README.md shows why each of them is exact, forward and backward, once the sum
-restarts. Gradients of x, B, C and dt are written straight into the buffers of ``ops.columns`` where there are any,
-those of A_log, D and dt_bias are added to their ``main_grad`` where they have one.
+The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because
+the combined function isolates documents only to rounding. README.md shows why each of them is
+exact, forward and backward, once the sum restarts. Gradients of x, B, C and dt are written straight
+into the buffers of ``ops.columns`` where there are any, those of A_log, D and dt_bias are added to
+their ``main_grad`` where they have one.
 
-Bitwise reproducible (see ``gradients``) as long as the tuned tiles are the same. Triton tunes each kernel the first
-time it meets a (chunk, head, state) size, whatever the number of tokens and heads: run once, forward and backward,
-before capturing, and let ``tune`` come before a small pack that would choose for all that follow.
+Bitwise reproducible (see ``gradients``) as long as the tuned tiles are the same. Triton tunes each
+kernel the first time it meets a (chunk, head, state) size, whatever the number of tokens and heads:
+run once, forward and backward, before capturing, and let ``tune`` come before a small pack that
+would choose for all that follow.
 """
 
 from __future__ import annotations
@@ -33,15 +36,19 @@ from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forw
 from megatron_packed.ops.ssd.offsets import OFFSET_LIMIT, largest_offset, piece, pieces
 
 OLDEST = (2, 3, 2)
-"""The oldest version whose kernels were read and found to clamp every exponent difference at zero. Without the clamp
-exp() of a difference across documents can be inf, and inf times the mask's zero is NaN."""
+"""The oldest version whose kernels were read and found to clamp every exponent difference at zero.
+Without the clamp exp() of a difference across documents can be inf, and inf times the mask's zero
+is NaN.
+"""
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     """Sentences why the kernels cannot serve these sizes; empty when they can."""
     reasons = []
     if tuple(map(int, re.findall(r"\d+", mamba_ssm.__version__)[:3])) < OLDEST:
-        reasons.append(f"mamba-ssm {mamba_ssm.__version__} is older than {'.'.join(map(str, OLDEST))}")
+        reasons.append(
+            f"mamba-ssm {mamba_ssm.__version__} is older than {'.'.join(map(str, OLDEST))}"
+        )
     if inputs.device_type != "cuda":
         reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -49,7 +56,9 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     if inputs.chunk_size not in (16, 32, 64, 128, 256):
         reasons.append(f"chunk_size ({inputs.chunk_size}) is not one of 16, 32, 64, 128, 256")
     if inputs.head_dim > 256 or inputs.state_dim > 256:
-        reasons.append(f"head_dim ({inputs.head_dim}) and state_dim ({inputs.state_dim}) must be at most 256")
+        reasons.append(
+            f"head_dim ({inputs.head_dim}) and state_dim ({inputs.state_dim}) must be at most 256"
+        )
     if pieces(inputs) == 0:
         reasons.append(
             f"{inputs.tokens} tokens overflow the kernels' 32-bit offsets even one head at a time; use shorter packs"
@@ -58,7 +67,9 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 
 def tune(inputs: Inputs, device: torch.device) -> None:
-    """Choose the kernels' tiles on zeros of these sizes. Waits for the device; some minutes if nothing is compiled."""
+    """Choose the kernels' tiles on zeros of these sizes. Waits for the device; some minutes if
+    nothing is compiled.
+    """
     zeros = partial(torch.zeros, dtype=inputs.dtype, device=device)
     x_TNP = zeros(inputs.tokens, inputs.heads, inputs.head_dim, requires_grad=True)
     dt_TN = zeros(inputs.tokens, inputs.heads)
@@ -67,9 +78,17 @@ def tune(inputs: Inputs, device: torch.device) -> None:
     seq_idx_1T = torch.zeros(1, inputs.tokens, dtype=torch.int32, device=device)
     with torch.enable_grad():
         y_TNP = run(
-            x_TNP, dt_TN, per_head_N, B_TGS, B_TGS, per_head_N, per_head_N, seq_idx_1T, seq_idx_1T[0],
+            x_TNP,
+            dt_TN,
+            per_head_N,
+            B_TGS,
+            B_TGS,
+            per_head_N,
+            per_head_N,
+            seq_idx_1T,
+            seq_idx_1T[0],
             chunk_size=inputs.chunk_size,
-        )  # fmt: skip
+        )
     torch.autograd.grad(y_TNP, x_TNP, torch.zeros_like(y_TNP))
 
 
@@ -86,7 +105,9 @@ def run(
     *,
     chunk_size: int,
 ) -> Tensor:
-    """See ``api.ssd``. Heads are handled in several pieces if all at once would overflow 32-bit offsets."""
+    """See ``api.ssd``. Heads are handled in several pieces if all at once would overflow 32-bit
+    offsets.
+    """
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
     inputs = inputs_of(x_TNP, B_TGS, C_TGS, chunk_size)
     if largest_offset(inputs) <= OFFSET_LIMIT:
@@ -95,12 +116,17 @@ def run(
         return y_TNP
     count = pieces(inputs)
     no_slots = (None,) * 4
-    parts = [_Scan.apply(*piece(arguments, i, count), seq_idx_1T, chunk_size, no_slots) for i in range(count)]
+    parts = [
+        _Scan.apply(*piece(arguments, i, count), seq_idx_1T, chunk_size, no_slots)
+        for i in range(count)
+    ]
     return torch.cat(parts, dim=1)
 
 
 class _Scan(torch.autograd.Function):
-    """Forward: the chunked scan. Backward: chunk states and C B^T are computed again instead of kept."""
+    """Forward: the chunked scan. Backward: chunk states and C B^T are computed again instead of
+    kept.
+    """
 
     @staticmethod
     def forward(
@@ -116,8 +142,11 @@ class _Scan(torch.autograd.Function):
         chunk_size: int,
         slots: tuple[GradientSlot | None, ...],
     ) -> Tensor:
-        x_TNP, B_TGS, C_TGS = (t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS))
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified input.
+        x_TNP, B_TGS, C_TGS = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS)
+        )
+        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
+        # input.
         ctx.main_grads = tuple(
             getattr(parameter, "main_grad", None) if parameter.requires_grad else None
             for parameter in (A_log_N, D_N, dt_bias_N)
@@ -128,7 +157,9 @@ class _Scan(torch.autograd.Function):
         states = _entering_states(x, b, step, total, seq_idx_1T, dtype=c.dtype)
         scores = _bmm_chunk_fwd(c, b, chunk_size, seq_idx=seq_idx_1T, output_dtype=torch.float32)
         y, _ = _chunk_scan_fwd(scores, x, step, total, c, states, D=D_N, seq_idx=seq_idx_1T)
-        ctx.save_for_backward(x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, step_NQL, sum_NQL)
+        ctx.save_for_backward(
+            x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, step_NQL, sum_NQL
+        )
         ctx.slots = slots
         y_TNP: Tensor = y[0]
         return y_TNP
@@ -136,21 +167,27 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
-        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx, step_NQL, sum_NQL = ctx.saved_tensors
+        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx, step_NQL, sum_NQL = (
+            ctx.saved_tensors
+        )
         dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)
         x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]
         dy = dy_TNP.contiguous()[None]
         scan = gradients.Scan(x, b, c, step, total, seq_idx, dy)
 
-        # Again what forward did not keep; the entering states in fp32 this time, for the gradient of their decay.
+        # Again what forward did not keep; the entering states in fp32 this time, for the gradient
+        # of their decay.
         scores = _bmm_chunk_fwd(c, b, step.shape[3], seq_idx=seq_idx, output_dtype=torch.float32)
         states = _entering_states(x, b, step, total, seq_idx, dtype=torch.float32)
 
-        # Back through the passing of states from chunk to chunk, then through the products inside a chunk.
+        # Back through the passing of states from chunk to chunk, then through the products inside a
+        # chunk.
         d_entering = _chunk_scan_bwd_dstates(c, total, dy, seq_idx=seq_idx, dtype=states.dtype)
         d_states, states_low, d_last_sum_NQX = gradients.state_passing(scan, states, d_entering)
         d_step_XNQL, d_D_XXQN = gradients.inputs(scan, scores, d_states, D_N, dx_TNP[None])
-        dB_states, dC_states, d_reach_XNQL, d_sum_XNQL = gradients.projections(scan, states_low, d_states)
+        dB_states, dC_states, d_reach_XNQL, d_sum_XNQL = gradients.projections(
+            scan, states_low, d_states
+        )
         d_scores = gradients.scores(scan)
         _bmm_chunk_bwd(c, d_scores, residual=dB_states, out=dB_TGS[None])
         _bmm_chunk_bwd(b, d_scores.transpose(-1, -2), residual=dC_states, out=dC_TGS[None])
@@ -171,16 +208,33 @@ class _Scan(torch.autograd.Function):
             out_TN=ddt_TN,
             main_grads=ctx.main_grads,
         )
-        return dx_TNP, steps.dt_TN, steps.A_log_N, dB_TGS, dC_TGS, steps.D_N, steps.dt_bias_N, None, None, None
+        return (
+            dx_TNP,
+            steps.dt_TN,
+            steps.A_log_N,
+            dB_TGS,
+            dC_TGS,
+            steps.D_N,
+            steps.dt_bias_N,
+            None,
+            None,
+            None,
+        )
 
 
 def _entering_states(
     x: Tensor, b: Tensor, step: Tensor, total: Tensor, seq_idx: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
-    """``(1, Q, N, P, S)``: the state at the start of each chunk, zero unless the document before goes on."""
+    """``(1, Q, N, P, S)``: the state at the start of each chunk, zero unless the document before
+    goes on.
+    """
     states = _chunk_state_fwd(b, x, step, total, seq_idx=seq_idx, states_in_fp32=True)
     entering, _ = _state_passing_fwd(
-        states.flatten(-2), total[..., -1], seq_idx=seq_idx, chunk_size=step.shape[-1], out_dtype=dtype
+        states.flatten(-2),
+        total[..., -1],
+        seq_idx=seq_idx,
+        chunk_size=step.shape[-1],
+        out_dtype=dtype,
     )
     passed: Tensor = entering.view(states.shape)
     return passed

@@ -1,6 +1,8 @@
-"""How far mamba-ssm's kernels reach: they multiply positions by strides in 32 bits, and wrap around silently beyond.
+"""How far mamba-ssm's kernels reach: they multiply positions by strides in 32 bits, and wrap around
+silently beyond.
 
-Reported from 40,960 tokens on for wide models (state-spaces/mamba issue 1015). Nothing here touches a device.
+Reported from 40,960 tokens on for wide models (state-spaces/mamba issue 1015). Nothing here touches
+a device.
 """
 
 from __future__ import annotations
@@ -19,36 +21,46 @@ OFFSET_LIMIT = 2**31 - 1
 
 _SMALLEST_TILE = 32
 _MULTIPROCESSORS = 256
-"""More than a GPU has (H200 132, RTX PRO 6000 188); the backward kernels keep at most as many chunks' worth of partial
-sums extra."""
+"""More than a GPU has (H200 132, RTX PRO 6000 188); the backward kernels keep at most as many
+chunks' worth of partial sums extra.
+"""
 
 
 def largest_offset(inputs: Inputs) -> int:
-    """An upper bound on the element offsets that the kernels form in any tensor, forward and backward.
+    """An upper bound on the element offsets that the kernels form in any tensor, forward and
+    backward.
 
     Example:
-        131,072 tokens, 256 heads of 64, 8 groups, state 128, chunks of 128, contiguous: 2,147,483,648, one too many.
+        131,072 tokens, 256 heads of 64, 8 groups, state 128, chunks of 128, contiguous:
+            2,147,483,648, one too many.
     """
     chunks = ceil(inputs.tokens / inputs.chunk_size)
     rows = chunks * inputs.chunk_size
     splits = _MULTIPROCESSORS * inputs.chunk_size
     tiles = ceil(max(inputs.head_dim, inputs.state_dim, inputs.chunk_size) / _SMALLEST_TILE)
     return max(
-        rows * max(inputs.row_stride, inputs.heads * inputs.head_dim),  # x, y, B, C and their gradients
-        (rows * inputs.groups + splits) * max(inputs.state_dim, inputs.chunk_size),  # C B^T, partial dB and dC
+        rows
+        * max(inputs.row_stride, inputs.heads * inputs.head_dim),  # x, y, B, C and their gradients
+        (rows * inputs.groups + splits)
+        * max(inputs.state_dim, inputs.chunk_size),  # C B^T, partial dB and dC
         chunks * inputs.heads * inputs.head_dim * inputs.state_dim,  # the chunks' states
         inputs.heads * rows * tiles,  # partial gradients of the sums
     )
 
 
 def pieces(inputs: Inputs) -> int:
-    """Into how many equal parts the heads must go so that a contiguous copy of each stays in reach; 0 if none does."""
+    """Into how many equal parts the heads must go so that a contiguous copy of each stays in reach;
+    0 if none does.
+    """
     for count in range(1, inputs.heads + 1):
         if inputs.heads % count or (inputs.groups % count and count % inputs.groups):
             continue
         heads, groups = inputs.heads // count, max(inputs.groups // count, 1)
         row_stride = max(heads * inputs.head_dim, groups * inputs.state_dim)
-        if largest_offset(replace(inputs, heads=heads, groups=groups, row_stride=row_stride)) <= OFFSET_LIMIT:
+        if (
+            largest_offset(replace(inputs, heads=heads, groups=groups, row_stride=row_stride))
+            <= OFFSET_LIMIT
+        ):
             return count
     return 0
 

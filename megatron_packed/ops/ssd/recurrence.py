@@ -1,7 +1,8 @@
 """The scan as it is defined, one token after the other: the oracle of the other backends.
 
-Slow on purpose (T steps), in float64, and it takes the documents' boundaries from ``cu_seqlens`` where the others use
-``seq_idx``. Differentiable by autograd. It reads ``cu_seqlens`` on the host, so it must be asked for by name.
+Slow on purpose (T steps), in float64, and it takes the documents' boundaries from ``cu_seqlens``
+where the others use ``seq_idx``. Differentiable by autograd. It reads ``cu_seqlens`` on the host,
+so it must be asked for by name.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The scan in chunks, in plain PyTorch: packs correctly, static shapes, any device; see README.md for the derivation.
+"""The scan in chunks, in plain PyTorch: packs correctly, static shapes, any device; see README.md
+for the derivation.
 
-Isolation is exact. Wherever a term of another document appears in a sum, its factor is an exact zero, made by a mask
-before the exponential (exp(-inf)), never by subtracting something that was added. So a change in one document leaves
-every bit of the others' outputs and gradients alone.
+Isolation is exact. Wherever a term of another document appears in a sum, its factor is an exact
+zero, made by a mask before the exponential (exp(-inf)), never by subtracting something that was
+added. So a change in one document leaves every bit of the others' outputs and gradients alone.
 
-Letters besides the API's: Q chunks, L tokens of a chunk (L = chunk_size; the last chunk is padded), R heads per group.
-Accumulates in fp32 (float64 for float64 inputs). The sums of dt * A are float64 up to the exponential: they grow to
-hundreds, and what counts is differences between them.
+Letters besides the API's: Q chunks, L tokens of a chunk (L = chunk_size; the last chunk is padded),
+R heads per group. Accumulates in fp32 (float64 for float64 inputs). The sums of dt * A are float64
+up to the exponential: they grow to hundreds, and what counts is differences between them.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ def run(
     dtype = torch.promote_types(x_TNP.dtype, torch.float32)
     x_TNP_wide, A_N = x_TNP.to(dtype), -A_log_N.exp()
 
-    # Padding: dt = 0 writes nothing into the state and decays nothing; it counts as part of the last document.
+    # Padding: dt = 0 writes nothing into the state and decays nothing; it counts as part of the
+    # last document.
     dt_TN_wide = softplus(dt_TN.to(dtype) + dt_bias_N.to(dtype))
-    seq_idx_QL = torch.cat([seq_idx_1T, seq_idx_1T[:, -1:].expand(1, padded)], dim=1).view(-1, chunk_size)
+    seq_idx_QL = torch.cat([seq_idx_1T, seq_idx_1T[:, -1:].expand(1, padded)], dim=1).view(
+        -1, chunk_size
+    )
     dt_QLN = _chunked(dt_TN_wide, padded, chunk_size)
     xdt_QGRLP = _by_group(_chunked(x_TNP_wide * dt_TN_wide[:, :, None], padded, chunk_size), groups)
     B_QGLS = _chunked(B_TGS.to(dtype), padded, chunk_size).transpose(1, 2)
@@ -55,7 +59,9 @@ def run(
     # (Q, L, N) -> (Q, G, R, L)
     logs_QGRL = _by_group(document_sum(dt_QLN.double() * A_N.double(), seq_idx_QL), groups)
     y_QGRLP = _within_chunk(xdt_QGRLP, B_QGLS, C_QGLS, logs_QGRL, seq_idx_QL)
-    entering_QGRPS = _entering_states(_chunk_states(xdt_QGRLP, B_QGLS, logs_QGRL, seq_idx_QL), logs_QGRL, seq_idx_QL)
+    entering_QGRPS = _entering_states(
+        _chunk_states(xdt_QGRLP, B_QGLS, logs_QGRL, seq_idx_QL), logs_QGRL, seq_idx_QL
+    )
     y_QGRLP = y_QGRLP + _from_entering(entering_QGRPS, C_QGLS, logs_QGRL, seq_idx_QL)
 
     # (Q, G, R, L, P) -> (Q, L, G, R, P) -> (T, N, P)
@@ -66,14 +72,17 @@ def run(
 def document_sum(values_QLN: Tensor, seq_idx_QL: Tensor) -> Tensor:
     """Running sum over the tokens of a chunk that starts anew at every document.
 
-    A product with a mask instead of a difference of running sums: other documents contribute 0 * value = 0.
+    A product with a mask instead of a difference of running sums: other documents contribute 0 *
+    value = 0.
     """
     mask_QLL = same_document(seq_idx_QL).tril()
     return mask_QLL.to(values_QLN.dtype) @ values_QLN
 
 
 def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """What the tokens of a chunk receive from earlier tokens of the same document in the same chunk."""
+    """What the tokens of a chunk receive from earlier tokens of the same document in the same
+    chunk.
+    """
     mask_Q11LL = same_document(seq_idx).tril()[:, None, None]
     decay_QGRLL = _decay(logs[..., :, None] - logs[..., None, :], mask_Q11LL, xdt.dtype)
     scores_QG1LL = (c @ b.transpose(-1, -2))[:, :, None]
@@ -81,7 +90,9 @@ def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tens
 
 
 def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """The state that each chunk's own tokens leave at its end; only the chunk's last document reaches it."""
+    """The state that each chunk's own tokens leave at its end; only the chunk's last document
+    reaches it.
+    """
     reaches_Q11L = (seq_idx == seq_idx[:, -1:])[:, None, None]
     decay_QGRL = _decay(logs[..., -1:] - logs, reaches_Q11L, xdt.dtype)
     # (Q, G, R, P, L) @ (Q, G, 1, L, S) -> (Q, G, R, P, S)
@@ -89,10 +100,12 @@ def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tens
 
 
 def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """The state at the start of each chunk: a decayed sum over the earlier chunks that end in the same document.
+    """The state at the start of each chunk: a decayed sum over the earlier chunks that end in the
+    same document.
 
-    ``total_QGRQ[i, j]`` is the sum of the logarithms of the chunks j+1..i, formed by adding (no cancellation). It is
-    used only where chunks j and i end in the same document: then the chunks j+1..i hold nothing else.
+    ``total_QGRQ[i, j]`` is the sum of the logarithms of the chunks j+1..i, formed by adding (no
+    cancellation). It is used only where chunks j and i end in the same document: then the chunks
+    j+1..i hold nothing else.
     """
     chunks = seq_idx.shape[0]
     later_QQ = torch.ones(chunks, chunks, dtype=torch.bool, device=seq_idx.device).tril(-1)
@@ -108,8 +121,12 @@ def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Ten
 
 
 def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """What the tokens of a chunk receive from the chunks before: only those of the document that continues."""
-    previous_Q1 = torch.cat([seq_idx[:1, :1], seq_idx[:-1, -1:]])  # the first chunk's entering state is zero
+    """What the tokens of a chunk receive from the chunks before: only those of the document that
+    continues.
+    """
+    previous_Q1 = torch.cat(
+        [seq_idx[:1, :1], seq_idx[:-1, -1:]]
+    )  # the first chunk's entering state is zero
     continues_Q11L = (seq_idx == previous_Q1)[:, None, None]
     decay_QGRL = _decay(logs, continues_Q11L, c.dtype)
     # (Q, G, 1, L, S) @ (Q, G, R, S, P) -> (Q, G, R, L, P)
@@ -127,7 +144,9 @@ def same_document(seq_idx_QL: Tensor) -> Tensor:
 
 def _chunked(values: Tensor, padded: int, chunk_size: int) -> Tensor:
     """``(T, ...)`` -> ``(Q, L, ...)``, zeros behind the last token."""
-    return pad(values, (0, 0) * (values.dim() - 1) + (0, padded)).reshape(-1, chunk_size, *values.shape[1:])
+    return pad(values, (0, 0) * (values.dim() - 1) + (0, padded)).reshape(
+        -1, chunk_size, *values.shape[1:]
+    )
 
 
 def _by_group(values: Tensor, groups: int) -> Tensor:

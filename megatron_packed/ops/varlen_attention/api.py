@@ -1,6 +1,7 @@
 """Causal attention inside each document of a pack.
 
-Shapes: T token slots of the pack, N query heads, K key/value heads (N a multiple of K), H head dimension, D documents.
+Shapes: T token slots of the pack, N query heads, K key/value heads (N a multiple of K), H head
+dimension, D documents.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the choice of a backend depends on. Equal for all micro-batches of a run: the choice is made once."""
+    """What the choice of a backend depends on. Equal for all micro-batches of a run: the choice is
+    made once.
+    """
 
     tokens: int
     num_heads: int
@@ -50,13 +53,16 @@ class Inputs:
     window_size: int | None
     deterministic: bool
     oversized_backward: int = 0
-    """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else 0."""
+    """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else
+    0.
+    """
     oversized_square: int = 0
-    """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else 0.
+    """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else
+    0.
 
-    Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16 documents of 512 tokens.
-    `auto` asks for as many documents as tokens: a pack that falls back has less room than its graph, and takes the same
-    kernel, or its bits would be others.
+    Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16
+    documents of 512 tokens. `auto` asks for as many documents as tokens: a pack that falls back has
+    less room than its graph, and takes the same kernel, or its bits would be others.
     """
 
 
@@ -74,24 +80,29 @@ def varlen_attention(
     tables: Tables | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal softmax attention in which a token sees only earlier tokens of its own document, and itself.
+    """Causal softmax attention in which a token sees only earlier tokens of its own document, and
+    itself.
 
     Args:
-        q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension contiguous, the others strided as they
-            like.
-        cu_seqlens: int32 ``(D + 1,)`` on the tensors' device, first 0, last T. Zero-length documents may follow or
-            stand between: they have no rows.
+        q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension contiguous, the others
+            strided as they like.
+        cu_seqlens: int32 ``(D + 1,)`` on the tensors' device, first 0, last T. Zero-length
+            documents may follow or stand between: they have no rows.
         max_seqlen: host integer, at least the longest document (T under capture).
-        seq_idx_1T: int32 ``(1, T)`` document number per token. Only the mask backends read it; derived when missing.
+        seq_idx_1T: int32 ``(1, T)`` document number per token. Only the mask backends read it;
+        derived when missing.
         softmax_scale: 1 / sqrt(H) when None.
-        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None and 0: no window.
+        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None and 0:
+        no window.
         deterministic: equal inputs give equal bits, run to run, in every gradient.
-        tables: what ``prepare_tables`` returned for this micro-batch; a mask backend builds its own when None.
+        tables: what ``prepare_tables`` returned for this micro-batch; a mask backend builds its own
+        when None.
         backend: ``auto`` or a name of ``OP.names()``.
     Returns:
         ``(T, N, H)`` in the dtype of q.
     Raises:
-        ValueError: shapes that do not fit each other. NoBackendError: no backend can serve, with each one's reasons.
+        ValueError: shapes that do not fit each other. NoBackendError: no backend can serve, with
+            each one's reasons.
     """
     window = _window(window_size)
     _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
@@ -138,10 +149,12 @@ def prepare_tables(
     window_size: int | None = None,
     deterministic: bool = False,
 ) -> Tables | None:
-    """The kernel tables that all attention layers of one micro-batch share, or None where the backend needs none.
+    """The kernel tables that all attention layers of one micro-batch share, or None where the
+    backend needs none.
 
-    Takes the same decision as ``varlen_attention`` with the same ``backend``. Call it once per micro-batch and window
-    size; static shapes, no host sync. ``tables.copy_from(other)`` refills them in place for a captured graph.
+    Takes the same decision as ``varlen_attention`` with the same ``backend``. Call it once per
+    micro-batch and window size; static shapes, no host sync. ``tables.copy_from(other)`` refills
+    them in place for a captured graph.
     """
     window = _window(window_size)
     inputs = _inputs(
@@ -183,7 +196,9 @@ def _inputs(
 ) -> Inputs:
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
     square = (tokens + 1 if automatic else num_sequences) * num_heads * tokens**2
-    exact = deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"  # as TransformerEngine reads it
+    exact = (
+        deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+    )  # as TransformerEngine reads it
     return Inputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -220,8 +235,9 @@ def inputs_of_pack(
     automatic: bool = True,
     documents: int = 1,
 ) -> Inputs:
-    """By what a kernel is chosen for a pack with room for ``documents``, of which one may fill it: `OP.explain` says
-    why not others."""
+    """By what a kernel is chosen for a pack with room for ``documents``, of which one may fill it:
+    `OP.explain` says why not others.
+    """
     return _inputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -242,7 +258,9 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=64)
 def _warn_if_slow(inputs: Inputs) -> None:
-    """Say once per kind of input that no kernel serves it: the reference is right everywhere, but slow on a GPU."""
+    """Say once per kind of input that no kernel serves it: the reference is right everywhere, but
+    slow on a GPU.
+    """
     if inputs.device_type == "cuda" and OP.select(inputs).name == "reference":
         logging.getLogger(__name__).warning(
             "varlen_attention runs its slow reference on the GPU, because no kernel serves %s: %s",
@@ -251,18 +269,32 @@ def _warn_if_slow(inputs: Inputs) -> None:
         )
 
 
-def _check(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+def _check(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> None:
     shapes = f"q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)}, v {tuple(v_TKH.shape)}"
     if q_TNH.dim() != 3 or k_TKH.dim() != 3 or k_TKH.shape != v_TKH.shape:
         raise ValueError(f"Expected q (T, N, H) and k, v of one shape (T, K, H); got {shapes}.")
-    if q_TNH.shape[0] != k_TKH.shape[0] or q_TNH.shape[2] != k_TKH.shape[2] or q_TNH.shape[1] % k_TKH.shape[1]:
+    if (
+        q_TNH.shape[0] != k_TKH.shape[0]
+        or q_TNH.shape[2] != k_TKH.shape[2]
+        or q_TNH.shape[1] % k_TKH.shape[1]
+    ):
         raise ValueError(f"q and k need equal T and H, and N a multiple of K; got {shapes}.")
     if not q_TNH.dtype == k_TKH.dtype == v_TKH.dtype:
-        raise ValueError(f"q, k and v need one dtype; got {q_TNH.dtype}, {k_TKH.dtype}, {v_TKH.dtype}.")
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != q_TNH.device:
+        raise ValueError(
+            f"q, k and v need one dtype; got {q_TNH.dtype}, {k_TKH.dtype}, {v_TKH.dtype}."
+        )
+    if (
+        cu_seqlens.dtype != torch.int32
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.device != q_TNH.device
+    ):
         raise ValueError(
             f"cu_seqlens must be int32, one-dimensional and on {q_TNH.device}; "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device}."
         )
     if max_seqlen < 1:
-        raise ValueError(f"max_seqlen ({max_seqlen}) must be at least 1: the longest document, or T under capture.")
+        raise ValueError(
+            f"max_seqlen ({max_seqlen}) must be at least 1: the longest document, or T under capture."
+        )

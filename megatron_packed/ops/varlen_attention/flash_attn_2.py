@@ -1,7 +1,8 @@
-"""flash-attn 2. Slower than version 4 on Hopper and pays most for padded cu_seqlens, but runs from Ampere on.
+"""flash-attn 2. Slower than version 4 on Hopper and pays most for padded cu_seqlens, but runs from
+Ampere on.
 
-Imported from its own module: where only flash-attn 4 is installed, ``flash_attn`` is an empty namespace and this
-import fails, which dispatch reports as the reason.
+Imported from its own module: where only flash-attn 4 is installed, ``flash_attn`` is an empty
+namespace and this import fails, which dispatch reports as the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from megatron_packed.ops.varlen_attention.tables import Tables
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
-        reasons.append(f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}")
+        reasons.append(
+            f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}"
+        )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim > 256:
@@ -36,9 +39,11 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Builds may leave out dtypes and head dimensions, and only a call tells: one token, once per kind.
+    """Builds may leave out dtypes and head dimensions, and only a call tells: one token, once per
+    kind.
 
-    Not under capture, where a failed launch would cost the graph; selection happens in the warm-up before it.
+    Not under capture, where a failed launch would cost the graph; selection happens in the warm-up
+    before it.
     """
     if torch.cuda.is_current_stream_capturing():
         return []
@@ -48,7 +53,9 @@ def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
         try:
             flash_attn_varlen_func(token, token, token, offsets, offsets, 1, 1, causal=True)
         except RuntimeError as error:
-            return [f"the installed build has no kernel for {dtype} with head dimension {head_dim}: {error}"]
+            return [
+                f"the installed build has no kernel for {dtype} with head dimension {head_dim}: {error}"
+            ]
     return []
 
 

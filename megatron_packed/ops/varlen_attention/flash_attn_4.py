@@ -1,8 +1,9 @@
 """flash-attn 4 (``flash_attn.cute``), the fastest varlen kernel on Hopper and Blackwell.
 
-It shares the namespace ``flash_attn`` with flash-attn 2 and needs nothing of it. Kernels are compiled on first use
-for each dtype, head dimension and option; the forward pass is deterministic, the backward pass adds dQ (and, with
-grouped heads, dK and dV) in a changing order unless ``deterministic``.
+It shares the namespace ``flash_attn`` with flash-attn 2 and needs nothing of it. Kernels are
+compiled on first use for each dtype, head dimension and option; the forward pass is deterministic,
+the backward pass adds dQ (and, with grouped heads, dK and dV) in a changing order unless
+``deterministic``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
         reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
     widest = 256 if inputs.capability is not None and inputs.capability[0] == 9 else 128
     if inputs.head_dim % 8 or not 8 <= inputs.head_dim <= widest:
-        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to {widest}")
+        reasons.append(
+            f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to {widest}"
+        )
     if inputs.oversized_backward:
         reasons.append(
             f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "

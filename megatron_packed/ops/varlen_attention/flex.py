@@ -1,7 +1,9 @@
-"""torch FlexAttention over static block tables: nothing to pad, the cheapest kernel where documents are very short.
+"""torch FlexAttention over static block tables: nothing to pad, the cheapest kernel where documents
+are very short.
 
-The compiled function takes plain tensors and assembles the block mask inside, so another packing is other tensor
-contents and never a recompilation, and a captured graph follows ``tables.copy_from``. No atomics: deterministic.
+The compiled function takes plain tensors and assembles the block mask inside, so another packing is
+other tensor contents and never a recompilation, and a captured graph follows ``tables.copy_from``.
+No atomics: deterministic.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ from megatron_packed.ops.varlen_attention.tables import (
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
-        reasons.append(f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}")
+        reasons.append(
+            f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}"
+        )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"it is verified for bfloat16 and float16, not {inputs.dtype}")
     if inputs.tokens % BLOCK:
         reasons.append(f"T ({inputs.tokens}) is not a multiple of {BLOCK}, the block of its tables")
     if inputs.head_dim & (inputs.head_dim - 1) or not 16 <= inputs.head_dim <= 256:
-        reasons.append(f"the head dimension ({inputs.head_dim}) must be a power of 2 from 16 to 256")
+        reasons.append(
+            f"the head dimension ({inputs.head_dim}) must be a power of 2 from 16 to 256"
+        )
     group = inputs.num_heads // inputs.num_kv_heads
     if group & (group - 1):
         reasons.append(f"{group} query heads per key head is not a power of 2")
@@ -68,7 +74,9 @@ def run(
 def compiled_attention(
     window_size: int | None, softmax_scale: float, grouped: bool, backend: str = "inductor"
 ) -> Callable[..., Tensor]:
-    """``attend(q, k, v, *tables.tensors())`` on (1, heads, T, H), compiled once for these constants."""
+    """``attend(q, k, v, *tables.tensors())`` on (1, heads, T, H), compiled once for these
+    constants.
+    """
 
     def attend(q_1NTH: Tensor, k_1KTH: Tensor, v_1KTH: Tensor, *tensors: Tensor) -> Tensor:
         tables = BlockTables.from_tensors(tensors, window_size)
@@ -92,5 +100,7 @@ def compiled_attention(
         result: Tensor = out
         return result
 
-    compiled: Callable[..., Tensor] = torch.compile(attend, backend=backend, dynamic=False, fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(
+        attend, backend=backend, dynamic=False, fullgraph=True
+    )
     return compiled

@@ -1,8 +1,9 @@
-"""torch's scaled_dot_product_attention under a boolean (T, T) mask: the last resort, when no varlen kernel can serve.
+"""torch's scaled_dot_product_attention under a boolean (T, T) mask: the last resort, when no varlen
+kernel can serve.
 
-Its time and memory grow with T^2 whatever the documents, so it must be asked for. On a GPU the memory-efficient
-kernel is
-pinned: without the pin torch may fall to its mathematical path, which holds T x T scores of every head.
+Its time and memory grow with T^2 whatever the documents, so it must be asked for. On a GPU the
+memory-efficient kernel is pinned: without the pin torch may fall to its mathematical path, which
+holds T x T scores of every head.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_packed.ops.varlen_attention.api import Inputs
-from megatron_packed.ops.varlen_attention.tables import MaskTable, Tables, document_numbers, visible_pairs
+from megatron_packed.ops.varlen_attention.tables import (
+    MaskTable,
+    Tables,
+    document_numbers,
+    visible_pairs,
+)
 
 _LONGEST = 16384
 """Tokens whose mask (256 MiB, and twice that again as the kernel's bias) is still bearable."""
@@ -24,7 +30,9 @@ _LONGEST = 16384
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = []
     if inputs.tokens > _LONGEST:
-        reasons.append(f"T ({inputs.tokens}) exceeds {_LONGEST}, above which a (T, T) mask costs too much")
+        reasons.append(
+            f"T ({inputs.tokens}) exceeds {_LONGEST}, above which a (T, T) mask costs too much"
+        )
     if inputs.device_type == "cuda":
         if inputs.tokens % 8 or inputs.head_dim % 8:
             reasons.append(
@@ -53,14 +61,19 @@ def run(
     tokens, num_heads = q_TNH.shape[:2]
     if not isinstance(tables, MaskTable) or tables.window_size != window_size:
         seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
-        tables = MaskTable(mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size)
+        tables = MaskTable(
+            mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size
+        )
     group = num_heads // k_TKH.shape[1]
-    # Grouped heads are repeated: the memory-efficient kernel does not take fewer key than query heads.
+    # Grouped heads are repeated: the memory-efficient kernel does not take fewer key than query
+    # heads.
     k_TNH, v_TNH = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_TKH, v_TKH))
     pinned: AbstractContextManager[None] = nullcontext()
     if q_TNH.is_cuda:
         pinned = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     with pinned:
         q_1NTH, k_1NTH, v_1NTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TNH, v_TNH))
-        out_1NTH = F.scaled_dot_product_attention(q_1NTH, k_1NTH, v_1NTH, attn_mask=tables.mask_TT, scale=softmax_scale)
+        out_1NTH = F.scaled_dot_product_attention(
+            q_1NTH, k_1NTH, v_1NTH, attn_mask=tables.mask_TT, scale=softmax_scale
+        )
     return out_1NTH[0].transpose(0, 1)

@@ -1,7 +1,8 @@
 """Masks and block tables that all attention layers of one micro-batch share.
 
-Built from the document numbers by a fixed number of vectorised operations: shapes depend on T alone, nothing is read
-back to the host, so the build can be captured, or its result copied into a captured graph's tables.
+Built from the document numbers by a fixed number of vectorised operations: shapes depend on T
+alone, nothing is read back to the host, so the build can be captured, or its result copied into a
+captured graph's tables.
 
 Shapes: T token slots, B = T / 128 blocks of 128 tokens.
 """
@@ -22,9 +23,8 @@ BLOCK = 128
 class BlockTables:
     """FlexAttention's block lists for causal attention inside documents.
 
-    'Partial' blocks hold masked and visible pairs and are masked element by element; 'full' ones hold visible pairs
-    only.
-    Lists are padded: entry ``[q, j]`` counts only for ``j < num[q]``.
+    'Partial' blocks hold masked and visible pairs and are masked element by element; 'full' ones
+    hold visible pairs only. Lists are padded: entry ``[q, j]`` counts only for ``j < num[q]``.
     """
 
     document_T: Tensor
@@ -49,7 +49,17 @@ class BlockTables:
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor, ...], window_size: int | None) -> BlockTables:
         """The inverse of ``tensors``."""
-        document_T, kv_num, kv_index, full_kv_num, full_kv_index, q_num, q_index, full_q_num, full_q_index = tensors
+        (
+            document_T,
+            kv_num,
+            kv_index,
+            full_kv_num,
+            full_kv_index,
+            q_num,
+            q_index,
+            full_q_num,
+            full_q_index,
+        ) = tensors
         return cls(
             document_T=document_T,
             kv_num=kv_num,
@@ -64,7 +74,9 @@ class BlockTables:
         )
 
     def copy_from(self, other: BlockTables) -> None:
-        """Refill in place (all tensors keep their addresses) with another packing's tables of the same T and window."""
+        """Refill in place (all tensors keep their addresses) with another packing's tables of the
+        same T and window.
+        """
         _copy_tensors(self, other)
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -103,17 +115,22 @@ def build_tables(backend: str, seq_idx_1T: Tensor, window_size: int | None) -> T
     if backend == "flex":
         return build_block_tables(seq_idx_1T, window_size)
     if backend == "sdpa":
-        return MaskTable(mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size)
+        return MaskTable(
+            mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size
+        )
     return None
 
 
 def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """int32 ``(1, T)`` document number per token, from ``cu_seqlens``; zero-length documents use up their number.
+    """int32 ``(1, T)`` document number per token, from ``cu_seqlens``; zero-length documents use up
+    their number.
 
     Example: ``[0, 2, 2, 5]`` gives ``[[0, 0, 2, 2, 2]]``.
     """
     token_T = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), token_T, right=True, out_int32=True)[None]
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token_T, right=True, out_int32=True)[
+        None
+    ]
 
 
 def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
@@ -127,9 +144,9 @@ def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
 def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTables:
     """Block lists from document numbers.
 
-    Documents are contiguous, so their numbers never decrease. Query block q meets key block k <= q exactly if k's
-    last token and q's first lie in one document (or q = k), and it sees all of k if k's first and q's last do and k <
-    q.
+    Documents are contiguous, so their numbers never decrease. Query block q meets key block k <= q
+    exactly if k's last token and q's first lie in one document (or q = k), and it sees all of k if
+    k's first and q's last do and k < q.
 
     Raises:
         ValueError: T is not a multiple of 128.
@@ -142,7 +159,9 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
         )
     first_B, last_B = document_T[::BLOCK], document_T[BLOCK - 1 :: BLOCK]
     block_B = torch.arange(tokens // BLOCK, device=document_T.device)
-    behind_BB = block_B[:, None] - block_B[None, :]  # blocks between query block (row) and key block (column)
+    behind_BB = (
+        block_B[:, None] - block_B[None, :]
+    )  # blocks between query block (row) and key block (column)
     meets_BB = (behind_BB == 0) | ((behind_BB > 0) & (last_B[None, :] == first_B[:, None]))
     full_BB = (behind_BB > 0) & (first_B[None, :] == last_B[:, None])
     if window_size is not None:
@@ -168,9 +187,13 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
 
 
 def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the number of True columns, and their indices in rising order followed by the others."""
+    """For each row the number of True columns, and their indices in rising order followed by the
+    others.
+    """
     number_B = dense_BB.sum(1, dtype=torch.int32)
-    index_BB = torch.argsort(dense_BB.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    index_BB = torch.argsort(dense_BB.to(torch.int32), dim=1, descending=True, stable=True).to(
+        torch.int32
+    )
     return number_B[None, None].contiguous(), index_BB[None, None].contiguous()
 
 

@@ -1,6 +1,7 @@
 """torch.nn.attention.varlen: the flash-attention 2 inside torch, always there on CUDA.
 
-Its backward pass is deterministic only under a global switch of torch, so it does not serve ``deterministic``.
+Its backward pass is deterministic only under a global switch of torch, so it does not serve
+``deterministic``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megatron_packed.ops.varlen_attention.tables import Tables
 
 @lru_cache(maxsize=1)
 def _varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """The function, and whether it takes fewer key than query heads (torch 2.13; in 2.11 they are repeated).
+    """The function, and whether it takes fewer key than query heads (torch 2.13; in 2.11 they are
+    repeated).
 
     Imported at the first call: the import compiles for seconds, which a CPU run need not wait for.
     """
@@ -31,7 +33,9 @@ def _varlen_attn() -> tuple[Callable[..., Any], bool]:
 def not_supported_reasons(inputs: Inputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
-        reasons.append(f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}")
+        reasons.append(
+            f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}"
+        )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim % 8 or inputs.head_dim > 256:

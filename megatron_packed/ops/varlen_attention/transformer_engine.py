@@ -1,7 +1,8 @@
 """TransformerEngine's packed attention, which is cuDNN's.
 
-Its module chooses a kernel by itself and may fall to one that holds T x T scores; ``run`` checks the choice and
-refuses that. ``pad_between_seqs=False`` is said explicitly: older versions compare offsets on the host to find out.
+Its module chooses a kernel by itself and may fall to one that holds T x T scores; ``run`` checks
+the choice and refuses that. ``pad_between_seqs=False`` is said explicitly: older versions compare
+offsets on the host to find out.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def run(
         **options,
     )
     chosen = getattr(te_attention, "_attention_backends", {})
-    if chosen.get("use_unfused_attention") and not (chosen["use_fused_attention"] or chosen["use_flash_attention"]):
+    if chosen.get("use_unfused_attention") and not (
+        chosen["use_fused_attention"] or chosen["use_flash_attention"]
+    ):
         raise RuntimeError(
             f"TransformerEngine has no fused kernel for q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)} {q_TNH.dtype} "
             f"with {cu_seqlens.shape[0] - 1} documents; choose another attention backend "
@@ -83,7 +86,12 @@ def run(
 
 @lru_cache(maxsize=32)
 def _module(
-    num_heads: int, num_kv_heads: int, head_dim: int, softmax_scale: float, window_size: int | None, deterministic: bool
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    softmax_scale: float,
+    window_size: int | None,
+    deterministic: bool,
 ) -> torch.nn.Module:
     """The module without parameters that holds these options."""
     with _deterministic_choice(deterministic):

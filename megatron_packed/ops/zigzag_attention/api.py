@@ -1,8 +1,8 @@
 """Causal attention inside each document of a pack whose rows are spread over ranks in a zigzag.
 
-Shapes: T token slots of the pack, c ranks, R = T / c rows of this rank, N query heads, K key/value heads, H head
-dimension, D documents. The zigzag is that of ``packed/cp_partition.py``: every document in 2c chunks, rank r has chunks
-r and 2c - 1 - r of each, document by document.
+Shapes: T token slots of the pack, c ranks, R = T / c rows of this rank, N query heads, K key/value
+heads, H head dimension, D documents. The zigzag is that of ``packed/cp_partition.py``: every
+document in 2c chunks, rank r has chunks r and 2c - 1 - r of each, document by document.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The ranks that share the pack, and how tensors pass between them; both functions are differentiable."""
+    """The ranks that share the pack, and how tensors pass between them; both functions are
+    differentiable.
+    """
 
     rank: int
     size: int
     comm_type: str
-    """``all_gather``: keys and values of all ranks at once; ``p2p``: those of one rank after the other, in a ring."""
+    """``all_gather``: keys and values of all ranks at once; ``p2p``: those of one rank after the
+    other, in a ring.
+    """
     gather_rows: Callable[[Tensor], Tensor]
     """``(R, ...)`` of every rank as ``(T, ...)``, in the order of ranks."""
     pass_on: Callable[[Tensor], Tensor]
@@ -70,7 +74,8 @@ def zigzag_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention of this rank's rows; a token sees the earlier tokens of its own document, and itself.
+    """Softmax attention of this rank's rows; a token sees the earlier tokens of its own document,
+    and itself.
 
     All ranks of ``peers`` call it together.
 
@@ -81,7 +86,8 @@ def zigzag_attention(
         seq_idx_1T: ``(1, T)`` int32 of the whole pack.
         slots_T: ``(T,)`` int64, the slots of the pack in the order of the ranks that hold them.
         deterministic: equal inputs give equal bits, run to run.
-        backend: a name of ``OP.names()``, or ``auto``: the reference on a CPU, TransformerEngine on a GPU.
+        backend: a name of ``OP.names()``, or ``auto``: the reference on a CPU, TransformerEngine on
+        a GPU.
     Returns:
         ``(R, N, H)`` in the dtype of q.
     Raises:
@@ -100,7 +106,9 @@ def zigzag_attention(
     try:
         run = OP.run(inputs, backend)
     except NoBackendError as error:
-        raise NoBackendError(f"{error}. --cp-comm-type a2a serves every attention backend.") from None
+        raise NoBackendError(
+            f"{error}. --cp-comm-type a2a serves every attention backend."
+        ) from None
     out_RNH: Tensor = run(
         q_RNH,
         k_RKH,
@@ -116,5 +124,7 @@ def zigzag_attention(
 
 
 def resolved_backend(backend: str, device_type: str) -> str:
-    """Return what ``auto`` means on a device: on a GPU the reference, which would be slow there, must be named."""
+    """Return what ``auto`` means on a device: on a GPU the reference, which would be slow there,
+    must be named.
+    """
     return "transformer_engine" if backend == "auto" and device_type == "cuda" else backend

@@ -1,8 +1,10 @@
-"""TransformerEngine's context-parallel attention, which communicates itself, on a stream of its own.
+"""TransformerEngine's context-parallel attention, which communicates itself, on a stream of its
+own.
 
-Its zigzag is the same as ours: chunks of each document in this order. It takes the offsets of the whole pack, also as
-padded ones: a document's padding is a part of it (it trails the document, so no real token sees it). Given the same
-tensor twice it compares nothing. Longest documents are divided by 2c, so ours is rounded up to a multiple.
+Its zigzag is the same as ours: chunks of each document in this order. It takes the offsets of the
+whole pack, also as padded ones: a document's padding is a part of it (it trails the document, so no
+real token sees it). Given the same tensor twice it compares nothing. Longest documents are divided
+by 2c, so ours is rounded up to a multiple.
 
 Where no kernel of its fits it would raise inside; there is no slow path under context parallelism.
 """
@@ -85,7 +87,9 @@ def _module(
     global_ranks: tuple[int, ...],
     device: torch.device,
 ) -> torch.nn.Module:
-    """The module without parameters that holds these options; all attention layers share it and its stream."""
+    """The module without parameters that holds these options; all attention layers share it and its
+    stream.
+    """
     with _deterministic_choice(deterministic):
         module: torch.nn.Module = DotProductAttention(
             num_heads,

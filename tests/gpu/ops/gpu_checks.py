@@ -1,6 +1,8 @@
-"""What every GPU op must show: errors like plain bf16's, isolation, determinism, replay over other packings, no sync.
+"""What every GPU op must show: errors like plain bf16's, isolation, determinism, replay over other
+packings, no sync.
 
-An op is a function of leaves (tensors that get gradients) and of static metadata, and returns one tensor or several.
+An op is a function of leaves (tensors that get gradients) and of static metadata, and returns one
+tensor or several.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +42,9 @@ def step(function: Function, leaves: Sequence[Tensor], seed: int = 5) -> list[Te
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator("cuda").manual_seed(seed)
-    upstream = [torch.randn(y.shape, generator=generator, device="cuda").to(y.dtype) for y in outputs]
+    upstream = [
+        torch.randn(y.shape, generator=generator, device="cuda").to(y.dtype) for y in outputs
+    ]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
 
 
@@ -51,20 +55,25 @@ def leaves_like(values: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def check_errors(
     kernel: Function, exact: Function, plain: Function, values: Sequence[Tensor], dtype: torch.dtype
 ) -> None:
-    """At most twice the error of plain PyTorch in the same precision, each against ``exact`` in float32 (or wider)."""
+    """At most twice the error of plain PyTorch in the same precision, each against ``exact`` in
+    float32 (or wider).
+    """
     want = step(exact, leaves_like(values, torch.float32))
     found, other = (step(function, leaves_like(values, dtype)) for function in (kernel, plain))
     for i, (reference, got, ordinary) in enumerate(zip(want, found, other)):
         scale = reference.abs().max().clamp(min=1e-30)
         error, allowed = ((x.float() - reference).abs().max() / scale for x in (got, ordinary))
         assert got.dtype == ordinary.dtype and got.shape == reference.shape
-        assert error <= 2 * allowed + 2e-4, f"result {i}: error {error:.2e}, plain {dtype} {allowed:.2e}"
+        assert error <= 2 * allowed + 2e-4, (
+            f"result {i}: error {error:.2e}, plain {dtype} {allowed:.2e}"
+        )
 
 
 def check_isolation(
     kernel: Function, values: Sequence[Tensor], rows: slice, dtype: torch.dtype, *, atol: float = 0
 ) -> None:
-    """Perturb one token of the document that owns ``rows``: no other row of any row-wise result changes by a bit.
+    """Perturb one token of the document that owns ``rows``: no other row of any row-wise result
+    changes by a bit.
 
     ``atol``: allowed for gradients, by kernels whose sums change their order from run to run.
     """
@@ -81,10 +90,14 @@ def check_isolation(
         if i < outputs or atol == 0:
             assert torch.equal(x[others], y[others]), f"result {i} of other documents changed"
         else:
-            assert (x[others].float() - y[others].float()).abs().max() <= atol * x.float().abs().max()
+            assert (
+                x[others].float() - y[others].float()
+            ).abs().max() <= atol * x.float().abs().max()
 
 
-def check_determinism(kernel: Function, values: Sequence[Tensor], dtype: torch.dtype, runs: int = 6) -> None:
+def check_determinism(
+    kernel: Function, values: Sequence[Tensor], dtype: torch.dtype, runs: int = 6
+) -> None:
     leaves = leaves_like(values, dtype)
     first = step(kernel, leaves)
     for _ in range(runs - 1):
@@ -112,8 +125,10 @@ def check_replay(
     *,
     atol: float = 0,
 ) -> None:
-    """Capture forward and backward once, then replay after each of ``updates`` (which refill static metadata in place)
-    and compare with eager on the same metadata: bit for bit, or ``atol`` of the largest value."""
+    """Capture forward and backward once, then replay after each of ``updates`` (which refill static
+    metadata in place) and compare with eager on the same metadata: bit for bit, or ``atol`` of the
+    largest value.
+    """
     leaves = leaves_like(values, dtype)
     upstream = [torch.randn_like(y) for y in _tuple(kernel(*leaves))]
 

@@ -1,4 +1,6 @@
-"""Permutation and grouped products on a GPU: against the references, cleared edges, determinism, graphs."""
+"""Permutation and grouped products on a GPU: against the references, cleared edges, determinism,
+graphs.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,12 @@ def layer(values, permute_backend="triton", mlp_backend="grouped_mm"):
     leaf = {name: values[name].detach().requires_grad_() for name in ("x", "w1", "w2", "weights")}
     permuted = permute(leaf["x"], values["ids"], E, values["valid"], backend=permute_backend)
     rows = grouped_mlp(
-        permuted.x_RD, leaf["w1"], leaf["w2"], permuted.offsets_E, activation="swiglu", backend=mlp_backend
+        permuted.x_RD,
+        leaf["w1"],
+        leaf["w2"],
+        permuted.offsets_E,
+        activation="swiglu",
+        backend=mlp_backend,
     )
     y = unpermute(rows, permuted, leaf["weights"], backend=permute_backend)
     gradients = torch.autograd.grad(y, leaf.values(), values["dy"])
@@ -55,7 +62,9 @@ def test_the_layer_equals_its_references(used, tail):
     want = layer(wide, "reference", "reference")
     for name in want:
         assert torch.isfinite(got[name]).all(), name
-        assert error(got[name], want[name]) < 1e-2 if want[name].any() else not got[name].any(), name
+        assert error(got[name], want[name]) < 1e-2 if want[name].any() else not got[name].any(), (
+            name
+        )
     for name in ("d_w1", "d_w2"):
         assert not got[name][used:].any(), "the gradient of an expert without rows is zero"
 
@@ -68,7 +77,12 @@ def test_permute_kernels_equal_the_reference(dtype):
         leaf = {name: values[name].detach().requires_grad_() for name in ("x", "weights")}
         permuted = permute(leaf["x"], values["ids"], E, values["valid"], backend=backend)
         behind = torch.arange(T * K, device="cuda")[:, None] >= permuted.offsets_E[-1]
-        y = unpermute(permuted.x_RD.sin().masked_fill(behind, torch.nan), permuted, leaf["weights"], backend=backend)
+        y = unpermute(
+            permuted.x_RD.sin().masked_fill(behind, torch.nan),
+            permuted,
+            leaf["weights"],
+            backend=backend,
+        )
         return [permuted.x_RD, y, *torch.autograd.grad(y, leaf.values(), values["dy"])]
 
     for got, want in zip(run("triton"), run("reference")):
@@ -84,7 +98,9 @@ def test_weight_gradients_go_to_main_grad():
         leaves = [values[name].detach().clone().requires_grad_() for name in ("w1", "w2")]
         for leaf in leaves if accumulate else []:
             leaf.main_grad = torch.ones(leaf.shape, device="cuda")
-        y = grouped_mlp(permuted.x_RD, *leaves, permuted.offsets_E, activation="swiglu", backend="grouped_mm")
+        y = grouped_mlp(
+            permuted.x_RD, *leaves, permuted.offsets_E, activation="swiglu", backend="grouped_mm"
+        )
         y.sum().backward()
         return leaves
 
@@ -103,9 +119,16 @@ def test_every_run_gives_the_same_bits():
 
 def test_replay_with_other_routing_equals_eager():
     static = make()
-    changes = [make(seed=1, tail=0), make(seed=2, tail=500), make(seed=3, used=K), make(seed=4, tail=T)]
+    changes = [
+        make(seed=1, tail=0),
+        make(seed=2, tail=500),
+        make(seed=3, used=K),
+        make(seed=4, tail=T),
+    ]
     for outcome in replayed(layer, static, changes):
-        assert {name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)} == set()
+        assert {
+            name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
+        } == set()
 
 
 def test_no_host_sync():
@@ -116,7 +139,9 @@ def test_no_host_sync():
 
 
 def test_tokens_keep_their_results_when_others_are_routed_elsewhere():
-    """Not to the bit: the product's tiles follow the row counts. At most 4 units in the last place of bf16."""
+    """Not to the bit: the product's tiles follow the row counts. At most 4 units in the last place
+    of bf16.
+    """
     values, other = make(tail=0), make(tail=0, seed=5)
     half = slice(T // 2, T)
     for name in ("x", "ids", "weights", "dy"):
@@ -126,5 +151,7 @@ def test_tokens_keep_their_results_when_others_are_routed_elsewhere():
     first, second = layer(values), layer(other)
     for name in ("y", "d_x", "d_weights"):
         scale = first[name][half].abs().max()
-        assert ((first[name][half].float() - second[name][half].float()).abs().max() / scale).item() <= 4 * 2**-8
+        assert (
+            (first[name][half].float() - second[name][half].float()).abs().max() / scale
+        ).item() <= 4 * 2**-8
     assert error(second["y"][: T // 2], first["y"][: T // 2]) > 0.5

@@ -1,4 +1,6 @@
-"""Every attention backend on a GPU: errors, isolation, determinism, capture and replay, no host sync."""
+"""Every attention backend on a GPU: errors, isolation, determinism, capture and replay, no host
+sync.
+"""
 
 from itertools import pairwise
 
@@ -36,7 +38,13 @@ class Setup:
         self.backend, self.deterministic = backend, deterministic
         self.heads, self.kv_heads, self.head_dim, self.window = SHAPES[shape]
         self.static = pack(PACKINGS[0])
-        inputs = api._inputs(**self.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, automatic=False)
+        inputs = api._inputs(
+            **self.sizes,
+            tokens=T,
+            device=torch.device("cuda", 0),
+            num_sequences=49,
+            automatic=False,
+        )
         supported(OP, inputs, backend)
         self.tables = self.prepare(self.static)
         generator = torch.Generator("cuda").manual_seed(0)
@@ -48,9 +56,13 @@ class Setup:
     @property
     def sizes(self):
         return {
-            "num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": torch.bfloat16,
-            "window_size": self.window, "deterministic": self.deterministic,
-        }  # fmt: skip
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": torch.bfloat16,
+            "window_size": self.window,
+            "deterministic": self.deterministic,
+        }
 
     def prepare(self, packed):
         return prepare_tables(self.backend, packed.seq_idx, packed.cu_seqlens, **self.sizes)
@@ -58,9 +70,17 @@ class Setup:
     def kernel(self, q, k, v, backend=None):
         tables = self.tables if backend is None else None
         return varlen_attention(
-            q, k, v, self.static.cu_seqlens, T, seq_idx_1T=self.static.seq_idx, window_size=self.window, tables=tables,
-            deterministic=self.deterministic, backend=backend or self.backend,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.static.cu_seqlens,
+            T,
+            seq_idx_1T=self.static.seq_idx,
+            window_size=self.window,
+            tables=tables,
+            deterministic=self.deterministic,
+            backend=backend or self.backend,
+        )
 
     def use(self, lengths):
         """Refill the static metadata in place."""
@@ -82,10 +102,14 @@ def plain(setup):
         k, v = (x.repeat_interleave(setup.heads // setup.kv_heads, dim=1) for x in (k, v))
         outputs = []
         for start, end in pairwise(setup.static.cu_seqlens_cpu.tolist()):
-            distance = torch.arange(end - start, device="cuda")[:, None] - torch.arange(end - start, device="cuda")
+            distance = torch.arange(end - start, device="cuda")[:, None] - torch.arange(
+                end - start, device="cuda"
+            )
             hidden = (distance < 0) | (distance >= (setup.window or T))
             scores = torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]) * setup.head_dim**-0.5
-            probabilities = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(q.dtype)
+            probabilities = (
+                scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(q.dtype)
+            )
             outputs.append(torch.einsum("nqk,knh->qnh", probabilities, v[start:end]))
         return torch.cat(outputs)
 
@@ -96,8 +120,12 @@ def plain(setup):
 def test_the_reference_on_a_gpu_is_the_one_on_a_cpu(shape):
     setup = Setup("reference", shape)
     on_gpu = setup.kernel(*(x.float() for x in setup.values))
-    on_cpu = varlen_attention(*(x.float().cpu() for x in setup.values), setup.static.cu_seqlens.cpu(), T,
-                              window_size=setup.window)  # fmt: skip
+    on_cpu = varlen_attention(
+        *(x.float().cpu() for x in setup.values),
+        setup.static.cu_seqlens.cpu(),
+        T,
+        window_size=setup.window,
+    )
     torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-5, atol=2e-6)
 
 
@@ -115,7 +143,11 @@ def test_isolation(backend, shape):
     setup = Setup(backend, shape, deterministic=not loose)
     start = sum(PACKINGS[0][:6])
     check_isolation(
-        setup.kernel, setup.values, slice(start, start + PACKINGS[0][6]), torch.bfloat16, atol=LOOSE if loose else 0
+        setup.kernel,
+        setup.values,
+        slice(start, start + PACKINGS[0][6]),
+        torch.bfloat16,
+        atol=LOOSE if loose else 0,
     )
 
 
@@ -124,7 +156,9 @@ def test_the_isolation_check_sees_a_removed_boundary():
     start = sum(PACKINGS[0][:6])
     setup.use(PACKINGS[1])
     with pytest.raises(AssertionError, match="other documents changed"):
-        check_isolation(setup.kernel, setup.values, slice(start, start + PACKINGS[0][6]), torch.bfloat16)
+        check_isolation(
+            setup.kernel, setup.values, slice(start, start + PACKINGS[0][6]), torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -146,7 +180,9 @@ def test_backends_without_a_deterministic_form_refuse_it(backend):
 def test_replay_over_other_packings(backend, deterministic):
     setup = Setup(backend, "grouped", deterministic=deterministic)
     updates = [lambda lengths=lengths: setup.use(lengths) for lengths in (*PACKINGS, PACKINGS[0])]
-    check_replay(setup.kernel, setup.values, torch.bfloat16, updates, atol=0 if deterministic else LOOSE)
+    check_replay(
+        setup.kernel, setup.values, torch.bfloat16, updates, atol=0 if deterministic else LOOSE
+    )
 
 
 @pytest.mark.parametrize("backend", [*KERNELS, "reference"])
@@ -172,10 +208,14 @@ def test_tables_are_built_without_a_sync_and_under_capture(backend):
     graph.replay()
     for name, value in vars(want).items():
         if isinstance(value, torch.Tensor):
-            number = {"kv_index": "kv_num", "full_kv_index": "full_kv_num", "q_index": "q_num"}.get(name)
+            number = {"kv_index": "kv_num", "full_kv_index": "full_kv_num", "q_index": "q_num"}.get(
+                name
+            )
             got = getattr(built, name)
             if number is not None:  # entries behind the counted ones mean nothing
-                counted = torch.arange(value.shape[-1], device="cuda") < getattr(want, number)[..., None]
+                counted = (
+                    torch.arange(value.shape[-1], device="cuda") < getattr(want, number)[..., None]
+                )
                 value, got = value * counted, got * counted
             assert torch.equal(got, value), name
 
@@ -191,7 +231,9 @@ def test_extreme_packings(backend, lengths):
 
 def test_auto_takes_the_fastest_that_is_here():
     setup = Setup("reference", "grouped")
-    inputs = api._inputs(**setup.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, automatic=False)
+    inputs = api._inputs(
+        **setup.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, automatic=False
+    )
     reasons = OP.explain(inputs)
     usable = [name for name, why in reasons.items() if not why]
     assert usable and OP.select(inputs).name == usable[0] != "reference", reasons

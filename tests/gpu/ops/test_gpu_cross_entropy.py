@@ -26,7 +26,7 @@ def loss(labels, mask, backend="triton", chunk=384):
     def kernel(hidden, weight):
         return linear_cross_entropy(
             hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=chunk, backend=backend
-        )[0]  # fmt: skip
+        )[0]
 
     return kernel
 
@@ -43,7 +43,11 @@ def plain(labels, mask):
 def test_loss_and_gradients(case, backend):
     hidden, weight, labels, mask = case
     check_errors(
-        loss(labels, mask, backend), plain(labels, mask), plain(labels, mask), [hidden, weight], torch.bfloat16
+        loss(labels, mask, backend),
+        plain(labels, mask),
+        plain(labels, mask),
+        [hidden, weight],
+        torch.bfloat16,
     )
 
 
@@ -60,12 +64,16 @@ def test_kernel_in_float32_is_the_dense_loss(case):
 def test_gradient_accumulates_into_main_grad_in_float32(case):
     hidden, weight, labels, mask = case
     scale = torch.tensor(1 / 800, device="cuda")
-    want = torch.autograd.grad(loss(labels, mask)(hidden, weight.requires_grad_()) * scale, weight)[0]
+    want = torch.autograd.grad(loss(labels, mask)(hidden, weight.requires_grad_()) * scale, weight)[
+        0
+    ]
     for promised in (None, scale):
         parameter = torch.nn.Parameter(weight.detach().clone())
         parameter.main_grad = torch.ones(ROWS, D, device="cuda")
         x = hidden.clone().requires_grad_()
-        loss_sum, _ = linear_cross_entropy(x, parameter, labels, mask, vocab_size=VOCAB, grad_scale=promised)
+        loss_sum, _ = linear_cross_entropy(
+            x, parameter, labels, mask, vocab_size=VOCAB, grad_scale=promised
+        )
         (loss_sum * scale).backward() if promised is None else loss_sum.backward(promised)
         assert parameter.grad is None and x.grad.isfinite().all()
         error = (parameter.main_grad - 1 - want.float()).abs().max() / want.float().abs().max()
@@ -81,7 +89,13 @@ def test_isolation(case):
     for values in (hidden, changed):
         x = values.clone().requires_grad_()
         loss_sum, loss_T = linear_cross_entropy(
-            x, weight, labels, torch.ones_like(mask), vocab_size=VOCAB, chunk_tokens=384, backend="triton"
+            x,
+            weight,
+            labels,
+            torch.ones_like(mask),
+            vocab_size=VOCAB,
+            chunk_tokens=384,
+            backend="triton",
         )
         results.append((loss_T, torch.autograd.grad(loss_sum, x)[0]))
     keep = torch.arange(T, device="cuda") != 300
@@ -119,7 +133,9 @@ def test_logits_of_the_whole_pack_never_exist(case):
     assert chunk_bytes <= grown < chunk_bytes + 2**24 < T * ROWS * 2
 
 
-@pytest.mark.parametrize("in_forward", [True, False], ids=["gradients in forward", "gradients in backward"])
+@pytest.mark.parametrize(
+    "in_forward", [True, False], ids=["gradients in forward", "gradients in backward"]
+)
 def test_gradients_need_no_buffer_of_the_weights_size_and_no_host_wait(case, in_forward):
     hidden, weight, labels, mask = case
     scale = torch.tensor(1 / 800, device="cuda")
@@ -128,7 +144,13 @@ def test_gradients_need_no_buffer_of_the_weights_size_and_no_host_wait(case, in_
         parameter = torch.nn.Parameter(weight)
         parameter.main_grad, x = main_grad, hidden.clone().requires_grad_()
         loss_sum, _ = linear_cross_entropy(
-            x, parameter, labels, mask, vocab_size=VOCAB, chunk_tokens=128, grad_scale=scale if in_forward else None
+            x,
+            parameter,
+            labels,
+            mask,
+            vocab_size=VOCAB,
+            chunk_tokens=128,
+            grad_scale=scale if in_forward else None,
         )
         loss_sum.backward(scale) if in_forward else (loss_sum * scale).backward()
         return loss_sum.detach(), x.grad

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from gpu_checks import T, check_determinism, check_errors, check_isolation, check_no_sync, check_replay, step
+from gpu_checks import (
+    T,
+    check_determinism,
+    check_errors,
+    check_isolation,
+    check_no_sync,
+    check_replay,
+    step,
+)
 
 from megatron_packed.ops.activation.api import KINDS, activation
 from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
@@ -14,7 +22,9 @@ BACKENDS = ["triton", "torch"]
 
 
 def rows(features, seed=0):
-    return torch.randn(T, features, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
+    return torch.randn(
+        T, features, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
+    ).bfloat16()
 
 
 def plain_norm(x, weight):
@@ -58,7 +68,11 @@ def test_rms_norm_adds_its_weight_gradient_into_main_grad():
     want = step(lambda w: rms_norm(x, w, 1e-5, backend="reference"), [weight])[1]
     weight.main_grad = torch.ones(2048, device="cuda")
     y = rms_norm(x, weight, 1e-5, backend="triton")
-    y.backward(torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(5), device="cuda").to(y.dtype))
+    y.backward(
+        torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(5), device="cuda").to(
+            y.dtype
+        )
+    )
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad - 1, want, rtol=1e-3, atol=1e-2)
 

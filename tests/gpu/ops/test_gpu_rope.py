@@ -16,14 +16,19 @@ def tables(rotary_dim, positions=T):
 def values(heads, kv_heads, head_dim):
     """q and k as the strided views that a fused projection gives."""
     fused = torch.randn(
-        T, heads + 2 * kv_heads, head_dim, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+        T,
+        heads + 2 * kv_heads,
+        head_dim,
+        device="cuda",
+        generator=torch.Generator("cuda").manual_seed(1),
     )
     return [fused[:, :heads], fused[:, heads : heads + kv_heads]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"), [(8, 2, 128, 128), (5, 1, 64, 32), (4, 4, 80, 40), (3, 3, 16, 2)]
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(8, 2, 128, 128), (5, 1, 64, 32), (4, 4, 80, 40), (3, 3, 16, 2)],
 )
 def test_the_reference_bit_for_bit(heads, kv_heads, head_dim, rotary_dim, dtype):
     positions = pack(PACKINGS[0]).position_ids
@@ -33,7 +38,9 @@ def test_the_reference_bit_for_bit(heads, kv_heads, head_dim, rotary_dim, dtype)
         for b in ("reference", "triton")
     ]
     for want, got in zip(*results):
-        assert got.dtype == dtype and (got.float() - want.float()).abs().max() <= 5e-7  # criterion 16
+        assert (
+            got.dtype == dtype and (got.float() - want.float()).abs().max() <= 5e-7
+        )  # criterion 16
         assert torch.equal(got, want)
 
 
@@ -48,7 +55,9 @@ def test_zero_stride_gradients_and_transposed_layouts():
     results = []
     for backend in ("reference", "triton"):
         q = x.permute(2, 1, 0)
-        turned = apply_rope(q, q[:, :1], torch.arange(T, device="cuda"), *tables(16), backend=backend)
+        turned = apply_rope(
+            q, q[:, :1], torch.arange(T, device="cuda"), *tables(16), backend=backend
+        )
         results.append(torch.autograd.grad(turned[0].sum() + turned[1].sum(), x)[0])
     assert torch.equal(*results)
 
@@ -57,7 +66,9 @@ def test_no_host_sync():
     positions = pack(PACKINGS[0]).position_ids
     cos, sin = tables(128)
     check_no_sync(
-        lambda q, k: apply_rope(q, k, positions, cos, sin, backend="triton"), values(8, 2, 128), torch.bfloat16
+        lambda q, k: apply_rope(q, k, positions, cos, sin, backend="triton"),
+        values(8, 2, 128),
+        torch.bfloat16,
     )
 
 
@@ -68,7 +79,10 @@ def test_replay_over_other_packings():
         lambda q, k: apply_rope(q, k, positions, cos, sin, backend="triton"),
         values(8, 2, 128),
         torch.bfloat16,
-        [lambda lengths=lengths: positions.copy_(pack(lengths).position_ids) for lengths in PACKINGS],
+        [
+            lambda lengths=lengths: positions.copy_(pack(lengths).position_ids)
+            for lengths in PACKINGS
+        ],
     )
 
 

@@ -1,8 +1,11 @@
-"""The Mamba layer's kernels on a GPU: against the references in fp32, isolation, determinism, graphs, offsets."""
+"""The Mamba layer's kernels on a GPU: against the references in fp32, isolation, determinism,
+graphs, offsets.
+"""
 
 import os
 
-# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every time.
+# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every
+# time.
 os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
 os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
@@ -31,9 +34,13 @@ PACKS = {
     "ragged end": [500, 301, 200],
 }
 BF16 = 8e-3
-"""Norm of the error over norm of the fp32 result, for bf16 kernels; one rounding alone makes 1.7e-3."""
+"""Norm of the error over norm of the fp32 result, for bf16 kernels; one rounding alone makes
+1.7e-3.
+"""
 FACTOR = 2.5
-"""What a kernel may err, as a multiple of what plain PyTorch errs on the same bf16 inputs (sums may cancel)."""
+"""What a kernel may err, as a multiple of what plain PyTorch errs on the same bf16 inputs (sums may
+cancel).
+"""
 
 
 def make(tokens, dtype=torch.bfloat16, seed=0):
@@ -66,8 +73,12 @@ def layer(leaf, seq_idx, cu_seqlens, reference=False):
     xBC = causal_conv1d(xBC, leaf["conv_weight"], leaf["conv_bias"], seq_idx, backend=conv_backend)
     x, B, C = split_columns(xBC, (N, P), (G, S), (G, S))
     A_log, D, dt_bias = leaf["A_log"], leaf["D"], leaf["dt_bias"]
-    y = ssd(x, dt, A_log, B, C, D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK, backend=ssd_backend)
-    return gated_rms_norm(y.flatten(1), z, leaf["norm_weight"], 1e-5, group_size=INNER // G, backend=norm_backend)
+    y = ssd(
+        x, dt, A_log, B, C, D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK, backend=ssd_backend
+    )
+    return gated_rms_norm(
+        y.flatten(1), z, leaf["norm_weight"], 1e-5, group_size=INNER // G, backend=norm_backend
+    )
 
 
 def mixer(values, seq_idx, cu_seqlens, reference=False):
@@ -94,7 +105,9 @@ def test_the_layer_equals_its_references(lengths):
 def assert_near(got, want, plain, limit=BF16):
     errors = {name: error(got[name], want[name]) for name in want}
     allowed = {name: max(limit, FACTOR * error(plain[name], want[name])) for name in want}
-    assert {name: (errors[name], allowed[name]) for name in want if not errors[name] <= allowed[name]} == {}
+    assert {
+        name: (errors[name], allowed[name]) for name in want if not errors[name] <= allowed[name]
+    } == {}
 
 
 def test_parameter_gradients_add_up_in_main_grad():
@@ -115,16 +128,32 @@ def test_parameter_gradients_add_up_in_main_grad():
 
 def ssd_inputs(tokens, dtype):
     values = make(tokens, dtype)
-    x, B, C = split_columns(values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS], (N, P), (G, S), (G, S))
+    x, B, C = split_columns(
+        values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS], (N, P), (G, S), (G, S)
+    )
     return {"x": x, "dt": values["zxbcdt"][:, -N:], "B": B, "C": C}, values
 
 
 def ssd_results(inputs, values, seq_idx, cu_seqlens, backend="mamba_ssm"):
     leaf = {name: value.detach().requires_grad_() for name, value in inputs.items()}
-    parameters = [value.detach().requires_grad_() for value in (values["A_log"], values["D"], values["dt_bias"])]
+    parameters = [
+        value.detach().requires_grad_()
+        for value in (values["A_log"], values["D"], values["dt_bias"])
+    ]
     A_log, D, dt_bias = parameters
-    y = ssd(leaf["x"], leaf["dt"], A_log, leaf["B"], leaf["C"], D, dt_bias, seq_idx, cu_seqlens, chunk_size=CHUNK,
-            backend=backend)  # fmt: skip
+    y = ssd(
+        leaf["x"],
+        leaf["dt"],
+        A_log,
+        leaf["B"],
+        leaf["C"],
+        D,
+        dt_bias,
+        seq_idx,
+        cu_seqlens,
+        chunk_size=CHUNK,
+        backend=backend,
+    )
     everything = {**leaf, "A_log": A_log, "D": D, "dt_bias": dt_bias}
     gradients = torch.autograd.grad(y, everything.values(), values["dy"].view(y.shape).to(y.dtype))
     return {"y": y.detach(), **dict(zip((f"d_{name}" for name in everything), gradients))}
@@ -133,10 +162,15 @@ def ssd_results(inputs, values, seq_idx, cu_seqlens, backend="mamba_ssm"):
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ssd_equals_its_reference(lengths, dtype):
-    """fp32 inputs go through TF32 tensor cores in mamba-ssm's kernels: 10 bits of mantissa in every product."""
+    """fp32 inputs go through TF32 tensor cores in mamba-ssm's kernels: 10 bits of mantissa in every
+    product.
+    """
     inputs, values = ssd_inputs(sum(lengths), dtype)
     boundary = boundaries(lengths, "cuda")
-    got, plain = (ssd_results(inputs, values, *boundary, backend=backend) for backend in ("mamba_ssm", "reference"))
+    got, plain = (
+        ssd_results(inputs, values, *boundary, backend=backend)
+        for backend in ("mamba_ssm", "reference")
+    )
     wide = {name: value.float() for name, value in inputs.items()}
     want = ssd_results(wide, values, *boundary, backend="reference")
     assert_near(got, want, plain, limit=BF16 if dtype == torch.bfloat16 else 2e-3)
@@ -148,15 +182,27 @@ def test_ssd_errs_no_more_than_the_combined_function():
     lengths = PACKS["awkward"]
     seq_idx, cu_seqlens = boundaries(lengths, "cuda")
     inputs, values = ssd_inputs(sum(lengths), torch.bfloat16)
-    want = ssd_results({name: v.float() for name, v in inputs.items()}, values, seq_idx, cu_seqlens, "reference")
+    want = ssd_results(
+        {name: v.float() for name, v in inputs.items()}, values, seq_idx, cu_seqlens, "reference"
+    )
     leaf = {name: value.detach().requires_grad_() for name, value in inputs.items()}
     theirs = mamba_chunk_scan_combined(
-        *(leaf[name][None] for name in ("x", "dt")), -values["A_log"].exp(), leaf["B"][None], leaf["C"][None], CHUNK,
-        D=values["D"], dt_bias=values["dt_bias"], seq_idx=seq_idx, dt_softplus=True,
-    )[0]  # fmt: skip
+        *(leaf[name][None] for name in ("x", "dt")),
+        -values["A_log"].exp(),
+        leaf["B"][None],
+        leaf["C"][None],
+        CHUNK,
+        D=values["D"],
+        dt_bias=values["dt_bias"],
+        seq_idx=seq_idx,
+        dt_softplus=True,
+    )[0]
     gradients = torch.autograd.grad(theirs, leaf.values(), values["dy"].view(theirs.shape))
     ours = ssd_results(inputs, values, seq_idx, cu_seqlens)
-    for name, value in {"y": theirs, **dict(zip((f"d_{name}" for name in leaf), gradients))}.items():
+    for name, value in {
+        "y": theirs,
+        **dict(zip((f"d_{name}" for name in leaf), gradients)),
+    }.items():
         assert error(ours[name], want[name]) < 1.1 * error(value, want[name]) + 1e-4, name
 
 
@@ -188,7 +234,9 @@ def test_the_isolation_test_sees_a_sum_that_does_not_restart(monkeypatch):
     inputs, values = ssd_inputs(sum(lengths), torch.bfloat16)
     true = mamba_ssm.chunk_sum_forward
     monkeypatch.setattr(
-        mamba_ssm, "chunk_sum_forward", lambda dt, A, bias, seq_idx, size: true(dt, A, bias, seq_idx * 0, size)
+        mamba_ssm,
+        "chunk_sum_forward",
+        lambda dt, A, bias, seq_idx, size: true(dt, A, bias, seq_idx * 0, size),
     )
 
     def run(inputs):
@@ -217,9 +265,13 @@ def test_replay_over_other_packings_equals_eager():
         {"seq_idx": boundaries(other, "cuda")[0], "zxbcdt": make(1024, seed=i + 1)["zxbcdt"]}
         for i, other in enumerate(others)
     ]
-    outcomes = replayed(lambda tensors: mixer(tensors, tensors["seq_idx"], cu_seqlens), static, changes)
+    outcomes = replayed(
+        lambda tensors: mixer(tensors, tensors["seq_idx"], cu_seqlens), static, changes
+    )
     for outcome in outcomes:
-        assert {name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)} == set()
+        assert {
+            name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
+        } == set()
     assert not torch.equal(outcomes[0]["y"][1], outcomes[1]["y"][1])
 
 
@@ -257,12 +309,17 @@ def test_convolution_equals_its_reference(lengths, dtype, activation):
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).cuda().to(dtype)
 
     def run(x, dtype, backend):
-        leaves = [v.to(dtype).detach().requires_grad_() for v in (x, values["conv_weight"], values["conv_bias"])]
+        leaves = [
+            v.to(dtype).detach().requires_grad_()
+            for v in (x, values["conv_weight"], values["conv_bias"])
+        ]
         y = causal_conv1d(*leaves, seq_idx, activation=activation, backend=backend)
         return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
     for slice_ in (x, odd):
-        for got, want in zip(run(slice_, dtype, "causal_conv1d"), run(slice_, torch.float32, "reference")):
+        for got, want in zip(
+            run(slice_, dtype, "causal_conv1d"), run(slice_, torch.float32, "reference")
+        ):
             assert error(got, want) < (BF16 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -271,10 +328,16 @@ def test_convolution_equals_its_reference(lengths, dtype, activation):
 def test_gated_norm_equals_its_reference(dtype, limit, group_size):
     channels = group_size * 2
     wide = torch.randn(777, channels * 2, device="cuda").to(dtype)
-    weight, dy = torch.randn(channels, device="cuda").to(dtype), torch.randn(777, channels, device="cuda").to(dtype)
+    weight, dy = (
+        torch.randn(channels, device="cuda").to(dtype),
+        torch.randn(777, channels, device="cuda").to(dtype),
+    )
 
     def run(dtype, backend):
-        leaves = [v.to(dtype).detach().requires_grad_() for v in (wide[:, :channels].contiguous(), wide[:, channels:])]
+        leaves = [
+            v.to(dtype).detach().requires_grad_()
+            for v in (wide[:, :channels].contiguous(), wide[:, channels:])
+        ]
         leaves.append(weight.to(dtype).detach().requires_grad_())
         y = gated_rms_norm(*leaves, 1e-5, group_size=group_size, backend=backend)
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
@@ -284,13 +347,20 @@ def test_gated_norm_equals_its_reference(dtype, limit, group_size):
 
 
 def test_offsets_beyond_32_bits_are_right():
-    """x lies in rows of 32,768 elements, so its last rows start beyond 2^31 elements, where the kernels wrap around."""
+    """x lies in rows of 32,768 elements, so its last rows start beyond 2^31 elements, where the
+    kernels wrap around.
+    """
     tokens, lengths = 67_072, [60_000, 5_000, 2_072]
     seq_idx, cu_seqlens = boundaries(lengths, "cuda")
     wide = torch.empty(tokens, 32_768, dtype=torch.bfloat16, device="cuda")
     heads, groups, state = 2, 1, 16
-    x, B, C = split_columns(wide[:, : heads * P + 2 * state].normal_(), (heads, P), (groups, state), (groups, state))
-    dt, A_log = torch.randn(tokens, heads, device="cuda").bfloat16(), torch.zeros(heads, device="cuda")
+    x, B, C = split_columns(
+        wide[:, : heads * P + 2 * state].normal_(), (heads, P), (groups, state), (groups, state)
+    )
+    dt, A_log = (
+        torch.randn(tokens, heads, device="cuda").bfloat16(),
+        torch.zeros(heads, device="cuda"),
+    )
     D, dt_bias = torch.zeros(heads, device="cuda"), -torch.ones(heads, device="cuda")
     assert tokens * x.stride(0) > offsets.OFFSET_LIMIT
     rest = (seq_idx, cu_seqlens)
@@ -307,9 +377,15 @@ def _conv_inputs(x):
     from megatron_packed.ops.causal_conv1d.api import Inputs
 
     return Inputs(
-        tokens=x.shape[0], channels=x.shape[1], width=4, row_stride=x.stride(0), dtype=x.dtype, weight_dtype=x.dtype,
-        bias_dtype=None, device_type="cuda",
-    )  # fmt: skip
+        tokens=x.shape[0],
+        channels=x.shape[1],
+        width=4,
+        row_stride=x.stride(0),
+        dtype=x.dtype,
+        weight_dtype=x.dtype,
+        bias_dtype=None,
+        device_type="cuda",
+    )
 
 
 def test_the_fast_backends_are_chosen():
@@ -320,9 +396,23 @@ def test_the_fast_backends_are_chosen():
         op._chosen.clear()
     z, xBC, dt = split_columns(values["zxbcdt"], (INNER,), (CONV_CHANNELS,), (N,))
     x, B, C = split_columns(
-        causal_conv1d(xBC, values["conv_weight"], values["conv_bias"], seq_idx), (N, P), (G, S), (G, S)
+        causal_conv1d(xBC, values["conv_weight"], values["conv_bias"], seq_idx),
+        (N, P),
+        (G, S),
+        (G, S),
     )
-    y = ssd(x, dt, values["A_log"], B, C, values["D"], values["dt_bias"], seq_idx, cu_seqlens, chunk_size=CHUNK)
+    y = ssd(
+        x,
+        dt,
+        values["A_log"],
+        B,
+        C,
+        values["D"],
+        values["dt_bias"],
+        seq_idx,
+        cu_seqlens,
+        chunk_size=CHUNK,
+    )
     gated_rms_norm(y.flatten(1), z, values["norm_weight"], 1e-5, group_size=INNER // G)
     for op in (SSD, CONV, GATED_NORM):
         chosen |= {backend.name for backend in op._chosen.values()}

@@ -1,4 +1,6 @@
-"""`benchmarks/full_step.py` on the CPU, with the stand-in for capture: the same work on both paths, and the table."""
+"""`benchmarks/full_step.py` on the CPU, with the stand-in for capture: the same work on both paths,
+and the table.
+"""
 
 import torch
 from test_graph_step import TINY, stand_in, without_profiler  # noqa: F401
@@ -18,16 +20,30 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
         return engines[-1]
 
     result = full_step.run(
-        TINY, (1, 2, 4), CPU, QUICK, skip_megatron=True, engine=engine, save=lambda found: saved.append(str(found))
+        TINY,
+        (1, 2, 4),
+        CPU,
+        QUICK,
+        skip_megatron=True,
+        engine=engine,
+        save=lambda found: saved.append(str(found)),
     )
     assert result["graphs"] == 2 + 1 and len(saved) == 3 and len(set(saved)) == 3
     for count, found in result["micro_batches"].items():
         assert len(found["comparisons"]) == full_step.PACKS // int(count)
         for one in found["comparisons"]:
-            assert one["loss_eager"] == one["loss_replay"] > 1 and one["grad_norm_eager"] == one["grad_norm_replay"] > 0
+            assert (
+                one["loss_eager"] == one["loss_replay"] > 1
+                and one["grad_norm_eager"] == one["grad_norm_replay"] > 0
+            )
         assert list(found["sides"]) == ["eager", "full_iteration"]
-        assert found["sides"]["full_iteration"]["settled_row_over_busy"].median == 3.0  # by the stand-in for a profile
-    assert len({one["loss_eager"] for one in result["micro_batches"]["1"]["comparisons"]}) == full_step.PACKS
+        assert (
+            found["sides"]["full_iteration"]["settled_row_over_busy"].median == 3.0
+        )  # by the stand-in for a profile
+    assert (
+        len({one["loss_eager"] for one in result["micro_batches"]["1"]["comparisons"]})
+        == full_step.PACKS
+    )
     rows = rows_of(harness.plain({"tiny": result}))
     assert [row["path"] for row in rows] == 3 * [PATHS["eager"], PATHS["full_iteration"]]
     assert [row["micro-batches"] for row in rows] == ["1", "1", "2", "2", "4", "4"]

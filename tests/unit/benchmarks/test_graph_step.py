@@ -1,4 +1,6 @@
-"""`benchmarks/graph_step.py` on the CPU, with the stand-in for capture: the same work on all paths, and all tables."""
+"""`benchmarks/graph_step.py` on the CPU, with the stand-in for capture: the same work on all paths,
+and all tables.
+"""
 
 import importlib.util
 from itertools import count
@@ -9,7 +11,16 @@ import torch
 
 import graph_step
 import harness
-from graph_step import QUICK, calls_for, cell_rows_of, memory_rows_of, over, packs_of, row_seconds, rows_of
+from graph_step import (
+    QUICK,
+    calls_for,
+    cell_rows_of,
+    memory_rows_of,
+    over,
+    packs_of,
+    row_seconds,
+    rows_of,
+)
 from harness import Busy, Row, Spread, WallAndBusy
 
 _STAND_IN = Path(__file__).parents[1] / "cuda_graphs" / "stand_in.py"
@@ -17,8 +28,17 @@ _spec = importlib.util.spec_from_file_location("recording_stand_in", _STAND_IN)
 stand_in = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(stand_in)
 
-TINY = {"T": 128, "pattern": "M-*", "hidden": 64, "heads": 2, "groups": 1, "ffn": 64, "mamba_heads": 2,
-        "mamba_groups": 1, "vocab": 256}  # fmt: skip
+TINY = {
+    "T": 128,
+    "pattern": "M-*",
+    "hidden": 64,
+    "heads": 2,
+    "groups": 1,
+    "ffn": 64,
+    "mamba_heads": 2,
+    "mamba_groups": 1,
+    "vocab": 256,
+}
 LENGTHS = [[60, 68], [1, 2, 3, 50], [128], [40, 40, 40]]
 CPU = torch.device("cpu")
 
@@ -51,23 +71,51 @@ def without_profiler(monkeypatch):
 def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys):
     saved = []
     result = graph_step.run(
-        TINY, LENGTHS, (2, 16), CPU, QUICK, skip_megatron=True, engine=stand_in.RecordingEngine,
+        TINY,
+        LENGTHS,
+        (2, 16),
+        CPU,
+        QUICK,
+        skip_megatron=True,
+        engine=stand_in.RecordingEngine,
         save=lambda found: saved.append(sorted(found)),
-    )  # fmt: skip
-    assert [one["capacity"] for one in result["comparisons"]] == [2, 4, 2, 4]  # the smallest that holds each pack
-    assert all(one["loss_replay"] == one["loss_eager"] and one["finite"] for one in result["comparisons"])
+    )
+    assert [one["capacity"] for one in result["comparisons"]] == [
+        2,
+        4,
+        2,
+        4,
+    ]  # the smallest that holds each pack
+    assert all(
+        one["loss_replay"] == one["loss_eager"] and one["finite"] for one in result["comparisons"]
+    )
     assert max(one["grad_difference"] for one in result["comparisons"]) == 0.0
     assert result["hit_rate"] == 1.0 and result["fallbacks"] == {}
     assert [cell["capacity"] for cell in result["cells"]] == [4, 16]  # those that hold all packs
-    assert result["cells"][0]["wall_over_busy"].median == 2.0 and result["cells"][0]["busy_over_exact"].median == 1.0
-    assert (result["cells"][1]["row_over_busy"].median, result["cells"][1]["span_over_busy"].median) == (3.0, 2.5)
-    assert result["memory"]["capacities"] == [2, 4, 16] and result["memory"]["captures"] == 3 * (1 + 2 * 3)
+    assert (
+        result["cells"][0]["wall_over_busy"].median == 2.0
+        and result["cells"][0]["busy_over_exact"].median == 1.0
+    )
+    assert (
+        result["cells"][1]["row_over_busy"].median,
+        result["cells"][1]["span_over_busy"].median,
+    ) == (3.0, 2.5)
+    assert result["memory"]["capacities"] == [2, 4, 16] and result["memory"]["captures"] == 3 * (
+        1 + 2 * 3
+    )
     assert len(saved) == 5 and len(saved[0]) < len(saved[-1])  # after each of the measurements
     plain = harness.plain({"tiny": result})
-    assert [row["path"] for row in rows_of(plain)] == [graph_step.PATHS["eager"], graph_step.PATHS["graphs"]]
+    assert [row["path"] for row in rows_of(plain)] == [
+        graph_step.PATHS["eager"],
+        graph_step.PATHS["graphs"],
+    ]
     assert [row["capacity"] for row in cell_rows_of(plain)] == [4, 16]
     (memory,) = memory_rows_of(plain)
-    assert memory["losses that differ"] == "0 of 4" and memory["replayed"] == "100.0 %" and memory["graphs"] == 21
+    assert (
+        memory["losses that differ"] == "0 of 4"
+        and memory["replayed"] == "100.0 %"
+        and memory["graphs"] == 21
+    )
 
 
 def test_the_comparison_sees_a_replay_of_other_metadata():
@@ -82,16 +130,25 @@ def test_the_comparison_sees_a_replay_of_other_metadata():
     ours = graph_step.Ours(TINY, CPU)
     ladder = graph_step.Ladder.of([4], TINY["T"])
     ours.capture(ladder, LENGTHS, Stale())
-    batches = [[graph_step.host_batch(TINY, row, n, cell, CPU) for n, row in enumerate(LENGTHS)]
-               for cell in (ladder.cells[0], None)]  # fmt: skip
+    batches = [
+        [graph_step.host_batch(TINY, row, n, cell, CPU) for n, row in enumerate(LENGTHS)]
+        for cell in (ladder.cells[0], None)
+    ]
     found = graph_step.comparisons(ours, *batches)
-    assert all(one["grad_difference"] > 0.1 for one in found) and max(one["eager_against_eager"] for one in found) == 0
+    assert (
+        all(one["grad_difference"] > 0.1 for one in found)
+        and max(one["eager_against_eager"] for one in found) == 0
+    )
 
 
 def test_packs_of_real_lengths_are_cut_and_filled(tmp_path):
     (tmp_path / "lengths.txt").write_text("\n".join(["30"] * 60 + ["500"] * 3 + ["0"]))
     packs = packs_of(TINY, 8, tmp_path / "lengths.txt")
-    assert len(packs) == 8 and all(0 < sum(pack) <= 128 for pack in packs) and max(map(max, packs)) <= 128
+    assert (
+        len(packs) == 8
+        and all(0 < sum(pack) <= 128 for pack in packs)
+        and max(map(max, packs)) <= 128
+    )
     with pytest.raises(SystemExit, match=r"fills .* packs of 128 tokens"):
         packs_of(TINY, 1000, tmp_path / "lengths.txt")
     assert packs_of({"T": 4096}, 2, None) == graph_step.packings(4096, 2)

@@ -14,18 +14,47 @@ import layouts
 
 ROOT = Path(__file__).parents[3]
 FOUND = {"loss": [2.0, 1.0], "grad_norm": [1.0, 0.5], "tokens_per_second_per_gpu": 100.0}
-SOUND = {"model": {"plan_hash": "abc", "layouts": {"tp2": {"loss_difference": 1e-3, "grad_norm_difference": 1e-3}}}}
+SOUND = {
+    "model": {
+        "plan_hash": "abc",
+        "layouts": {"tp2": {"loss_difference": 1e-3, "grad_norm_difference": 1e-3}},
+    }
+}
 
 
 def test_two_processes_do_what_one_does(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "benchmarks/layouts.py",
-               "--quick", "--device", "cpu", "--models", "hybrid1b_moe", "--layouts", "tp2 sp", "ep2 allgather",
-               "--results", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "benchmarks/layouts.py",
+        "--quick",
+        "--device",
+        "cpu",
+        "--models",
+        "hybrid1b_moe",
+        "--layouts",
+        "tp2 sp",
+        "ep2 allgather",
+        "--results",
+        str(tmp_path),
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]  # torchrun alone says 3000
-    found = json.loads((tmp_path / "layouts_2_hybrid1b_moe.json").read_text())["results"]["hybrid1b_moe"]["layouts"]
+    assert done.returncode == 0, (
+        done.stdout[-2000:] + done.stderr[-8000:]
+    )  # torchrun alone says 3000
+    found = json.loads((tmp_path / "layouts_2_hybrid1b_moe.json").read_text())["results"][
+        "hybrid1b_moe"
+    ]["layouts"]
     assert list(found) == [layouts.ONE, "tp2 sp", "ep2 allgather"]
     for one in found.values():
         assert len(one["loss"]) == layouts.QUICK_STEPS and one["loss"][-1] < one["loss"][0]
@@ -37,8 +66,13 @@ def test_packs_are_the_same_for_every_layout_and_need_no_padding():
     steps = layouts.steps_of(c, 3, 2, torch.device("cpu"))
     for packs in steps:
         for pack in packs:
-            assert pack.num_real_tokens == c["T"] and (pack.packed.cu_seqlens_cpu % layouts.ALIGNMENT == 0).all()
-        assert sum(pack.num_target_tokens for pack in packs) == pytest.approx(1 / packs[0].scales[0].item(), rel=1e-6)
+            assert (
+                pack.num_real_tokens == c["T"]
+                and (pack.packed.cu_seqlens_cpu % layouts.ALIGNMENT == 0).all()
+            )
+        assert sum(pack.num_target_tokens for pack in packs) == pytest.approx(
+            1 / packs[0].scales[0].item(), rel=1e-6
+        )
     assert not torch.equal(steps[0][0].tokens, steps[1][0].tokens)
 
 
@@ -48,8 +82,15 @@ def test_the_worst_step_counts():
     assert found["scaling"] == 1.0
 
 
-@pytest.mark.parametrize("change", [{"loss_difference": 0.02}, {"grad_norm_difference": 0.03},
-                                    {"loss_difference": float("nan")}, {"failed": "ValueError: no"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_difference": 0.02},
+        {"grad_norm_difference": 0.03},
+        {"loss_difference": float("nan")},
+        {"failed": "ValueError: no"},
+    ],
+)
 def test_what_fails_it(change):
     results = copy.deepcopy(SOUND)
     assert layouts.problems_of(results) == []
@@ -62,4 +103,6 @@ def test_every_layout_makes_a_configuration():
     for world, named in layouts.LAYOUTS.items():
         for name, options in named.items():
             config = layouts.config_of(layouts.MODELS["hybrid1b_moe"], 4, options, cpu)
-            assert layouts.Layout(world_size=world, **config.parallel.layout_sizes).world_size == world, name
+            assert (
+                layouts.Layout(world_size=world, **config.parallel.layout_sizes).world_size == world
+            ), name

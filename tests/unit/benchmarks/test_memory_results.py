@@ -1,4 +1,6 @@
-"""Peaks that the benchmarks measured on an H200, against the estimate; from the committed results, nothing is run."""
+"""Peaks that the benchmarks measured on an H200, against the estimate; from the committed results,
+nothing is run.
+"""
 
 import json
 from dataclasses import replace
@@ -36,18 +38,34 @@ def results(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
 
 
-def gib(config, vocab, tokens, documents, *, optimizer=False, graphs=None, positions=None, deterministic=False):
+def gib(
+    config,
+    vocab,
+    tokens,
+    documents,
+    *,
+    optimizer=False,
+    graphs=None,
+    positions=None,
+    deterministic=False,
+):
     model = HybridModel(
-        config, vocab_size=vocab, max_positions=positions or tokens, device="meta", dtype=torch.bfloat16,
+        config,
+        vocab_size=vocab,
+        max_positions=positions or tokens,
+        device="meta",
+        dtype=torch.bfloat16,
         backends={"deterministic": deterministic},
-    )  # fmt: skip
+    )
     work = Work(tokens=tokens, documents=documents, element=2)
     layout = flat_layout_of(model, Ownership())
     return estimate(model, layout, work, graphs=graphs, with_optimizer=optimizer).allocated / GIB
 
 
 def graph_steps():
-    """Forward and backward without an optimizer: eager, and with a graph per layer for up to 512 documents."""
+    """Forward and backward without an optimizer: eager, and with a graph per layer for up to 512
+    documents.
+    """
     for name, found in results("graph_step").items():
         c, memory = CONFIGS[name], found["memory"]
         one = (model_config(c), c["vocab"], c["T"])
@@ -70,7 +88,14 @@ def metadata_sync():
     for name, found in results("metadata_sync").items():
         shape = SHAPES[name.removesuffix("_sdpa")]
         documents = max(found["documents"])
-        ours = gib(shape.config, shape.vocab, found["tokens"], documents, optimizer=True, deterministic=True)
+        ours = gib(
+            shape.config,
+            shape.vocab,
+            found["tokens"],
+            documents,
+            optimizer=True,
+            deterministic=True,
+        )
         yield f"step of {name}", ours, found["paths"]["once"]["peak_gib"]
 
 
@@ -78,7 +103,13 @@ def packed_vs_padded():
     for name, found in results("packed_vs_padded").items():
         shape, packed = SHAPES[name.split("_")[0]], found["packed"]
         documents = -(-found["documents"] // packed["batches"])
-        ours = gib(shape.config, shape.vocab, packed["largest_batch"], documents, positions=found["longest"] + 8)
+        ours = gib(
+            shape.config,
+            shape.vocab,
+            packed["largest_batch"],
+            documents,
+            positions=found["longest"] + 8,
+        )
         yield f"packed {name}", ours, packed["peak_gib"]
 
 
@@ -87,7 +118,9 @@ def train_real():
     for name, found in results("train_real").items():
         flags = [flag.split() for flag in found["command"].partition(" --")[2].split(" --")]
         kept = [flag for flag in flags if not flag[0].startswith(OF_DATA)]
-        config = parse([word for name, *values in kept for word in (f"--{name}", *values)] + DATA, 1)
+        config = parse(
+            [word for name, *values in kept for word in (f"--{name}", *values)] + DATA, 1
+        )
         model, documents = config.model, round(1.5 * found["docs_per_pack"])
         table = model.padded_vocab_size(1)
         rows = (found["parameters"] - count_parameters(model, 1).total) / model.hidden_size + table
@@ -104,11 +137,24 @@ def layouts_of_several():
             if layout not in found:
                 continue
             config = layouts.config_of(c, 4, options, torch.device("cuda"))
-            one = usual(estimates(config, 1 if layout == layouts.ONE else world, c["vocab"], layouts.CAPACITY))
-            # The process still held the weights of the job before, as nobody had waited for their last gathering.
-            before = 2 * found[layouts.ONE]["parameters"] if (name, layout) == ("hybrid1b_moe", "tp2") else 0
+            one = usual(
+                estimates(
+                    config, 1 if layout == layouts.ONE else world, c["vocab"], layouts.CAPACITY
+                )
+            )
+            # The process still held the weights of the job before, as nobody had waited for their
+            # last gathering.
+            before = (
+                2 * found[layouts.ONE]["parameters"]
+                if (name, layout) == ("hybrid1b_moe", "tp2")
+                else 0
+            )
             beside = " beside the job before" if before else ""
-            yield f"{name} {layout}{beside}", (one.allocated + before) / GIB, found[layout]["peak_gib"]
+            yield (
+                f"{name} {layout}{beside}",
+                (one.allocated + before) / GIB,
+                found[layout]["peak_gib"],
+            )
 
 
 def offloads():
@@ -118,38 +164,59 @@ def offloads():
         cases = [("none", side, peak["peak_gib"]) for side, peak in found["peaks"].items()]
         cases += [
             (impl, side, one["peak_gib"] + one["graph_mib"] * MIB / GIB)
-            for impl, sides in found["graphs"].items() for side, one in sides.items()
-        ]  # fmt: skip
+            for impl, sides in found["graphs"].items()
+            for side, one in sides.items()
+        ]
         for impl, side, measured in cases:
             config = offload.config_of(c, offload.SIDES[side], torch.device("cuda"), impl)
             one = usual(estimates(config, 1, c["vocab"], offload.CAPACITY))
-            yield f"32k {name} {'' if impl == 'none' else f'{impl} '}{side}", one.allocated / GIB, measured
+            yield (
+                f"32k {name} {'' if impl == 'none' else f'{impl} '}{side}",
+                one.allocated / GIB,
+                measured,
+            )
 
 
 def full_steps():
-    """Steps of two micro-batches, eagerly and by replay, in a process that keeps a copy of its optimizer's state."""
+    """Steps of two micro-batches, eagerly and by replay, in a process that keeps a copy of its
+    optimizer's state.
+    """
     for name, found in results("full_step").items():
         c, copied = CONFIGS[name], 12 * found["parameters"] / GIB
         eager, replayed = found["eager_peak"]["allocated"], found["graphs_peak"]["allocated"]
-        cases = ("none", eager, found["documents"]), (
-            "full_iteration", replayed + found["graph_mib"] * MIB / GIB, max(found["capacities"])
-        )  # fmt: skip
+        cases = (
+            ("none", eager, found["documents"]),
+            ("full_iteration", replayed + found["graph_mib"] * MIB / GIB, max(found["capacities"])),
+        )
         for impl, measured, documents in cases:
             config = replace(
-                full_step.config_of(c, 2, torch.device("cuda")), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
+                full_step.config_of(c, 2, torch.device("cuda")),
+                cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
             )
             one = usual(estimates(config, 1, c["vocab"], documents))
             steps = "eager steps" if impl == "none" else "whole steps"
-            yield f"{name} {steps} beside a copy of its state", one.allocated / GIB + copied, measured
+            yield (
+                f"{name} {steps} beside a copy of its state",
+                one.allocated / GIB + copied,
+                measured,
+            )
 
 
 MEASURED = [
-    *graph_steps(), *model_steps(), *metadata_sync(), *packed_vs_padded(), *train_real(), *layouts_of_several(),
-    *offloads(), *full_steps(),
-]  # fmt: skip
+    *graph_steps(),
+    *model_steps(),
+    *metadata_sync(),
+    *packed_vs_padded(),
+    *train_real(),
+    *layouts_of_several(),
+    *offloads(),
+    *full_steps(),
+]
 
 
-@pytest.mark.parametrize(("estimated", "measured"), [row[1:] for row in MEASURED], ids=[row[0] for row in MEASURED])
+@pytest.mark.parametrize(
+    ("estimated", "measured"), [row[1:] for row in MEASURED], ids=[row[0] for row in MEASURED]
+)
 def test_estimate_is_within_ten_percent(estimated, measured):
     assert estimated == pytest.approx(measured, rel=TOLERANCE)
 
@@ -157,15 +224,26 @@ def test_estimate_is_within_ten_percent(estimated, measured):
 def has_peak(value):
     if not isinstance(value, dict):
         return False
-    return any("peak" in key or key == "memory_gib" or has_peak(inner) for key, inner in value.items())
+    return any(
+        "peak" in key or key == "memory_gib" or has_peak(inner) for key, inner in value.items()
+    )
 
 
 def test_every_result_with_a_peak_is_looked_at():
-    files = {path.stem for path in (ROOT / "benchmarks/results").glob("*.json") if has_peak(results(path.stem))}
+    files = {
+        path.stem
+        for path in (ROOT / "benchmarks/results").glob("*.json")
+        if has_peak(results(path.stem))
+    }
     assert files <= {
-        "model_step", "metadata_sync", "packed_vs_padded", "train_real", "offload", "full_step",
+        "model_step",
+        "metadata_sync",
+        "packed_vs_padded",
+        "train_real",
+        "offload",
+        "full_step",
         *(f"layouts_{world}_{name}" for world, name in product(layouts.LAYOUTS, layouts.MODELS)),
-    }  # fmt: skip
+    }
     assert len(MEASURED) == 57
 
 
@@ -180,7 +258,11 @@ def test_plan_is_within_ten_percent_of_whole_steps(name):
     assert plan_peaks.estimated(config, c["vocab"])["gib"] == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "estimated", "measured"), MEASURED, ids=[row[0] for row in MEASURED])
+@pytest.mark.parametrize(
+    ("name", "estimated", "measured"), MEASURED, ids=[row[0] for row in MEASURED]
+)
 def test_table_of_the_docs(name, estimated, measured):
-    row = f"| {name} | {measured:.2f} | {estimated:.2f} | {100 * (estimated / measured - 1):+.1f} % |"
+    row = (
+        f"| {name} | {measured:.2f} | {estimated:.2f} | {100 * (estimated / measured - 1):+.1f} % |"
+    )
     assert row in (ROOT / "docs/memory.md").read_text()

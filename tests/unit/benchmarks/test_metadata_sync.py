@@ -1,4 +1,6 @@
-"""`benchmarks/metadata_sync.py` on the CPU: both paths compute the same, and only one of them asks the device."""
+"""`benchmarks/metadata_sync.py` on the CPU: both paths compute the same, and only one of them asks
+the device.
+"""
 
 import json
 import sys
@@ -46,7 +48,9 @@ def test_masks_that_layers_build_equal_the_shared_one():
     losses = {path: run.loss(path, 1) for path in (ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL)}
     assert len(set(losses.values())) == 1, losses
     # a mask that forgets the documents is not the same
-    run.rebuild._mask = lambda hidden_TD, packed: torch.ones(len(hidden_TD), len(hidden_TD)).tril().bool()
+    run.rebuild._mask = lambda hidden_TD, packed: (
+        torch.ones(len(hidden_TD), len(hidden_TD)).tril().bool()
+    )
     assert run.loss(PER_LAYER, 1) != losses[ONCE]
 
 
@@ -57,10 +61,15 @@ def test_training_by_either_path_gives_equal_bits():
 
 
 def test_the_script_writes_its_results(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["/x/metadata_sync.py", "wide", "--quick", "--results", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["/x/metadata_sync.py", "wide", "--quick", "--results", str(tmp_path)]
+    )
     metadata_sync.main()
     document = json.loads((tmp_path / "metadata_sync.json").read_text())
-    assert document["command"] == f"python benchmarks/metadata_sync.py wide --quick --results {tmp_path.name}"
+    assert (
+        document["command"]
+        == f"python benchmarks/metadata_sync.py wide --quick --results {tmp_path.name}"
+    )
     result = document["results"]["wide"]
     assert result["losses_equal"] and set(result["paths"]) == {ONCE, PER_LAYER}
     ratio = result["paths"][PER_LAYER]["over_once"]["forward"]

@@ -16,7 +16,9 @@ import workloads
 
 def test_packings_of_model_step_fill_the_pack():
     rows = model_step.packings(4096, 4)
-    assert [len(row) for row in rows] == [model_step.DOCUMENTS] * 4 and all(sum(row) == 4096 for row in rows)
+    assert [len(row) for row in rows] == [model_step.DOCUMENTS] * 4 and all(
+        sum(row) == 4096 for row in rows
+    )
     assert min(map(min, rows)) > 0 and len({tuple(row) for row in rows}) == 4
 
 
@@ -26,7 +28,9 @@ def test_model_step_copies_every_parameter():
     pattern = model_step.CONFIGS["hybrid1b"]["pattern"]
     assert shape.pattern == pattern
     model = workloads.build_model(shape, torch.device("cpu"), max_positions=64)
-    names = {name.split(".", 2)[2] for name, _ in model.named_parameters() if name.startswith("layers.")}
+    names = {
+        name.split(".", 2)[2] for name, _ in model.named_parameters() if name.startswith("layers.")
+    }
     assert names == {mine for symbol in set(pattern) for mine in model_step._LAYER_NAMES[symbol]}
 
 
@@ -34,12 +38,28 @@ def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkey
     runs = []
 
     def model_step_of(command, *, cwd, env, **options):
-        assert env["PYTHONPATH"] == str(cwd) and command[-4:] == ["--kernels", "0", "--name", "two_checkouts_side"]
+        assert env["PYTHONPATH"] == str(cwd) and command[-4:] == [
+            "--kernels",
+            "0",
+            "--name",
+            "two_checkouts_side",
+        ]
         runs.append(cwd)
         slow = 2.0 if cwd == tmp_path else 1.0
-        eager = {"wall_ms": [slow * 3, 0, 9], "busy_ms": [slow, 0, 9], "launches": 10, "peak_gib": slow, "loss": 1.5,
-                 "grad_norm": slow}  # fmt: skip
-        found = {"shard8b": {"megatron_packed": eager, "graph": {"wall_ms": [4.0, 0, 9], "busy_ms": [4.0, 0, 9]}}}
+        eager = {
+            "wall_ms": [slow * 3, 0, 9],
+            "busy_ms": [slow, 0, 9],
+            "launches": 10,
+            "peak_gib": slow,
+            "loss": 1.5,
+            "grad_norm": slow,
+        }
+        found = {
+            "shard8b": {
+                "megatron_packed": eager,
+                "graph": {"wall_ms": [4.0, 0, 9], "busy_ms": [4.0, 0, 9]},
+            }
+        }
         results = cwd / "benchmarks" / "results"
         results.mkdir(parents=True, exist_ok=True)
         (results / "two_checkouts_side.json").write_text(json.dumps({"results": found}))
@@ -48,26 +68,59 @@ def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkey
     monkeypatch.setattr(two_checkouts, "HERE", here)
     monkeypatch.setattr(two_checkouts.harness, "RESULTS", tmp_path)
     monkeypatch.setattr(two_checkouts.subprocess, "run", model_step_of)
-    monkeypatch.setattr(sys, "argv", ["two_checkouts.py", str(tmp_path), "shard8b", "--rounds", "2"])
+    monkeypatch.setattr(
+        sys, "argv", ["two_checkouts.py", str(tmp_path), "shard8b", "--rounds", "2"]
+    )
     two_checkouts.main()
     assert runs == [here, tmp_path, tmp_path, here]
     *_, eager, graph = (line.split() for line in capsys.readouterr().out.splitlines())
     half = ["0.5", "[0.5,", "0.5]"]
-    assert eager == ["shard8b", "eager", "3.00", "6.00", *half, *half, "1", "[1,", "1]", *half, "True", "False"]
-    assert graph == ["shard8b", "one", "CUDA", "graph", "4.00", "4.00", "1", "[1,", "1]", "1", "[1,", "1]"]
+    assert eager == [
+        "shard8b",
+        "eager",
+        "3.00",
+        "6.00",
+        *half,
+        *half,
+        "1",
+        "[1,",
+        "1]",
+        *half,
+        "True",
+        "False",
+    ]
+    assert graph == [
+        "shard8b",
+        "one",
+        "CUDA",
+        "graph",
+        "4.00",
+        "4.00",
+        "1",
+        "[1,",
+        "1]",
+        "1",
+        "[1,",
+        "1]",
+    ]
 
 
 def test_op_backends_measures_an_op(monkeypatch):
     case = op_backends.cases()["rms_norm"]
     found = op_backends.measure(case, "reference", "cpu")
-    assert op_backends.isolation_summary(found["isolation"]) == "bitwise" and found["run_to_run_differ"] == []
+    assert (
+        op_backends.isolation_summary(found["isolation"]) == "bitwise"
+        and found["run_to_run_differ"] == []
+    )
     assert found["worst_ratio"] <= 1.0
 
     def leaking(backend, t, packed):
         return case.call(backend, t, packed) + t["x"].sum()
 
     leak = op_backends.Case(case.op, case.rows, case.weights, leaking)
-    assert "output" in op_backends.isolation_summary(op_backends.isolation(leak, "reference", torch.float32, "cpu"))
+    assert "output" in op_backends.isolation_summary(
+        op_backends.isolation(leak, "reference", torch.float32, "cpu")
+    )
 
 
 def test_packing_report_of_lengths(tmp_path, monkeypatch, capsys):
@@ -103,6 +156,8 @@ def test_functions_take_turns():
 def test_equal_shapes_give_equal_models():
     shape = workloads.shape_of("hybrid", torch.device("cpu"))
     assert shape.pattern == workloads.SHAPES["hybrid"].pattern and shape.config.hidden_size == 64
-    first, second = (workloads.build_model(shape, torch.device("cpu"), max_positions=64) for _ in range(2))
+    first, second = (
+        workloads.build_model(shape, torch.device("cpu"), max_positions=64) for _ in range(2)
+    )
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     assert all(sum(pack) <= 512 for pack in workloads.filled_packs(512, 3, mean=60))

@@ -1,4 +1,6 @@
-"""`benchmarks/packed_vs_padded.py` on the CPU: the two sides are the same work, and the check would notice if not."""
+"""`benchmarks/packed_vs_padded.py` on the CPU: the two sides are the same work, and the check would
+notice if not.
+"""
 
 import json
 import sys
@@ -16,7 +18,9 @@ DOCUMENTS = [np.arange(1, 1 + length) for length in (5, 9, 3, 17, 8, 4, 2, 6, 30
 def test_padded_rows_are_documents_whose_padding_is_no_target():
     first, second = padded_batches(DOCUMENTS)
     assert first.layout.total_tokens == ROWS * 24 and second.layout.total_tokens == 2 * 32
-    assert first.packed.document_lengths.tolist() == [24] * ROWS  # dense attention: a row sees its own row only
+    assert (
+        first.packed.document_lengths.tolist() == [24] * ROWS
+    )  # dense attention: a row sees its own row only
     assert first.num_target_tokens == sum(len(document) - 1 for document in DOCUMENTS[:ROWS])
     labels = first.labels.view(ROWS, 24)[3]
     assert labels[:16].tolist() == list(range(2, 18)) and not labels[16:].any()
@@ -43,4 +47,6 @@ def test_unequal_work_is_refused():
     found = {"padded": side, "packed": side, "loss_difference": 1e-9}
     assert problems_of("x", found, torch.device("cpu")) == []
     assert len(problems_of("x", {**found, "packed": {"targets": 11}}, torch.device("cpu"))) == 1
-    assert len(problems_of("x", {**found, "loss_difference": float("nan")}, torch.device("cpu"))) == 1
+    assert (
+        len(problems_of("x", {**found, "loss_difference": float("nan")}, torch.device("cpu"))) == 1
+    )

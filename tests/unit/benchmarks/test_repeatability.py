@@ -1,4 +1,6 @@
-"""`benchmarks/repeatability.py` on the CPU, with the stand-in for capture, and what it says of outcomes that differ."""
+"""`benchmarks/repeatability.py` on the CPU, with the stand-in for capture, and what it says of
+outcomes that differ.
+"""
 
 import json
 
@@ -21,21 +23,32 @@ def test_every_path_runs_the_same_steps():
     found = repeatability.run(TINY, "fastest", 2, 2, CPU, stand_in.RecordingEngine)
     assert list(found["paths"]) == [EXACT, PADDED, REPLAY] and found["steps"] == 4
     assert {"varlen_attention", "causal_conv1d", "ssd"} <= set(found["backends"])
-    assert found["backends"].pop("adamw") == "torch" and set(found["backends"].values()) == {"reference"}
+    assert found["backends"].pop("adamw") == "torch" and set(found["backends"].values()) == {
+        "reference"
+    }
     for one in found["paths"].values():
         assert (one["outcomes"], one["first_gradients"], one["as_eager_ever"]) == ([2], [2], 2)
-        assert one["norm_apart"] == one["loss_apart"] == [0.0] * 4 and one["different_gradients"] == []
+        assert (
+            one["norm_apart"] == one["loss_apart"] == [0.0] * 4 and one["different_gradients"] == []
+        )
     rows = rows_of(harness.plain({"tiny": {"fastest": found}}))
     assert [row["path"] for row in rows] == [EXACT, PADDED, REPLAY]
 
 
 def test_outcomes_that_differ_are_told_apart():
-    found = judged({PADDED: [USUAL, USUAL, OTHER], REPLAY: [OTHER, replace_weights(USUAL)], EXACT: [USUAL]}, NAMES)
+    found = judged(
+        {PADDED: [USUAL, USUAL, OTHER], REPLAY: [OTHER, replace_weights(USUAL)], EXACT: [USUAL]},
+        NAMES,
+    )
     assert (found[PADDED]["outcomes"], found[PADDED]["as_eager_usually"]) == ([2, 1], 2)
     assert found[PADDED]["loss_apart"] == [0.0, 0.25] and found[PADDED]["norm_apart"] == [0.0, 0.0]
     assert found[PADDED]["different_gradients"] == ["layers.1"]
     replay = found[REPLAY]
-    assert (replay["outcomes"], replay["as_eager_usually"], replay["as_eager_ever"]) == ([1, 1], 0, 1)
+    assert (replay["outcomes"], replay["as_eager_usually"], replay["as_eager_ever"]) == (
+        [1, 1],
+        0,
+        1,
+    )
     assert found[EXACT]["as_eager_usually"] == 1 and found[EXACT]["different_gradients"] == []
 
 
@@ -56,9 +69,19 @@ def test_a_checksum_sees_one_bit_and_where_it_is(dtype):
 
 def test_a_process_of_each_choice_of_kernels_has_its_environment():
     fastest, attention, scan, everything = repeatability.KERNELS.values()
-    assert fastest.environment == attention.environment and not fastest.attention and attention.attention
-    assert scan.environment["MAMBA_DETERMINISTIC"] == scan.environment["CAUSAL_CONV1D_DETERMINISTIC"] == "1"
-    assert everything.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and everything.attention
+    assert (
+        fastest.environment == attention.environment
+        and not fastest.attention
+        and attention.attention
+    )
+    assert (
+        scan.environment["MAMBA_DETERMINISTIC"]
+        == scan.environment["CAUSAL_CONV1D_DETERMINISTIC"]
+        == "1"
+    )
+    assert (
+        everything.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and everything.attention
+    )
 
 
 def test_what_the_documentation_says_of_an_h200_was_measured():
@@ -67,15 +90,27 @@ def test_what_the_documentation_says_of_an_h200_was_measured():
     assert "H200" in measured["device"]
     for choices in measured["results"].values():
         _, _, scan, everything = (choices[name]["paths"] for name in repeatability.KERNELS)
-        assert all(one["outcomes"] == [one["repeats"]] and one["repeats"] >= 20 for one in everything.values())
-        assert {one["as_eager_usually"] for one in everything.values()} == {everything[PADDED]["repeats"]}
-        assert scan[REPLAY]["as_eager_ever"] == scan[REPLAY]["repeats"] and len(scan[PADDED]["outcomes"]) > 1
+        assert all(
+            one["outcomes"] == [one["repeats"]] and one["repeats"] >= 20
+            for one in everything.values()
+        )
+        assert {one["as_eager_usually"] for one in everything.values()} == {
+            everything[PADDED]["repeats"]
+        }
+        assert (
+            scan[REPLAY]["as_eager_ever"] == scan[REPLAY]["repeats"]
+            and len(scan[PADDED]["outcomes"]) > 1
+        )
 
 
 def test_whole_steps_differed_from_eager_ones_by_no_more_than_these_from_each_other():
     """Of the committed results of `full_step.py`."""
-    whole, again = (json.loads((harness.RESULTS / f"{of}.json").read_text())["results"] for of in RESULTS)
-    compared = [one for found in whole["shard8b"]["micro_batches"].values() for one in found["comparisons"]]
+    whole, again = (
+        json.loads((harness.RESULTS / f"{of}.json").read_text())["results"] for of in RESULTS
+    )
+    compared = [
+        one for found in whole["shard8b"]["micro_batches"].values() for one in found["comparisons"]
+    ]
     assert len(compared) == 14
     paths = again["shard8b"]["fastest"]["paths"]
     for value, apart in (("loss", "loss_apart"), ("grad_norm", "norm_apart")):

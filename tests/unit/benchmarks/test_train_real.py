@@ -11,8 +11,12 @@ import prepare_real
 import train_real
 from train_real import largest_over_running_median, problems_of
 
-GOOD = {"valid_loss": [[50, 4.0], [100, 3.0]], "unigram_entropy": 6.0, "largest_over_running_median": 1.1,
-        "skipped_steps": 0}  # fmt: skip
+GOOD = {
+    "valid_loss": [[50, 4.0], [100, 3.0]],
+    "unigram_entropy": 6.0,
+    "largest_over_running_median": 1.1,
+    "skipped_steps": 0,
+}
 
 
 def write_jsonl(path, records):
@@ -22,18 +26,27 @@ def write_jsonl(path, records):
 
 def conversations(count, start=0):
     for number in range(start, start + count):
-        yield {"messages": [{"role": "user", "content": f"What comes after {number}? " * (1 + number % 4)},
-                            {"role": "assistant", "content": f"After {number} comes {number + 1}."}]}  # fmt: skip
+        yield {
+            "messages": [
+                {"role": "user", "content": f"What comes after {number}? " * (1 + number % 4)},
+                {"role": "assistant", "content": f"After {number} comes {number + 1}."},
+            ]
+        }
 
 
 @pytest.fixture
 def archive(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "chat.jsonl.gz", conversations(80))
     write_jsonl(tmp_path / "chat.valid.jsonl", conversations(20, 100))
-    write_jsonl(tmp_path / "text.jsonl", [{"text": f"Document {number} says nothing new."} for number in range(50)])
+    write_jsonl(
+        tmp_path / "text.jsonl",
+        [{"text": f"Document {number} says nothing new."} for number in range(50)],
+    )
     words = ["--set", "sgd_chat", tmp_path / "chat.jsonl.gz", tmp_path / "chat.valid.jsonl"]
     words += ["--set", "docs_longtail", tmp_path / "text.jsonl", "--vocab-size", "320"]
-    monkeypatch.setattr(sys, "argv", ["prepare_real.py", str(tmp_path / "real.zip"), *map(str, words)])
+    monkeypatch.setattr(
+        sys, "argv", ["prepare_real.py", str(tmp_path / "real.zip"), *map(str, words)]
+    )
     prepare_real.main()
     return tmp_path / "real.zip"
 
@@ -42,7 +55,8 @@ def test_archive_holds_two_parts_of_each_set(archive, tmp_path):
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(tmp_path / "out")
     train, valid = (
-        prepare_real.read(tmp_path / "out/docs_longtail" / name) for name in ("train.jsonl.gz", "valid.jsonl.gz")
+        prepare_real.read(tmp_path / "out/docs_longtail" / name)
+        for name in ("train.jsonl.gz", "valid.jsonl.gz")
     )
     assert (len(train), len(valid)) == (47, 3)
     assert sorted(train + valid) == sorted(prepare_real.read(tmp_path / "text.jsonl"))
@@ -52,7 +66,16 @@ def test_archive_holds_two_parts_of_each_set(archive, tmp_path):
 
 
 def test_the_real_script_trains_and_its_log_is_read(archive, tmp_path, monkeypatch):
-    argv = ["train_real.py", str(archive), "sgd_chat", "--quick", "--device", "cpu", "--results", str(tmp_path)]
+    argv = [
+        "train_real.py",
+        str(archive),
+        "sgd_chat",
+        "--quick",
+        "--device",
+        "cpu",
+        "--results",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", argv)
     train_real.main()
     document = json.loads((tmp_path / "train_real.json").read_text())
@@ -67,7 +90,9 @@ def test_the_real_script_trains_and_its_log_is_read(archive, tmp_path, monkeypat
 def test_running_median_sees_a_spike():
     assert largest_over_running_median([4.0, 4.0, 4.0, 6.4, 4.0]) == pytest.approx(1.6)
     assert largest_over_running_median([4.0, 3.0, 2.0]) < 1
-    assert largest_over_running_median([9.0] * 30 + [2.0] * 30 + [4.0]) == pytest.approx(2.0)  # only recent steps count
+    assert largest_over_running_median([9.0] * 30 + [2.0] * 30 + [4.0]) == pytest.approx(
+        2.0
+    )  # only recent steps count
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,22 @@ def test_predictions_are_within_a_tenth_and_nothing_fell_back() -> None:
         assert len({row["capacity"] for row in rows}) >= 3
         for row in rows:
             assert abs(row["predicted_ms"] / row["measured_ms"] - 1) <= 0.1
-            assert row["fallbacks"] == 0 and row["steps"] >= 20 and row["documents"] <= row["capacity"]
+            assert (
+                row["fallbacks"] == 0 and row["steps"] >= 20 and row["documents"] <= row["capacity"]
+            )
 
 
 def test_capacities_of_the_first_epoch_hold_whole_runs_on_real_documents() -> None:
-    """Those that `tune` recommends, and `auto` takes: of each set, in packs of two sizes, over three epochs."""
+    """Those that `tune` recommends, and `auto` takes: of each set, in packs of two sizes, over
+    three epochs.
+    """
     runs = json.loads((RESULTS / "graph_runs.json").read_text())["results"]["epochs"]
-    assert set(runs) >= {f"{name} {slots}" for name in ("docs_longtail", "sgd_chat") for slots in (8192, 32768)}
+    assert set(runs) >= {
+        f"{name} {slots}" for name in ("docs_longtail", "sgd_chat") for slots in (8192, 32768)
+    }
     for run in runs.values():
-        assert len(run["fallbacks_by_epoch"]) >= 3 and not any(run["fallbacks_by_epoch"]) and run["replays"] > 0
+        assert (
+            len(run["fallbacks_by_epoch"]) >= 3
+            and not any(run["fallbacks_by_epoch"])
+            and run["replays"] > 0
+        )

@@ -1,4 +1,6 @@
-"""A small state with every dtype and shape that matters, and checkpoints of several files made in one process."""
+"""A small state with every dtype and shape that matters, and checkpoints of several files made in
+one process.
+"""
 
 import multiprocessing
 from collections.abc import Callable
@@ -51,18 +53,31 @@ def write_by_hand(
     sequence: int,
     share: Callable[[dict[str, Tensor], int, int], list[TensorShard]] = split_replicated,
 ) -> Path:
-    """A checkpoint of ``world_size`` files with small blocks, as that many ranks would write it, and the hint."""
+    """A checkpoint of ``world_size`` files with small blocks, as that many ranks would write it,
+    and the hint.
+    """
     directory = root / step_name(step)
     directory.mkdir(parents=True)
     save_id = f"{sequence:012x}"
-    facts = {"run_id": "run", "save_id": save_id, "step": step, "world_size": world_size, "config_hash": "c0ffee"}
+    facts = {
+        "run_id": "run",
+        "save_id": save_id,
+        "step": step,
+        "world_size": world_size,
+        "config_hash": "c0ffee",
+    }
     records, held = [], []
     for rank in range(world_size):
         shards = share(state, rank, world_size)
         path = directory / f"rank_{rank:05d}.safetensors"
         strings = header_metadata(rank=rank, **facts)
-        records.append(write_shard_file(path, rank, shards, strings, lambda site: None, block_bytes=4096))
-        part = {s.name: {"shape": list(s.global_shape), "dtype": DTYPE_NAMES[s.dtype], "ranges": []} for s in shards}
+        records.append(
+            write_shard_file(path, rank, shards, strings, lambda site: None, block_bytes=4096)
+        )
+        part = {
+            s.name: {"shape": list(s.global_shape), "dtype": DTYPE_NAMES[s.dtype], "ranges": []}
+            for s in shards
+        }
         for shard in shards:
             part[shard.name]["ranges"].append(encode_extent(shard.extent))
         held.append(part)
@@ -80,25 +95,33 @@ def write_by_hand(
 
 def blank(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors like ``state`` whose bytes are all 1, so that a write to them shows."""
-    return {name: torch.ones(t.nbytes, dtype=torch.uint8).view(t.dtype).view(t.shape) for name, t in state.items()}
+    return {
+        name: torch.ones(t.nbytes, dtype=torch.uint8).view(t.dtype).view(t.shape)
+        for name, t in state.items()
+    }
 
 
 def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape)
-        and torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+        and torch.equal(
+            one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)
+        )
         for name in one
     )
 
 
 def exit_code_of(function: Callable[..., None], *args: object) -> int:
-    """Run a test module's function in a new process without threads; minus the signal that ended it, 1 if it raised.
+    """Run a test module's function in a new process without threads; minus the signal that ended
+    it, 1 if it raised.
 
-    From the fork server that the distributed tests use (torch is imported there once); forking pytest itself would copy
-    locks that other threads hold.
+    From the fork server that the distributed tests use (torch is imported there once); forking
+    pytest itself would copy locks that other threads hold.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "numpy", "safetensors.torch"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.device_mesh", "numpy", "safetensors.torch"]
+    )
     process = context.Process(target=function, args=args)
     process.start()
     process.join(60)

@@ -1,4 +1,6 @@
-"""Saving beside training: the state of the moment it began, one save at a time, errors when asked, death as ever."""
+"""Saving beside training: the state of the moment it began, one save at a time, errors when asked,
+death as ever.
+"""
 
 import os
 import signal
@@ -43,7 +45,9 @@ def gate():
 def columns_of_rows() -> TensorShard:
     """Two columns of each of three rows of a (3, 5) tensor."""
     tensor = torch.arange(6, dtype=torch.float64)
-    return TensorShard(name="c", global_shape=(3, 5), start=1, end=3, rows=3, stride=5, tensor=tensor)
+    return TensorShard(
+        name="c", global_shape=(3, 5), start=1, end=3, rows=3, stride=5, tensor=tensor
+    )
 
 
 def test_the_same_bytes_as_a_save_that_waits_and_no_later_ones(tmp_path, tools, gate):
@@ -62,7 +66,9 @@ def test_the_same_bytes_as_a_save_that_waits_and_no_later_ones(tmp_path, tools, 
     assert saves.take(wait=True) is None  # told once
     one, two = (read_manifest(path) for path in (waited.path, saved.path))
     assert one.tensors == two.tensors
-    without_names = partial(replace, header_checksum="")  # headers carry the random name of the save
+    without_names = partial(
+        replace, header_checksum=""
+    )  # headers carry the random name of the save
     assert [without_names(f) for f in one.files] == [without_names(f) for f in two.files]
     found = tools.blank(state)
     load_checkpoint(tmp_path / "two", whole_tensors(found), warn=pytest.fail)
@@ -81,7 +87,10 @@ def test_staging_memory_is_used_again(tools):
         assert copied.tensor.data_ptr() != shard.tensor.data_ptr() or not shard.tensor.numel()
         assert torch.equal(copied.tensor.view(torch.uint8), shard.tensor.view(torch.uint8))
     assert staging.copy(shards[:5])[0].tensor.data_ptr() == address
-    assert staging.copy(whole_tensors({**state, "more": torch.zeros(1000)}))[0].tensor.numel() == 37 * 71
+    assert (
+        staging.copy(whole_tensors({**state, "more": torch.zeros(1000)}))[0].tensor.numel()
+        == 37 * 71
+    )
 
 
 def test_what_goes_wrong_is_raised_when_asked_and_the_next_save_is_sound(tmp_path, tools):
@@ -101,18 +110,25 @@ def test_what_goes_wrong_is_raised_when_asked_and_the_next_save_is_sound(tmp_pat
 
 
 def save_and_die(root, state: bytes, site: str) -> None:
-    """A background save of step 20 in which the process is killed at ``site``, while its main thread goes on."""
+    """A background save of step 20 in which the process is killed at ``site``, while its main
+    thread goes on.
+    """
     saves = BackgroundSaves()
     kill = lambda passed: os.kill(os.getpid(), signal.SIGKILL) if passed == site else None  # noqa: E731
     saves.begin(write(root, 20, kill), whole_tensors(safetensors.torch.load(state)))
     saves.take(wait=True)
 
 
-@pytest.mark.parametrize("site", ["shard.piece_written", "shard.directory_synced", "manifest.renamed"])
+@pytest.mark.parametrize(
+    "site", ["shard.piece_written", "shard.directory_synced", "manifest.renamed"]
+)
 def test_a_save_that_is_killed_is_never_the_newest(tmp_path, tools, site):
     old, new = tools.make_state(1), tools.make_state(2)
     _write(tmp_path, 10, lambda site: None, whole_tensors(old))
-    assert tools.exit_code_of(save_and_die, tmp_path, safetensors.torch.save(new), site) == -signal.SIGKILL
+    assert (
+        tools.exit_code_of(save_and_die, tmp_path, safetensors.torch.save(new), site)
+        == -signal.SIGKILL
+    )
     found = tools.blank(old)
     assert load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail).step == 10
     assert tools.same_bytes(found, old)

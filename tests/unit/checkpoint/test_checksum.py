@@ -8,7 +8,12 @@ import pytest
 from megatron_packed.checkpoint import checksum
 
 # RFC 3720, appendix B.4
-PUBLISHED = [(bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (bytes(range(32)), 0x46DD794E), (b"", 0)]
+PUBLISHED = [
+    (bytes(32), 0x8A9136AA),
+    (b"\xff" * 32, 0x62A8AB43),
+    (bytes(range(32)), 0x46DD794E),
+    (b"", 0),
+]
 
 
 def array(data: bytes) -> np.ndarray:
@@ -27,7 +32,9 @@ def test_the_numpy_form_equals_the_library(size):
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     assert checksum.crc32c_numpy(data) == google_crc32c.value(data.tobytes())
     cut = size // 3
-    assert checksum.crc32c_numpy(data[cut:], checksum.crc32c_numpy(data[:cut])) == google_crc32c.value(data.tobytes())
+    assert checksum.crc32c_numpy(
+        data[cut:], checksum.crc32c_numpy(data[:cut])
+    ) == google_crc32c.value(data.tobytes())
 
 
 def test_without_the_library_crc32c_is_read_and_crc32_is_written(monkeypatch):

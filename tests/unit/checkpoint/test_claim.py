@@ -11,22 +11,30 @@ from megatron_packed.checkpoint.state import whole_tensors
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, tools):
     first = claim_directory(tmp_path / "new" / "run")
     assert first is not None
-    with pytest.raises(CheckpointError, match=r"another run writes its checkpoints here.*its own --save directory"):
+    with pytest.raises(
+        CheckpointError, match=r"another run writes its checkpoints here.*its own --save directory"
+    ):
         claim_directory(tmp_path / "new" / "run", patience=0)
-    save_checkpoint(tmp_path / "new" / "run", 20, whole_tensors(tools.make_state()), {})  # its own saves pass
+    save_checkpoint(
+        tmp_path / "new" / "run", 20, whole_tensors(tools.make_state()), {}
+    )  # its own saves pass
     first.close()
     claim_directory(tmp_path / "new" / "run", patience=0).close()
 
 
 def test_a_run_waits_for_one_that_is_going(tmp_path, monkeypatch):
     first = claim_directory(tmp_path)
-    monkeypatch.setattr("megatron_packed.checkpoint.claim.time.sleep", lambda seconds: first.close())
+    monkeypatch.setattr(
+        "megatron_packed.checkpoint.claim.time.sleep", lambda seconds: first.close()
+    )
     claim_directory(tmp_path).close()
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"(?s)preparing .*file/run for checkpoints.*NotADirectoryError"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)preparing .*file/run for checkpoints.*NotADirectoryError"
+    ):
         claim_directory(tmp_path / "file" / "run")
 
 
@@ -41,7 +49,9 @@ def test_a_run_whose_directory_was_moved_saves_nothing_more(tmp_path, tools, rep
     if replaced:
         claim_directory(root, patience=0)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"run: is no longer the directory that this run locked: it was moved"):
+    with pytest.raises(
+        CheckpointError, match=r"run: is no longer the directory that this run locked: it was moved"
+    ):
         save_checkpoint(root, 2, tensors, {}, run_lock=lock)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -54,24 +64,36 @@ def test_a_directory_that_is_replaced_while_a_save_is_under_way(tmp_path, tools)
             (root / ".run.lock").rename(tmp_path / "taken away")
             claim_directory(root, patience=0)
 
-    with pytest.raises(CheckpointError, match=r"(?s)nothing was published.*is no longer the directory"):
-        save_checkpoint(root, 1, whole_tensors(tools.make_state()), {}, run_lock=lock, on_site=exchange)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)nothing was published.*is no longer the directory"
+    ):
+        save_checkpoint(
+            root, 1, whole_tensors(tools.make_state()), {}, run_lock=lock, on_site=exchange
+        )
     assert sorted(path.name for path in root.iterdir()) == [".lock", ".run.lock"]
 
 
-@pytest.mark.parametrize("site", ["save.directory_made", "shard.synced", "save.gathered", "save.durable"])
+@pytest.mark.parametrize(
+    "site", ["save.directory_made", "shard.synced", "save.gathered", "save.durable"]
+)
 def test_a_directory_that_is_moved_while_a_save_is_under_way(site, tmp_path, tools):
     """One sentence says so, whatever it is that cannot be found any more."""
     root, lock = tmp_path / "run", claim_directory(tmp_path / "run")
     move = lambda passed: root.rename(tmp_path / "moved") if passed == site else None  # noqa: E731
-    with pytest.raises(CheckpointError, match=r"rank 0: \S+/run: is no longer the directory that this run locked"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0: \S+/run: is no longer the directory that this run locked"
+    ):
         save_checkpoint(root, 1, whole_tensors(tools.make_state()), {}, run_lock=lock, on_site=move)
     assert not root.exists()
 
 
 def test_leftovers_of_the_last_save_are_gone_when_the_next_run_starts(tmp_path):
-    names = ["step_00000010.deleting-0123456789ab", "step_00000020.tmp-0123456789ab", "latest.tmp-0123456789ab",
-             "STATUS.json.tmp-0123456789ab"]  # fmt: skip
+    names = [
+        "step_00000010.deleting-0123456789ab",
+        "step_00000020.tmp-0123456789ab",
+        "latest.tmp-0123456789ab",
+        "STATUS.json.tmp-0123456789ab",
+    ]
     for name in names[:2]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank_00000.safetensors").write_text("x")
@@ -79,4 +101,8 @@ def test_leftovers_of_the_last_save_are_gone_when_the_next_run_starts(tmp_path):
         (tmp_path / name).write_text("x")
     (tmp_path / "step_00000010.mine").mkdir()
     claim_directory(tmp_path).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".run.lock", "step_00000010.mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        ".run.lock",
+        "step_00000010.mine",
+    ]

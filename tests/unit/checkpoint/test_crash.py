@@ -21,7 +21,9 @@ class Crash(BaseException):
 
 
 def save(root, step, state, on_site=lambda site: None):
-    return save_checkpoint(root, step, whole_tensors(state), {"step": step}, keep_last=1, on_site=on_site)
+    return save_checkpoint(
+        root, step, whole_tensors(state), {"step": step}, keep_last=1, on_site=on_site
+    )
 
 
 def at(site: str, action):
@@ -33,7 +35,12 @@ def at(site: str, action):
 
 
 def save_and_die(root, step: int, state: bytes, site: str) -> None:
-    save(root, step, safetensors.torch.load(state), at(site, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    save(
+        root,
+        step,
+        safetensors.torch.load(state),
+        at(site, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    )
 
 
 def throw(error: BaseException):
@@ -44,7 +51,9 @@ def throw(error: BaseException):
 
 
 class Disk:
-    """Remembers what was synced; ``lose_power`` takes back what was not (contents, and names in checkpoints)."""
+    """Remembers what was synced; ``lose_power`` takes back what was not (contents, and names in
+    checkpoints).
+    """
 
     def __init__(self, monkeypatch) -> None:
         self.files: dict[int, int] = {}
@@ -62,7 +71,9 @@ class Disk:
     def lose_power(self, root) -> int:
         lost = 0
         for folder, _, files in os.walk(root):
-            synced = self.names.get(os.stat(folder).st_ino, set()) if folder != str(root) else set(files)
+            synced = (
+                self.names.get(os.stat(folder).st_ino, set()) if folder != str(root) else set(files)
+            )
             for name in files:
                 path = os.path.join(folder, name)
                 status = os.stat(path)
@@ -95,13 +106,17 @@ def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
         assert code == (-signal.SIGKILL if reached else 0)
     else:
         try:
-            saved = save(tmp_path, step, new, at(site, throw(OSError(28, "No space left on device"))))
+            saved = save(
+                tmp_path, step, new, at(site, throw(OSError(28, "No space left on device")))
+            )
             after_publication = site.startswith("latest.") or site == "save.old_removed"
             assert not reached or ("No space left" in saved.warnings[0] and after_publication)
         except CheckpointError as error:
             assert "rank 0: OSError: [Errno 28] No space left on device" in str(error)
             assert ("nothing was published" in str(error)) == (SAVE_SITES.index(site) < PUBLISHED)
-        assert not any(".tmp-" in entry.name for entry in os.scandir(tmp_path))  # who lives cleans up
+        assert not any(
+            ".tmp-" in entry.name for entry in os.scandir(tmp_path)
+        )  # who lives cleans up
     if death == "power":
         assert (passed[-1] == site) == reached
 
@@ -117,7 +132,9 @@ def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
 
 
 def test_every_site_is_passed_in_order_and_none_is_unnamed(tmp_path, tools):
-    """So the matrix above misses none: a save that replaces and removes passes all of them, first passages in order."""
+    """So the matrix above misses none: a save that replaces and removes passes all of them, first
+    passages in order.
+    """
     state = tools.make_state()
     passed: list[str] = []
     save(tmp_path, 10, state)
@@ -158,8 +175,11 @@ def test_a_checkpoint_half_removed_is_no_checkpoint(tmp_path, tools, monkeypatch
         save(tmp_path, 20, new)
     monkeypatch.undo()
     assert {name.split("-")[0] for name in os.listdir(tmp_path)} == {
-        ".lock", "latest", "step_00000010.deleting", "step_00000020"
-    }  # fmt: skip
+        ".lock",
+        "latest",
+        "step_00000010.deleting",
+        "step_00000020",
+    }
     found = tools.blank(old)
     load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)  # not a word about the other
     assert tools.same_bytes(found, new)

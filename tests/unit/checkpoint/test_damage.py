@@ -1,4 +1,6 @@
-"""Damage of every kind: found before a tensor is written, named, and the previous checkpoint is loaded instead."""
+"""Damage of every kind: found before a tensor is written, named, and the previous checkpoint is
+loaded instead.
+"""
 
 import ast
 import os
@@ -33,10 +35,11 @@ def flip(path, position: int, bit: int) -> None:
 
 
 def test_300_flipped_bits_300_detected(tmp_path, tools):
-    """Every kind of file in turn, any bit of it. The hint's damage is reported; all other damage stops the load.
+    """Every kind of file in turn, any bit of it. The hint's damage is reported; all other damage
+    stops the load.
 
-    One checkpoint is of ranks that share all tensors out, one of ranks that share a matrix by columns and the rest by
-    halves, one was written beside training.
+    One checkpoint is of ranks that share all tensors out, one of ranks that share a matrix by
+    columns and the rest by halves, one was written beside training.
     """
     state = tools.make_state()
     directories = [
@@ -46,7 +49,11 @@ def test_300_flipped_bits_300_detected(tmp_path, tools):
     ]
     roots = [directory.parent for directory in directories]
     assert any(len(entry) == 5 for entry in ranges_of_weight(directories[1]))
-    files = [(root, path) for root in roots for path in [*sorted((root / "step_00000010").iterdir()), root / "latest"]]
+    files = [
+        (root, path)
+        for root in roots
+        for path in [*sorted((root / "step_00000010").iterdir()), root / "latest"]
+    ]
     assert len(files) == 5 + 4 + 3
     randomness = random.Random(1234)
     detected = 0
@@ -72,15 +79,22 @@ def test_300_flipped_bits_300_detected(tmp_path, tools):
 
 
 def by_columns(state, rank, world_size):
-    """Two tensor-parallel ranks: each has half of the columns of the weight, and half of everything else."""
+    """Two tensor-parallel ranks: each has half of the columns of the weight, and half of everything
+    else.
+    """
     weight = state["layers.0.mixer.weight"]
     rows, columns = weight.shape
     first, last = rank * columns // world_size, (rank + 1) * columns // world_size
     mine = weight[:, first:last].contiguous().view(-1)
     part = TensorShard(
-        name="layers.0.mixer.weight", global_shape=tuple(weight.shape), start=first, end=last, rows=rows,
-        stride=columns, tensor=mine,
-    )  # fmt: skip
+        name="layers.0.mixer.weight",
+        global_shape=tuple(weight.shape),
+        start=first,
+        end=last,
+        rows=rows,
+        stride=columns,
+        tensor=mine,
+    )
     rest = {name: tensor for name, tensor in state.items() if tensor is not weight}
     return [part, *split_replicated(rest, rank, world_size)]
 
@@ -157,17 +171,27 @@ DAMAGE = {
         (d / "rank_00001.safetensors").unlink(),
         (d / "rank_00001.safetensors").mkdir(),
     ),
-    "a pipe": lambda d, t: ((d / "rank_00001.safetensors").unlink(), os.mkfifo(d / "rank_00001.safetensors")),
+    "a pipe": lambda d, t: (
+        (d / "rank_00001.safetensors").unlink(),
+        os.mkfifo(d / "rank_00001.safetensors"),
+    ),
     "manifest deleted": lambda d, t: (d / "manifest.json").unlink(),
     "manifest empty": lambda d, t: os.truncate(d / "manifest.json", 0),
-    "manifest torn": lambda d, t: os.truncate(d / "manifest.json", (d / "manifest.json").stat().st_size - 1),
+    "manifest torn": lambda d, t: os.truncate(
+        d / "manifest.json", (d / "manifest.json").stat().st_size - 1
+    ),
     "manifest of another step": lambda d, t: shutil.copy(other_save(d, t) / "manifest.json", d),
     "manifest forged to leave the directory": lambda d, t: edit_manifest(
         d, lambda f: f["files"][1].update(name="../step_00000010/rank_00001.safetensors")
     ),
-    "manifest forged to another save": lambda d, t: edit_manifest(d, lambda f: f.update(save_id="0" * 12)),
+    "manifest forged to another save": lambda d, t: edit_manifest(
+        d, lambda f: f.update(save_id="0" * 12)
+    ),
     "header and manifest forged to other names": lambda d, t: forge_header(d),
-    "the directory is a link": lambda d, t: (d.rename(d.parent / "away"), d.symlink_to(d.parent / "away")),
+    "the directory is a link": lambda d, t: (
+        d.rename(d.parent / "away"),
+        d.symlink_to(d.parent / "away"),
+    ),
     "the directory is a copy": lambda d, t: (
         shutil.rmtree(d),
         shutil.copytree(d.parent / "step_00000010", d),
@@ -193,7 +217,11 @@ def test_damage_is_named_and_the_previous_checkpoint_is_loaded(tmp_path, tools, 
     wanted = tools.blank(new)
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(tmp_path, whole_tensors(wanted), warn=lambda line: None)
-    assert "step_00000020" in str(error.value) and "expected" in str(error.value) and "found" in str(error.value)
+    assert (
+        "step_00000020" in str(error.value)
+        and "expected" in str(error.value)
+        and "found" in str(error.value)
+    )
     assert all(tensor.reshape(-1).view(torch.uint8).eq(1).all() for tensor in wanted.values())
 
     tools.write_by_hand(tmp_path, 10, old, 2, 1)
@@ -205,7 +233,9 @@ def test_damage_is_named_and_the_previous_checkpoint_is_loaded(tmp_path, tools, 
 def test_a_file_of_another_step_says_so(tmp_path, tools):
     directory = tools.write_by_hand(tmp_path, 20, tools.make_state(2), 2, 2)
     DAMAGE["from another step"](directory, tools)
-    with pytest.raises(CheckpointError, match=r"rank_00001.* \(a file of run_id 'run', step '30', rank '1'\)"):
+    with pytest.raises(
+        CheckpointError, match=r"rank_00001.* \(a file of run_id 'run', step '30', rank '1'\)"
+    ):
         load_checkpoint(tmp_path, whole_tensors(tools.make_state(2)), warn=lambda line: None)
 
 
@@ -244,7 +274,9 @@ def test_no_sound_checkpoint_lists_all_reasons(tmp_path, tools):
 def test_read_tensor_verifies_what_it_reads(tmp_path, tools):
     state = tools.make_state()
     directory = tools.write_by_hand(tmp_path, 10, state, 2, 1)
-    flip(directory / "rank_00001.safetensors", size(directory, 1) - 1, 0)  # the last byte: a uint8 or bool tensor
+    flip(
+        directory / "rank_00001.safetensors", size(directory, 1) - 1, 0
+    )  # the last byte: a uint8 or bool tensor
     damaged = 0
     for name, tensor in state.items():
         try:
@@ -258,15 +290,28 @@ def test_read_tensor_verifies_what_it_reads(tmp_path, tools):
 
 
 def test_no_pickle_in_the_package():
-    """Nothing here can execute what a file, or a peer, says: no pickle, also not inside torch's object collectives."""
+    """Nothing here can execute what a file, or a peer, says: no pickle, also not inside torch's
+    object collectives.
+    """
     [folder] = megatron_packed.checkpoint.__path__
     sources = sorted(Path(folder).glob("*.py"))
     assert len(sources) > 10
-    forbidden = {"pickle", "load", "save", "eval", "exec", "compile", "all_gather_object", "broadcast_object_list"}
+    forbidden = {
+        "pickle",
+        "load",
+        "save",
+        "eval",
+        "exec",
+        "compile",
+        "all_gather_object",
+        "broadcast_object_list",
+    }
     for source in sources:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Import):
-                assert not {"pickle", "marshal", "shelve"} & {alias.name for alias in node.names}, source
+                assert not {"pickle", "marshal", "shelve"} & {alias.name for alias in node.names}, (
+                    source
+                )
             if (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name)

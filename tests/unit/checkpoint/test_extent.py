@@ -35,7 +35,11 @@ def drawn(draw: random.Random, stride: int = STRIDE) -> Extent:
 
 def test_example_of_the_docstring() -> None:
     extent = Extent(6, 8, rows=2, stride=4)
-    assert elements(extent) == [6, 7, 10, 11] and extent.text == "6:8+4*2" and Extent(6, 8).text == "6:8"
+    assert (
+        elements(extent) == [6, 7, 10, 11]
+        and extent.text == "6:8+4*2"
+        and Extent(6, 8).text == "6:8"
+    )
     assert extent.problem(12) is None
 
 
@@ -45,7 +49,9 @@ def test_cuts() -> None:
         extent = drawn(draw)
         first, last = sorted(draw.choices(range(extent.numel + 1), k=2))
         pieces = extent.cut(first, last)
-        assert [number for piece in pieces for number in elements(piece)] == elements(extent)[first:last]
+        assert [number for piece in pieces for number in elements(piece)] == elements(extent)[
+            first:last
+        ]
         assert all(piece.problem(ROWS * STRIDE) is None for piece in pieces) and len(pieces) <= 3
 
 
@@ -57,8 +63,10 @@ def test_overlaps(other_stride: int) -> None:
         here, there = elements(one), elements(other)
         found = [
             (here[o.here + row * o.pitch_here + i], there[o.there + row * o.pitch_there + i])
-            for o in overlaps(one, other) for row in range(o.rows) for i in range(o.length)
-        ]  # fmt: skip
+            for o in overlaps(one, other)
+            for row in range(o.rows)
+            for i in range(o.length)
+        ]
         assert all(a == b for a, b in found)
         assert sorted(a for a, _ in found) == sorted(set(here) & set(there))
     columns = Extent(2, 7, 4, STRIDE)
@@ -87,19 +95,34 @@ def test_every_element_once() -> None:
 @pytest.mark.parametrize(
     "extent",
     [
-        Extent(0, 0), Extent(-1, 2), Extent(3, 61), Extent(0, 2, 7, 10), Extent(8, 11, 2, 10), Extent(0, 2, 2, 7),
-        Extent(0, 2, 1, 10), Extent(0, 2, 3, 0), Extent(0, 2, 0, 10), Extent(0, 2, -1, 10),
+        Extent(0, 0),
+        Extent(-1, 2),
+        Extent(3, 61),
+        Extent(0, 2, 7, 10),
+        Extent(8, 11, 2, 10),
+        Extent(0, 2, 2, 7),
+        Extent(0, 2, 1, 10),
+        Extent(0, 2, 3, 0),
+        Extent(0, 2, 0, 10),
+        Extent(0, 2, -1, 10),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_part_of_a_tensor(extent: Extent) -> None:
     assert extent.problem(60) is not None
 
 
 def test_columns_are_saved_and_loaded_as_few_ranges(tmp_path: Path) -> None:
-    """Of a weight whose columns two ranks share: what each writes has one key, and any other cut loads it."""
+    """Of a weight whose columns two ranks share: what each writes has one key, and any other cut
+    loads it.
+    """
     whole = torch.randn(3000, 8, generator=torch.Generator().manual_seed(0))
     halves = [
-        shards_of("w", (3000, 8), [Extent(at, at + 4, 3000, 8)], whole[:, at : at + 4].contiguous().view(-1))
+        shards_of(
+            "w",
+            (3000, 8),
+            [Extent(at, at + 4, 3000, 8)],
+            whole[:, at : at + 4].contiguous().view(-1),
+        )
         for at in (0, 4)
     ]
     first = share_out(halves[0], 0, 2) + share_out(halves[0], 1, 2)
@@ -112,7 +135,9 @@ def test_columns_are_saved_and_loaded_as_few_ranges(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, shards_of("w", (3000, 8), [Extent(0, width, 3000, 8)], found))
         assert torch.equal(found.view(3000, width), whole[:, :width])
     row = torch.zeros(11)
-    load_checkpoint(tmp_path, [TensorShard(name="w", global_shape=(3000, 8), start=5, end=16, tensor=row)])
+    load_checkpoint(
+        tmp_path, [TensorShard(name="w", global_shape=(3000, 8), start=5, end=16, tensor=row)]
+    )
     assert torch.equal(row, whole.view(-1)[5:16])
 
 
@@ -129,18 +154,29 @@ def test_runs_are_read_over_the_edges_of_blocks(width: int, tmp_path: Path) -> N
     whole = torch.arange(400 * 24 if width < 24 else 7 * stride, dtype=torch.float32)
     rows = len(whole) // stride
     [shard] = shards_of("w", tuple(whole.shape), [Extent(0, len(whole))], whole)
-    record = write_shard_file(tmp_path / "file", 0, [shard], {}, lambda site: None, block_bytes=4096)
+    record = write_shard_file(
+        tmp_path / "file", 0, [shard], {}, lambda site: None, block_bytes=4096
+    )
     for left in {0, 1, stride - width}:
         if left + width > stride:
             continue
-        out = torch.full((rows * (width + 3),), -1.0)  # with room between the rows that must stay as it is
+        out = torch.full(
+            (rows * (width + 3),), -1.0
+        )  # with room between the rows that must stay as it is
         segment = Segment(
-            begin=4 * left, end=4 * ((rows - 1) * stride + left + width), key=shard.key, dtype=torch.float32,
-            target=out[: (rows - 1) * (width + 3) + width].view(torch.uint8), rows=rows, pitch=4 * stride,
+            begin=4 * left,
+            end=4 * ((rows - 1) * stride + left + width),
+            key=shard.key,
+            dtype=torch.float32,
+            target=out[: (rows - 1) * (width + 3) + width].view(torch.uint8),
+            rows=rows,
+            pitch=4 * stride,
             target_pitch=4 * (width + 3),
-        )  # fmt: skip
+        )
         with ShardReader(tmp_path / "file", record) as reader:
             for _ in reader.scan([segment]):
                 pass
-        assert torch.equal(out.view(rows, -1)[:, :width], whole.view(rows, stride)[:, left : left + width])
+        assert torch.equal(
+            out.view(rows, -1)[:, :width], whole.view(rows, stride)[:, left : left + width]
+        )
         assert (out.view(rows, -1)[:, width:] == -1).all()

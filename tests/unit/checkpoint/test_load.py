@@ -5,7 +5,11 @@ import os
 import pytest
 import torch
 
-from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
+from megatron_packed.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    NoCheckpointError,
+)
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint, read_tensor
 from megatron_packed.checkpoint.state import TensorShard, whole_tensors
 
@@ -20,15 +24,25 @@ def test_any_ranges_are_put_together_from_any_files(tmp_path, tools, writers):
             wanted = []
             for name, tensor in found.items():
                 flat = tensor.view(-1)
-                cuts = [i * flat.numel() // readers for i in range(readers + 1)]  # per tensor, unlike the writers' cuts
+                cuts = [
+                    i * flat.numel() // readers for i in range(readers + 1)
+                ]  # per tensor, unlike the writers' cuts
                 start, end = cuts[reader], cuts[reader + 1]
                 if start < end:
                     part = flat[start:end]
                     shape = tuple(tensor.shape)
-                    wanted.append(TensorShard(name=name, global_shape=shape, start=start, end=end, tensor=part))
+                    wanted.append(
+                        TensorShard(
+                            name=name, global_shape=shape, start=start, end=end, tensor=part
+                        )
+                    )
             told = []
-            load_checkpoint(tmp_path, wanted, allow_extra=("",), told=lambda *one, told=told: told.append(one))
-            assert told == sorted(told) and told[-1][0] == told[-1][1] > sum(shard.tensor.nbytes for shard in wanted)
+            load_checkpoint(
+                tmp_path, wanted, allow_extra=("",), told=lambda *one, told=told: told.append(one)
+            )
+            assert told == sorted(told) and told[-1][0] == told[-1][1] > sum(
+                shard.tensor.nbytes for shard in wanted
+            )
         assert tools.same_bytes(found, state)
     for name, tensor in state.items():
         one = read_tensor(tmp_path / "step_00000010", name)
@@ -40,7 +54,11 @@ def test_only_what_is_wanted_is_touched(tmp_path, tools):
     tools.write_by_hand(tmp_path, 10, state, 2, 1)
     flat = torch.zeros(37 * 71)
     part = TensorShard(
-        name="layers.0.mixer.weight", global_shape=(37, 71), start=1000, end=1003, tensor=flat[1000:1003]
+        name="layers.0.mixer.weight",
+        global_shape=(37, 71),
+        start=1000,
+        end=1003,
+        tensor=flat[1000:1003],
     )
     load_checkpoint(tmp_path, [part], allow_extra=("",))
     expected = torch.zeros(37 * 71)
@@ -62,11 +80,17 @@ def test_a_shape_that_lost_its_dimensions_and_every_other_difference_is_an_error
     with pytest.raises(CheckpointMismatchError) as error:
         load_checkpoint(tmp_path, whole_tensors(wrong), warn=lines.append)
     for part in (
-        "step_00000020", "new is missing", "ids is extra", "half is F16 [5, 3], wanted is F16 [3, 5]",
-        "tokens is I64 [13], wanted is I32 [13]", "nothing was loaded",
-    ):  # fmt: skip
+        "step_00000020",
+        "new is missing",
+        "ids is extra",
+        "half is F16 [5, 3], wanted is F16 [3, 5]",
+        "tokens is I64 [13], wanted is I32 [13]",
+        "nothing was loaded",
+    ):
         assert part in str(error.value)
-    assert lines == [] and tools.same_bytes(wrong, before)  # no older checkpoint was tried, nothing was written
+    assert lines == [] and tools.same_bytes(
+        wrong, before
+    )  # no older checkpoint was tried, nothing was written
 
 
 def test_names_may_be_allowed_to_differ_by_prefix(tmp_path, tools):
@@ -75,11 +99,15 @@ def test_names_may_be_allowed_to_differ_by_prefix(tmp_path, tools):
     wanted = tools.blank(state)
     wanted["rng/rank_1/torch"] = torch.full((4,), 7, dtype=torch.uint8)
     del wanted["rng/rank_0/torch"]
-    loaded = load_checkpoint(tmp_path, whole_tensors(wanted), allow_missing=("rng/",), allow_extra=("rng/",))
+    loaded = load_checkpoint(
+        tmp_path, whole_tensors(wanted), allow_missing=("rng/",), allow_extra=("rng/",)
+    )
     assert (loaded.missing, loaded.unused) == (("rng/rank_1/torch",), ("rng/rank_0/torch",))
     assert wanted["rng/rank_1/torch"].tolist() == [7] * 4
     with pytest.raises(CheckpointMismatchError, match="rng/rank_1/torch is missing"):
-        load_checkpoint(tmp_path, whole_tensors(wanted), allow_missing=("r/",), allow_extra=("rng/",))
+        load_checkpoint(
+            tmp_path, whole_tensors(wanted), allow_missing=("r/",), allow_extra=("rng/",)
+        )
     with pytest.raises(CheckpointMismatchError, match="rng/rank_0/torch is extra"):
         load_checkpoint(tmp_path, whole_tensors(wanted), allow_missing=("rng/",))
 
@@ -93,7 +121,9 @@ def test_values_that_are_not_finite_are_refused_unless_asked_for(tmp_path, tools
     bad["w"][4321] = value
     tools.write_by_hand(tmp_path, 20, bad, 2, 2)
     found = tools.blank(good)
-    with pytest.raises(CheckpointMismatchError, match=r"values of w\[\d+:\d+\]: expected finite, found"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"values of w\[\d+:\d+\]: expected finite, found"
+    ):
         load_checkpoint(tmp_path, whole_tensors(found))
     assert tools.same_bytes(found, tools.blank(good))
     load_checkpoint(tmp_path, whole_tensors(found), check_finite=False)
@@ -113,10 +143,18 @@ def test_newest_means_published_last_and_a_step_can_be_asked_for(tmp_path, tools
     assert [candidate.manifest.step for candidate in find_checkpoints(tmp_path)] == [20, 30, 10]
     found = torch.tensor(0)
     for step, expected in ((None, 20), (30, 30), (10, 10)):
-        assert load_checkpoint(tmp_path, whole_tensors({"w": found}), step=step).step == found.item() == expected
+        assert (
+            load_checkpoint(tmp_path, whole_tensors({"w": found}), step=step).step
+            == found.item()
+            == expected
+        )
     assert load_checkpoint(tmp_path / "step_00000030", whole_tensors({"w": found})).step == 30
-    (tmp_path / "alias").symlink_to(tmp_path / "step_00000010")  # a path that the caller names may be a link
-    assert load_checkpoint(tmp_path / "alias", whole_tensors({"w": found})).step == found.item() == 10
+    (tmp_path / "alias").symlink_to(
+        tmp_path / "step_00000010"
+    )  # a path that the caller names may be a link
+    assert (
+        load_checkpoint(tmp_path / "alias", whole_tensors({"w": found})).step == found.item() == 10
+    )
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 15"):
         load_checkpoint(tmp_path, [], step=15)
 
@@ -127,7 +165,9 @@ def test_a_step_that_was_asked_for_has_no_substitute(tmp_path, tools):
     os.truncate(tmp_path / "step_00000020" / "rank_00000.safetensors", 9)
     for path, step in ((tmp_path, 20), (tmp_path / "step_00000020", None)):
         with pytest.raises(CheckpointError, match="another size") as error:
-            load_checkpoint(path, whole_tensors({"w": torch.tensor(0)}), step=step, warn=lambda line: None)
+            load_checkpoint(
+                path, whole_tensors({"w": torch.tensor(0)}), step=step, warn=lambda line: None
+            )
         assert not isinstance(error.value, NoCheckpointError)
 
 
@@ -144,7 +184,9 @@ def test_nothing_there_is_told_from_something_damaged(tmp_path, tools):
     for path in (tmp_path, directory):
         with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be opened") as error:
             load_checkpoint(path, [], warn=lambda line: None)
-        assert not isinstance(error.value, NoCheckpointError)  # a caller must not start from scratch
+        assert not isinstance(
+            error.value, NoCheckpointError
+        )  # a caller must not start from scratch
 
 
 GARBAGE = {

@@ -1,4 +1,6 @@
-"""The manifest: what is read back is what was written, and nothing else passes, not even with a right seal."""
+"""The manifest: what is read back is what was written, and nothing else passes, not even with a
+right seal.
+"""
 
 import json
 from pathlib import Path
@@ -20,10 +22,18 @@ def fields(tmp_path, tools) -> dict:
 
 def test_a_manifest_comes_back(fields, tmp_path):
     manifest = read_manifest(tmp_path / "step_00000010")
-    assert (manifest.step, manifest.sequence, manifest.world_size, manifest.config_hash) == (10, 1, 2, "c0ffee")
+    assert (manifest.step, manifest.sequence, manifest.world_size, manifest.config_hash) == (
+        10,
+        1,
+        2,
+        "c0ffee",
+    )
     assert manifest.metadata == {"consumed_tokens": 100}
     assert manifest.tensors["step"].shape == () and manifest.tensors["nothing"].numel == 0
-    assert [record.name for record in manifest.files] == ["rank_00000.safetensors", "rank_00001.safetensors"]
+    assert [record.name for record in manifest.files] == [
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+    ]
     assert decode_manifest(seal(fields), HERE) == manifest
     assert json.loads((tmp_path / "step_00000010" / "manifest.json").read_text())["step"] == 10
 
@@ -60,7 +70,10 @@ def change(path: str, value):
 
 
 FORGED = {
-    "traversal": (change("files.0.name", "../rank_00000.safetensors"), "leads out of the checkpoint"),
+    "traversal": (
+        change("files.0.name", "../rank_00000.safetensors"),
+        "leads out of the checkpoint",
+    ),
     "absolute": (change("files.0.name", "/etc/passwd"), "leads out of the checkpoint"),
     "hidden": (change("files.0.name", ".lock"), "leads out of the checkpoint"),
     "dots": (change("files.0.name", ".."), "leads out of the checkpoint"),
@@ -85,7 +98,10 @@ FORGED = {
     "tensor name": (change("tensors.a[b", {}), "name is not allowed"),
     "dtype": (change("tensors.half.dtype", "F99"), "shape or dtype of tensor half"),
     "shape": (change("tensors.half.shape", [-5, -3]), "shape or dtype of tensor half"),
-    "more elements than bytes": (change("tensors.step.shape", [1 << 40]), "ranges of tensor step end early"),
+    "more elements than bytes": (
+        change("tensors.step.shape", [1 << 40]),
+        "ranges of tensor step end early",
+    ),
     "hole": (change("tensors.half.ranges", [[1, 15, 0]]), "starts at 0"),
     "overlap": (change("tensors.half.ranges", [[0, 9, 0], [8, 15, 0]]), "starts at 9"),
     "beyond the end": (change("tensors.half.ranges", [[0, 16, 0]]), "ends at most at 15"),
@@ -121,11 +137,23 @@ def test_a_symbolic_link_and_a_pipe_are_no_manifest(tmp_path, tools):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [1, 4])}], "do not cover its 4 elements once each"),
-        ([{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [3, 4])}], "do not cover its 4 elements once each"),
+        (
+            [{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [1, 4])}],
+            "do not cover its 4 elements once each",
+        ),
+        (
+            [{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [3, 4])}],
+            "do not cover its 4 elements once each",
+        ),
         ([{"w": ([4], "F32", [0, 2])}, {}], "end early: expected 4 elements, found 2"),
-        ([{"w": ([4], "F32", [0, 2])}, {"w": ([2, 2], "F32", [2, 4])}], r"rank 1 .* disagree on tensor w"),
-        ([{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F16", [2, 4])}], r"expected F32 \[4\], found F16 \[4\]"),
+        (
+            [{"w": ([4], "F32", [0, 2])}, {"w": ([2, 2], "F32", [2, 4])}],
+            r"rank 1 .* disagree on tensor w",
+        ),
+        (
+            [{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F16", [2, 4])}],
+            r"expected F32 \[4\], found F16 \[4\]",
+        ),
     ],
 )
 def test_ranks_must_hold_every_element_exactly_once(parts, message):

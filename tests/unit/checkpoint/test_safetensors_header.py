@@ -36,14 +36,18 @@ def tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 def test_the_library_reads_what_we_write_and_we_read_what_it_writes():
-    entries = lay_out([("b[0:3]", torch.uint8, (3,)), ("w[0:2]", torch.float32, (2,)), ("e", torch.int64, (0, 7))])
+    entries = lay_out(
+        [("b[0:3]", torch.uint8, (3,)), ("w[0:2]", torch.float32, (2,)), ("e", torch.int64, (0, 7))]
+    )
     file = encode_header(entries, {"step": "7"}, HERE) + struct.pack("<ff3B", 1.5, -2.0, 7, 8, 9)
     found = safetensors.torch.load(file)
     assert found["w[0:2]"].tolist() == [1.5, -2.0] and found["b[0:3]"].tolist() == [7, 8, 9]
     assert found["e"].shape == (0, 7) and parse(file).metadata == {"step": "7"}
     assert parse(file).entries == tuple(sorted(entries, key=lambda e: (e.begin, e.end)))
 
-    theirs = safetensors.torch.save({"x": torch.zeros(3, 5, dtype=torch.bfloat16), "y": torch.ones(2)}, {"a": "b"})
+    theirs = safetensors.torch.save(
+        {"x": torch.zeros(3, 5, dtype=torch.bfloat16), "y": torch.ones(2)}, {"a": "b"}
+    )
     header = parse(theirs)
     assert {(e.key, e.dtype, e.shape) for e in header.entries} == {
         ("x", torch.bfloat16, (3, 5)),
@@ -53,8 +57,14 @@ def test_the_library_reads_what_we_write_and_we_read_what_it_writes():
 
 FORGED = {
     "length 2**60": (struct.pack("<Q", 1 << 60) + b"{}", "the header length is out of bounds"),
-    "length past the end": (struct.pack("<Q", 99) + b"{}" + bytes(8), "the header length is out of bounds"),
-    "length above the limit": (struct.pack("<Q", 17 << 20) + bytes(18 << 20), "the header length is out of bounds"),
+    "length past the end": (
+        struct.pack("<Q", 99) + b"{}" + bytes(8),
+        "the header length is out of bounds",
+    ),
+    "length above the limit": (
+        struct.pack("<Q", 17 << 20) + bytes(18 << 20),
+        "the header length is out of bounds",
+    ),
     "seven bytes": (bytes(7), "too short"),
     "no JSON": (forge(b"{'a'}"), "not strict JSON"),
     "no UTF-8": (forge(b'{"\xff": 1}'), "not strict JSON"),
@@ -62,7 +72,10 @@ FORGED = {
     "deep": (forge(b'{"a":' * 200_000), "nested too deeply"),
     "many digits": (forge(b'{"a":' + b"9" * 100_000 + b"}"), "not strict JSON"),
     "NaN": (forge(b'{"a": NaN}'), "NaN is not JSON"),
-    "a name twice": (forge(b'{"a": %b, "a": %b}' % ((json.dumps(tensor()).encode(),) * 2)), "'a' occurs twice"),
+    "a name twice": (
+        forge(b'{"a": %b, "a": %b}' % ((json.dumps(tensor()).encode(),) * 2)),
+        "'a' occurs twice",
+    ),
     "a field twice": (forge(b'{"a": {"dtype": "F32", "dtype": "U8"}}'), "'dtype' occurs twice"),
     "overlap": (forge({"a": tensor(), "b": tensor(offsets=(4, 12))}, bytes(12)), "overlaps"),
     "same bytes": (forge({"a": tensor(), "b": tensor()}), "overlaps"),
@@ -75,16 +88,27 @@ FORGED = {
     "dtype is a list": (forge({"a": tensor(["F32"])}), "the dtype of tensor 'a'"),
     "negative size": (forge({"a": tensor(shape=(-2, -1))}), "the shape of tensor 'a'"),
     "size overflows": (forge({"a": tensor(shape=(1 << 63, 2))}), "the shape of tensor 'a'"),
-    "product overflows": (forge({"a": tensor(shape=(1 << 61, 1 << 61, 4, 2))}), "the bytes of tensor 'a'"),
+    "product overflows": (
+        forge({"a": tensor(shape=(1 << 61, 1 << 61, 4, 2))}),
+        "the bytes of tensor 'a'",
+    ),
     "size is a bool": (forge({"a": tensor(shape=(True, 2))}), "the shape of tensor 'a'"),
     "size is a float": (forge({"a": tensor(shape=(2.0,))}), "the shape of tensor 'a'"),
     "offsets backwards": (forge({"a": tensor(offsets=(8, 0))}), "the data offsets of tensor 'a'"),
     "one offset": (forge({"a": tensor(offsets=(8,))}), "the data offsets of tensor 'a'"),
-    "unaligned": (forge({"a": tensor("U8", (1,), (0, 1)), "b": tensor(offsets=(1, 9))}, bytes(9)), "a multiple of 4"),
+    "unaligned": (
+        forge({"a": tensor("U8", (1,), (0, 1)), "b": tensor(offsets=(1, 9))}, bytes(9)),
+        "a multiple of 4",
+    ),
     "extra field": (forge({"a": {**tensor(), "code": "x"}}), "the description of tensor 'a'"),
-    "metadata": (forge({"__metadata__": {"a": 1}}, b""), "__metadata__ is not an object of strings"),
+    "metadata": (
+        forge({"__metadata__": {"a": 1}}, b""),
+        "__metadata__ is not an object of strings",
+    ),
     "100,001 tensors": (
-        forge(b"{" + b",".join(b'"%d":{"data_offsets":0}' % i for i in range(MAX_TENSORS + 1)) + b"}"),
+        forge(
+            b"{" + b",".join(b'"%d":{"data_offsets":0}' % i for i in range(MAX_TENSORS + 1)) + b"}"
+        ),
         "too many tensors",
     ),
 }

@@ -1,4 +1,6 @@
-"""Saving by one process: round trips, replacement, retention, leftovers, the lock, full disks, memory."""
+"""Saving by one process: round trips, replacement, retention, leftovers, the lock, full disks,
+memory.
+"""
 
 import errno
 import os
@@ -34,11 +36,19 @@ def load(tools):
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, tools, load):
     state = tools.make_state()
-    state["odd bits".replace(" ", "_")] = torch.tensor([0x7F800000 - 1, 1, -(1 << 31)], dtype=torch.int32).view(
-        torch.float32
-    )  # largest finite, smallest denormal, minus zero
-    metadata = {"plan": {"step": 3, "epoch": 0}, "text": "\u00e9\n", "float": 0.1, "none": None, "list": [1, [True]]}
-    saved = save_checkpoint(tmp_path / "new" / "root", 10, whole_tensors(state), metadata, run_id="r", config_hash="h")
+    state["odd bits".replace(" ", "_")] = torch.tensor(
+        [0x7F800000 - 1, 1, -(1 << 31)], dtype=torch.int32
+    ).view(torch.float32)  # largest finite, smallest denormal, minus zero
+    metadata = {
+        "plan": {"step": 3, "epoch": 0},
+        "text": "\u00e9\n",
+        "float": 0.1,
+        "none": None,
+        "list": [1, [True]],
+    }
+    saved = save_checkpoint(
+        tmp_path / "new" / "root", 10, whole_tensors(state), metadata, run_id="r", config_hash="h"
+    )
     found, _ = load(tmp_path / "new" / "root", state)
     assert tools.same_bytes(found, state)
     loaded = load_checkpoint(saved.path, whole_tensors(found))
@@ -73,7 +83,9 @@ def test_keep_last_counts_this_run_alone_and_the_last_published(tmp_path, tools,
     state = tools.make_state()
     save_checkpoint(tmp_path, 1000, whole_tensors(state), {}, run_id="other")
     for step in (10, 20, 30, 25):  # 25: the run went back to 20
-        saved = save_checkpoint(tmp_path, step, whole_tensors(state), {}, run_id="mine", keep_last=2)
+        saved = save_checkpoint(
+            tmp_path, step, whole_tensors(state), {}, run_id="mine", keep_last=2
+        )
     assert saved.removed == ("step_00000020",)
     assert names(tmp_path) == [".lock", "latest", "step_00000025", "step_00000030", "step_00001000"]
     assert [c.manifest.step for c in find_checkpoints(tmp_path)] == [25, 30, 1000]
@@ -117,7 +129,12 @@ def load_and_ignore(root, tools, like):
 
 def test_leftovers_of_dead_saves_are_removed_and_nothing_else(tmp_path, tools):
     dead = ["step_00000010.tmp-0123456789ab", "step_00000010.deleting-0123456789ab"]
-    kept = ["step_00000010.tmp-xyz", "step_1.tmp-0123456789ab", "notes.tmp-0123456789ab", "step_00000010.tmp"]
+    kept = [
+        "step_00000010.tmp-xyz",
+        "step_1.tmp-0123456789ab",
+        "notes.tmp-0123456789ab",
+        "step_00000010.tmp",
+    ]
     for name in dead + kept:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
@@ -146,9 +163,16 @@ def test_two_jobs_cannot_save_into_one_directory(tmp_path, tools):
         ({"metadata": {1: 2}}, "would come back changed"),
         ({"metadata": {"x": float("nan")}}, "cannot be written as JSON"),
         ({"metadata": {"x": torch.zeros(1)}}, "cannot be written as JSON"),
-        ({"shards": whole_tensors({"a": torch.zeros(3)}) * 2}, r"a\[0:3\] is among the shards of rank 0 twice"),
         (
-            {"shards": [TensorShard(name="a", global_shape=(4,), start=0, end=3, tensor=torch.zeros(3))]},
+            {"shards": whole_tensors({"a": torch.zeros(3)}) * 2},
+            r"a\[0:3\] is among the shards of rank 0 twice",
+        ),
+        (
+            {
+                "shards": [
+                    TensorShard(name="a", global_shape=(4,), start=0, end=3, tensor=torch.zeros(3))
+                ]
+            },
             "ranges of tensor a end early",
         ),
     ],
@@ -172,7 +196,9 @@ def save_with_little_room(root) -> None:
 
 
 def test_a_full_disk_is_an_error_that_names_the_path_and_publishes_nothing(tmp_path, tools, load):
-    """A real refusal by the kernel: no file may grow beyond 6,000 bytes; a write comes back short, the next fails."""
+    """A real refusal by the kernel: no file may grow beyond 6,000 bytes; a write comes back short,
+    the next fails.
+    """
     state = tools.make_state()
     save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)
     assert tools.exit_code_of(save_with_little_room, tmp_path) == 0
@@ -192,12 +218,16 @@ def save_and_load_48_mib(root) -> None:
 
 
 def test_memory_does_not_double(tmp_path, tools):
-    """The peak memory of a process that saves and loads 48 MiB grows by less than 24 MiB (two 4 MiB buffers)."""
+    """The peak memory of a process that saves and loads 48 MiB grows by less than 24 MiB (two 4 MiB
+    buffers).
+    """
     assert tools.exit_code_of(save_and_load_48_mib, tmp_path) == 0
 
 
 def test_a_file_that_rank_0_does_not_see_as_written_is_not_published(tmp_path, tools, load):
-    """Directories that are not shared, or a file system that drops data: sizes are compared before publication."""
+    """Directories that are not shared, or a file system that drops data: sizes are compared before
+    publication.
+    """
     state = tools.make_state()
     save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)
 
@@ -206,7 +236,10 @@ def test_a_file_that_rank_0_does_not_see_as_written_is_not_published(tmp_path, t
             [temporary] = (entry for entry in os.scandir(tmp_path) if ".tmp-" in entry.name)
             os.unlink(os.path.join(temporary, "rank_00000.safetensors"))
 
-    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors: file of rank 0 as rank 0 sees it: expected"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank_00000\.safetensors: file of rank 0 as rank 0 sees it: expected",
+    ):
         save_checkpoint(tmp_path, 20, whole_tensors(state), {}, keep_last=1, on_site=drop)
     assert names(tmp_path) == [".lock", "latest", "step_00000010"]
     assert load(tmp_path, state)[1] == 10

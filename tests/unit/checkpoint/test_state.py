@@ -9,7 +9,9 @@ from megatron_packed.checkpoint.state import TensorShard, split_replicated, whol
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
 def test_replicated_tensors_are_divided_once_and_evenly(tools, world_size):
     state = tools.make_state()
-    owners = {name: torch.zeros(tensor.numel(), dtype=torch.int64) for name, tensor in state.items()}
+    owners = {
+        name: torch.zeros(tensor.numel(), dtype=torch.int64) for name, tensor in state.items()
+    }
     sizes = []
     for rank in range(world_size):
         shards = split_replicated(state, rank, world_size)
@@ -19,7 +21,9 @@ def test_replicated_tensors_are_divided_once_and_evenly(tools, world_size):
         assert ("nothing" in {shard.name for shard in shards}) == (rank == 0)
         sizes.append(sum(shard.tensor.nbytes for shard in shards))
     assert all((count == 1).all() for count in owners.values())
-    assert max(sizes) - min(sizes) <= 8 + 1  # one element of the widest dtype, and the rounding of the division
+    assert (
+        max(sizes) - min(sizes) <= 8 + 1
+    )  # one element of the widest dtype, and the rounding of the division
 
 
 def test_the_division_does_not_depend_on_the_order_of_the_dict(tools):

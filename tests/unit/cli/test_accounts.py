@@ -1,4 +1,6 @@
-"""Where tokens and targets of the data go, as ``packing`` and ``tune`` report it; data without a target is refused."""
+"""Where tokens and targets of the data go, as ``packing`` and ``tune`` report it; data without a
+target is refused.
+"""
 
 import json
 
@@ -16,7 +18,10 @@ SFT = ["--sft", "--seq-length", "64"]
 
 def answers(path, prompts, answer=10):
     """Prompts of so many bytes, each with an answer; a template adds to both."""
-    lines = (json.dumps({"prompt": "p" * length, "completion": "c" * answer}) + "\n" for length in prompts)
+    lines = (
+        json.dumps({"prompt": "p" * length, "completion": "c" * answer}) + "\n"
+        for length in prompts
+    )
     path.write_text("".join(lines))
     return str(path)
 
@@ -51,27 +56,53 @@ def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, comm
 
 
 def test_validation_without_a_target_is_refused_by_its_name(tmp_path, capsys):
-    train, valid = answers(tmp_path / "train.jsonl", [5] * 40), answers(tmp_path / "valid.jsonl", [300] * 3)
-    argv = ["--train-data-path", train, *SFT, "--overlong-policy", "truncate", "--valid-data-path", valid]
+    train, valid = (
+        answers(tmp_path / "train.jsonl", [5] * 40),
+        answers(tmp_path / "valid.jsonl", [300] * 3),
+    )
+    argv = [
+        "--train-data-path",
+        train,
+        *SFT,
+        "--overlong-policy",
+        "truncate",
+        "--valid-data-path",
+        valid,
+    ]
     code, output = packing(capsys, *argv, "--eval-interval", 2)
     assert code == 3 and "data error: the validation data has no target left" in output.err
 
 
 def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
-    train, valid = answers(tmp_path / "train.jsonl", [5] * 40), answers(tmp_path / "valid.jsonl", [5] * 3)
+    train, valid = (
+        answers(tmp_path / "train.jsonl", [5] * 40),
+        answers(tmp_path / "valid.jsonl", [5] * 3),
+    )
     argv = ["--train-data-path", train, *SFT, "--valid-data-path", valid, "--eval-interval", 2]
     lines = packing(capsys, *argv)[1].out.splitlines()
     [few] = [line for line in lines if "noisy" in line]
-    assert few.startswith("validation data: 33 targets are fewer than 1,000")  # 3 x (10 and the end)
-    assert "validation data: 33 targets of 3 documents in = 33 kept + 0 lost by truncation" in "\n".join(lines)
+    assert few.startswith(
+        "validation data: 33 targets are fewer than 1,000"
+    )  # 3 x (10 and the end)
+    assert (
+        "validation data: 33 targets of 3 documents in = 33 kept + 0 lost by truncation"
+        in "\n".join(lines)
+    )
     assert few.endswith("noisy; give it more documents.")
-    argv[argv.index(valid)] = more = answers(tmp_path / "more.jsonl", [5] * 20)  # five packs, in all too few as well
+    argv[argv.index(valid)] = more = answers(
+        tmp_path / "more.jsonl", [5] * 20
+    )  # five packs, in all too few as well
     ended = packing(capsys, *argv, "--eval-iters", 1)[1].out
-    assert "raise --eval-iters, which ends it before its last document, and give it more documents." in ended
+    assert (
+        "raise --eval-iters, which ends it before its last document, and give it more documents."
+        in ended
+    )
     big = answers(tmp_path / "big.jsonl", [5] * 30, answer=40)
     argv[argv.index(more)] = big
     assert "noisy" not in packing(capsys, *argv)[1].out
-    ended = packing(capsys, *argv, "--eval-iters", 1)[1].out  # after its first pack of one or two documents
+    ended = packing(capsys, *argv, "--eval-iters", 1)[
+        1
+    ].out  # after its first pack of one or two documents
     assert "noisy; raise --eval-iters, which ends it before its last document.\n" in ended
 
 
@@ -83,7 +114,9 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
     counts, targets = found["counts"], found["targets"]
     adds_up(counts, targets)
     assert targets["targets_in"] == 40 * 11
-    assert targets["documents_without_targets"] == (0 if policy in ("split", "truncate_prompt") else 10)
+    assert targets["documents_without_targets"] == (
+        0 if policy in ("split", "truncate_prompt") else 10
+    )
     assert (counts["pieces_without_targets"] > 0) == (policy in ("truncate", "split"))
     assert found["packs"] * found["slots"] == counts["tokens_kept"] + found["padded_tokens"]
     lines = packing(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)[1].out
@@ -92,16 +125,37 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
         assert (counts["tokens_truncated"], counts["documents_truncated"]) == (10 * (311 - 64), 10)
         assert "440 targets of 40 documents in = 440 kept + 0 lost by truncation" in lines
     if policy == "truncate":
-        assert "330 kept + 110 lost by truncation + 0 by splitting + 0 by dropping; 10 documents keep none." in lines
+        assert (
+            "330 kept + 110 lost by truncation + 0 by splitting + 0 by dropping; 10 documents keep none."
+            in lines
+        )
 
 
 def test_over_long_conversations_keep_their_last_answer_unless_asked_otherwise(tmp_path, capsys):
-    """In training and in validation data, in packing and in tune; `plan` finds what packing tokenised."""
-    turns = [{"role": role, "content": f"{role} {n} "} for n in range(40) for role in ("user", "assistant")]
+    """In training and in validation data, in packing and in tune; `plan` finds what packing
+    tokenised.
+    """
+    turns = [
+        {"role": role, "content": f"{role} {n} "}
+        for n in range(40)
+        for role in ("user", "assistant")
+    ]
     train, valid = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
-    train.write_text((json.dumps({"messages": [{"role": "system", "content": "Be nice."}, *turns]}) + "\n") * 9)
+    train.write_text(
+        (json.dumps({"messages": [{"role": "system", "content": "Be nice."}, *turns]}) + "\n") * 9
+    )
     valid.write_text((json.dumps({"messages": turns}) + "\n") * 2)
-    argv = ["--train-data-path", train, "--valid-data-path", valid, "--eval-interval", 2, "--sft", "--seq-length", 256]
+    argv = [
+        "--train-data-path",
+        train,
+        "--valid-data-path",
+        valid,
+        "--eval-interval",
+        2,
+        "--sft",
+        "--seq-length",
+        256,
+    ]
     lines = packing(capsys, *argv, "--micro-batch-size", 2)[1].out.splitlines()
     said = [line for line in lines if "of them were longer and keep their last answer" in line]
     assert [line.split()[0] for line in said] == ["9", "2"]
@@ -110,7 +164,10 @@ def test_over_long_conversations_keep_their_last_answer_unless_asked_otherwise(t
         counts = found[name]["counts"] if name == "training" else found[name]
         targets = found[name]["targets"] if name == "training" else found[name]
         assert counts["documents_truncated"] == each == counts["documents_in"]
-        assert 0 < targets["targets_truncated"] < targets["targets_in"] and targets["documents_without_targets"] == 0
+        assert (
+            0 < targets["targets_truncated"] < targets["targets_in"]
+            and targets["documents_without_targets"] == 0
+        )
     assert main(["tune", *map(str, argv), "--json"]) == 0
     accounts = json.loads(capsys.readouterr().out)["accounts"]
     assert accounts["targets_truncated"] == found["training"]["targets"]["targets_truncated"]
@@ -124,7 +181,17 @@ def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_
     short = answers(tmp_path / "short.jsonl", [5] * 30)
 
     def plan(path, *more):
-        given = ["--hybrid-layer-pattern", "-", "--hidden-size", "8", "--lr", "0", "--train-iters", "1", *SFT]
+        given = [
+            "--hybrid-layer-pattern",
+            "-",
+            "--hidden-size",
+            "8",
+            "--lr",
+            "0",
+            "--train-iters",
+            "1",
+            *SFT,
+        ]
         config = parse([*given, "--overlong-policy", "truncate", "--data-path", path, *more])
         documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False).train
         return plan_training(config, documents)[0]
@@ -139,12 +206,17 @@ def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_
 def test_text_loses_no_token_whatever_the_micro_batch_size(tmp_path, capsys):
     """As of Megatron: how many samples make a pack does not decide what is trained on."""
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in (999, 10, 300, 64, 700)))
+    text.write_text(
+        "".join(json.dumps({"text": "a" * length}) + "\n" for length in (999, 10, 300, 64, 700))
+    )
     argv = ["--data-path", text, "--seq-length", 64]
     for samples in (1, 4):
         found = as_json(capsys, *argv, "--micro-batch-size", samples)["training"]
         adds_up(found["counts"], found["targets"])
         assert found["counts"]["tokens_kept"] == found["counts"]["tokens_in"] == 2078
-        assert (found["slots"], found["targets"]["targets_split"]) == (64 * samples, 15 + 0 + 4 + 1 + 10)
+        assert (found["slots"], found["targets"]["targets_split"]) == (
+            64 * samples,
+            15 + 0 + 4 + 1 + 10,
+        )
     old = ["--micro-batch-size", 4, "--max-document-length", 256, "--overlong-policy", "truncate"]
     assert as_json(capsys, *argv, *old)["training"]["counts"]["tokens_kept"] == 3 * 256 + 11 + 65

@@ -23,8 +23,23 @@ from megatron_packed.training.documents import build_tokenizer
 from megatron_packed.training.explain import explain
 from megatron_packed.training.state import RunState
 
-MODEL = ["--hybrid-layer-pattern", "M*-", "--hidden-size", "16", "--num-attention-heads", "2", "--mamba-head-dim", "8",
-         "--mamba-num-groups", "1", "--mamba-state-dim", "8", "--disable-bias-linear", "--device", "cpu"]  # fmt: skip
+MODEL = [
+    "--hybrid-layer-pattern",
+    "M*-",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--mamba-head-dim",
+    "8",
+    "--mamba-num-groups",
+    "1",
+    "--mamba-state-dim",
+    "8",
+    "--disable-bias-linear",
+    "--device",
+    "cpu",
+]
 LOOP = ["--lr", "1e-3", "--train-iters", "3", "--seq-length", "64"]
 
 
@@ -39,17 +54,24 @@ def exit_code(argv):
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in (100, 31, 30, 20, 5)))
+    path.write_text(
+        "".join(json.dumps({"text": "a" * length}) + "\n" for length in (100, 31, 30, 20, 5))
+    )
     return ["--data-path", path, "--data-cache-path", tmp_path / "cache"]
 
 
 @pytest.fixture
 def run_flags(data, tmp_path):
-    return [str(word) for word in [*MODEL, *LOOP, *data, "--load", tmp_path / "save", "--save", tmp_path / "save"]]
+    return [
+        str(word)
+        for word in [*MODEL, *LOOP, *data, "--load", tmp_path / "save", "--save", tmp_path / "save"]
+    ]
 
 
 def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
-    """A checkpoint of a model that nobody trained; its weights depend on ``seed``, which the reader does not know."""
+    """A checkpoint of a model that nobody trained; its weights depend on ``seed``, which the reader
+    does not know.
+    """
     config = parse([*map(str, run_flags), "--seed", str(seed)])
     groups = ParallelGroups.single()
     job = build_job(config, groups, vocab_size)
@@ -66,7 +88,9 @@ def test_packing_reports_the_data_and_its_packs(data, capsys):
     assert documents.startswith("5 documents, 191 tokens")
     assert packs.startswith("3 packs of 64 slots, 99.48% full")
     assert per_pack.startswith("Documents per pack: P50 2, ")
-    assert tokens.startswith("191 tokens of 5 documents in = 191 kept + 0 truncated (0 documents) + 0 dropped")
+    assert tokens.startswith(
+        "191 tokens of 5 documents in = 191 kept + 0 truncated (0 documents) + 0 dropped"
+    )
     assert tokens.endswith("; 1 documents split.")
     assert targets == (
         "186 targets of 5 documents in = 185 kept + 0 lost by truncation + 1 by splitting + 0 by dropping; "
@@ -84,13 +108,23 @@ def test_a_reader_that_has_seen_enough_is_no_error(data, monkeypatch):
         assert exit_code(["packing", *data, "--seq-length", 64]) == 141
 
 
-@pytest.mark.parametrize(("streams", "code", "said"), [
-    (">/dev/full", 1, "standard output cannot be written: [Errno 28] No space left on device.\n"), (">&-", 0, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("streams", "code", "said"),
+    [
+        (
+            ">/dev/full",
+            1,
+            "standard output cannot be written: [Errno 28] No space left on device.\n",
+        ),
+        (">&-", 0, ""),
+    ],
+)
 def test_an_output_that_is_full_or_closed_ends_in_no_traceback(tmp_path, streams, code, said):
     (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
     command = f'"{sys.executable}" -m megatron_packed.cli.main packing --data-path data.jsonl --seq-length 64'
-    done = subprocess.run(["bash", "-c", f"{command} {streams}"], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {streams}"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (code, said)
 
 
@@ -103,7 +137,9 @@ def test_ctrl_c_is_no_error(data, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted.\n"
 
 
-@pytest.mark.parametrize("more, said", [((), " (there is no --eval-interval)"), (("--eval-interval", 2), "")])
+@pytest.mark.parametrize(
+    "more, said", [((), " (there is no --eval-interval)"), (("--eval-interval", 2), "")]
+)
 def test_packing_says_who_validates_as_the_run_does(more, said, data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64, "--split", "80,20", *more]) == 0
     line = f"Divided by --split 80,20, in file order: 4 documents train, 1 validate{said}, 0 are left out."
@@ -118,19 +154,39 @@ def test_packing_obeys_the_packing_flags(data, capsys):
 
 
 def test_packing_of_a_run_of_several_processes(data, capsys):
-    """As its ranks pack: documents of 64, 32, 31, 21 and 6 tokens take 64, 32, 32, 24 and 8 of 64 slots."""
+    """As its ranks pack: documents of 64, 32, 31, 21 and 6 tokens take 64, 32, 32, 24 and 8 of 64
+    slots.
+    """
     ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p", "--overlong-policy", "truncate"]
     assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
     *_, padding, _ = capsys.readouterr().out.splitlines()
-    assert padding.startswith("Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents")
+    assert padding.startswith(
+        "Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents"
+    )
 
 
 def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
-    made = ["preprocess", "--input", data[1], "--output-prefix", tmp_path / "out" / "d", "--append-eod", "--workers", 1]
+    made = [
+        "preprocess",
+        "--input",
+        data[1],
+        "--output-prefix",
+        tmp_path / "out" / "d",
+        "--append-eod",
+        "--workers",
+        1,
+    ]
     assert exit_code(made) == 0
     said = capsys.readouterr().out
-    assert "5 documents, 191 tokens" in said and f"written: {tmp_path}/out/d_text_document.bin" in said
-    assert exit_code(["packing", "--data-path", tmp_path / "out" / "d_text_document", "--seq-length", 64]) == 0
+    assert (
+        "5 documents, 191 tokens" in said and f"written: {tmp_path}/out/d_text_document.bin" in said
+    )
+    assert (
+        exit_code(
+            ["packing", "--data-path", tmp_path / "out" / "d_text_document", "--seq-length", 64]
+        )
+        == 0
+    )
     assert "3 packs of 64 slots, 99.48% full" in capsys.readouterr().out
     assert exit_code([*made, "--json-keys", "title"]) == 3
     assert "5 missing_key" in capsys.readouterr().err
@@ -144,10 +200,27 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
     if kind == "NullTokenizer":
         flags += ["--vocab-size", 300]
     else:
-        flags += ["--tokenizer-model", tokenizer_file(kind, tmp_path / "model"), "--tiktoken-num-special-tokens", 10]
+        flags += [
+            "--tokenizer-model",
+            tokenizer_file(kind, tmp_path / "model"),
+            "--tiktoken-num-special-tokens",
+            10,
+        ]
     text = tmp_path / "d.jsonl"
-    text.write_text("".join(json.dumps({"text": "7 " * length + "8"}) + "\n" for length in (20, 5, 9)))
-    made = ["preprocess", "--input", text, "--output-prefix", tmp_path / "d", "--append-eod", "--workers", 1, *flags]
+    text.write_text(
+        "".join(json.dumps({"text": "7 " * length + "8"}) + "\n" for length in (20, 5, 9))
+    )
+    made = [
+        "preprocess",
+        "--input",
+        text,
+        "--output-prefix",
+        tmp_path / "d",
+        "--append-eod",
+        "--workers",
+        1,
+        *flags,
+    ]
     assert exit_code(made) == 0
     assert "3 documents" in capsys.readouterr().out
     said = []
@@ -155,30 +228,61 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
         assert exit_code(["packing", "--data-path", path, "--seq-length", 64, *flags]) == 0
         said.append(capsys.readouterr().out.splitlines()[-3:])
     assert said[0] == said[1]
-    run = [*MODEL, *LOOP, "--data-path", text, "--load", tmp_path / "save", "--save", tmp_path / "save", *flags]
+    run = [
+        *MODEL,
+        *LOOP,
+        "--data-path",
+        text,
+        "--load",
+        tmp_path / "save",
+        "--save",
+        tmp_path / "save",
+        *flags,
+    ]
     config = parse([str(word) for word in run])
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     trained = save_checkpoint(run, 7, tokenizer.vocab_size)
     prompt = [int(token) for token in tokenizer.encode("7 8")]
-    expected = tokenizer.decode(generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True).strip()
+    expected = tokenizer.decode(
+        generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True
+    ).strip()
     assert exit_code(["generate", *run, "--prompt", "7 8", "--max-new-tokens", 5]) == 0
-    shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in expected)
+    shown = "".join(
+        character if character.isprintable() or character == "\n" else "?" for character in expected
+    )
     assert capsys.readouterr().out == shown + "\n"
     if kind == "NullTokenizer":
         assert exit_code(["generate", *run, "--prompt", "seven"]) == 3
         assert "not_a_token_number: 'seven'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)])
+@pytest.mark.parametrize(
+    "form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)]
+)
 def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, capsys):
-    """Of a format that has a token for it; with the others only an end of document could come. It is told."""
+    """Of a format that has a token for it; with the others only an end of document could come. It
+    is told.
+    """
     stops = []
     monkeypatch.setattr("megatron_packed.training.inference.load_model", lambda *_: None)
-    monkeypatch.setattr("megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [eod])
+    monkeypatch.setattr(
+        "megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [eod]
+    )
     (tmp_path / "d.jsonl").write_text("{}")
     model = tokenizer_file("TikTokenizer", tmp_path / "model")
-    flags = ["--data-path", tmp_path / "d.jsonl", "--load", tmp_path, "--sft", "--sft-tokenizer-prompt-format", form,
-             "--tokenizer-type", "TikTokenizer", "--tokenizer-model", model]  # fmt: skip
+    flags = [
+        "--data-path",
+        tmp_path / "d.jsonl",
+        "--load",
+        tmp_path,
+        "--sft",
+        "--sft-tokenizer-prompt-format",
+        form,
+        "--tokenizer-type",
+        "TikTokenizer",
+        "--tokenizer-model",
+        model,
+    ]
     assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
     assert stops == [end]
     printed = capsys.readouterr()
@@ -191,10 +295,16 @@ def tokenizer_file(kind, path):
     """A small vocabulary with all bytes."""
     if kind == "TikTokenizer":
         pytest.importorskip("tiktoken")
-        path.write_bytes(b"".join(base64.b64encode(bytes([value])) + b" %d\n" % value for value in range(256)))
+        path.write_bytes(
+            b"".join(base64.b64encode(bytes([value])) + b" %d\n" % value for value in range(256))
+        )
     else:
         pytest.importorskip("sentencepiece").SentencePieceTrainer.train(
-            sentence_iterator=iter(["7 8 9 10"]), model_prefix=path, vocab_size=265, minloglevel=2, byte_fallback=True
+            sentence_iterator=iter(["7 8 9 10"]),
+            model_prefix=path,
+            vocab_size=265,
+            minloglevel=2,
+            byte_fallback=True,
         )
     return path if path.exists() else path.with_suffix(".model")
 
@@ -207,7 +317,15 @@ def test_packing_fills_in_only_what_is_missing():
 @pytest.mark.parametrize("policy, code", [("error", 3), ("drop", 3), ("truncate", 0)])
 def test_data_that_cannot_be_packed_is_a_data_error(tmp_path, policy, code, capsys):
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a" * 100}) + "\n")
-    argv = ["packing", "--data-path", tmp_path / "long.jsonl", "--seq-length", 64, "--overlong-policy", policy]
+    argv = [
+        "packing",
+        "--data-path",
+        tmp_path / "long.jsonl",
+        "--seq-length",
+        64,
+        "--overlong-policy",
+        policy,
+    ]
     assert exit_code(argv) == code
     assert ("data error: " in capsys.readouterr().err) == (code == 3)
 
@@ -222,27 +340,52 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
     trained = save_checkpoint(run_flags, seed=7)
     tokenizer = ByteTokenizer()
     prompt = [int(token) for token in tokenizer.encode("-1 the")]
-    expected = tokenizer.decode(generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True).strip()
+    expected = tokenizer.decode(
+        generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True
+    ).strip()
     assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
-    shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in expected)
+    shown = "".join(
+        character if character.isprintable() or character == "\n" else "?" for character in expected
+    )
     assert capsys.readouterr().out == shown + "\n"
 
 
 def test_generate_takes_the_flags_of_a_run_of_several_processes(run_flags, capsys):
     save_checkpoint(run_flags, 3)
-    layout = ["--tensor-model-parallel-size", 2, "--context-parallel-size", 2, "--cp-comm-type", "p2p"]
+    layout = [
+        "--tensor-model-parallel-size",
+        2,
+        "--context-parallel-size",
+        2,
+        "--cp-comm-type",
+        "p2p",
+    ]
     said = []
     for more in ([], layout):
-        assert exit_code(["generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5]) == 0
+        assert (
+            exit_code(["generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5])
+            == 0
+        )
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
 
 
 def test_generate_needs_the_model_and_its_checkpoint_alone(run_flags, capsys):
     save_checkpoint(run_flags, 3)
-    least = [*MODEL, *run_flags[run_flags.index("--load") :][:2], "--seq-length", 64, "--prompt", "the"]
+    least = [
+        *MODEL,
+        *run_flags[run_flags.index("--load") :][:2],
+        "--seq-length",
+        64,
+        "--prompt",
+        "the",
+    ]
     said = []
-    for flags in (least, [*least, "--data-path", "elsewhere.jsonl"], [*run_flags, "--prompt", "the"]):
+    for flags in (
+        least,
+        [*least, "--data-path", "elsewhere.jsonl"],
+        [*run_flags, "--prompt", "the"],
+    ):
         assert exit_code(["generate", *flags, "--max-new-tokens", 5]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
@@ -261,7 +404,9 @@ def test_a_gpu_that_is_not_here_is_told(command, run_flags, tmp_path, capsys):
             explain(parse(flags))
         assert ended.value.code == 2
     else:
-        more = {"generate": ["--prompt", "a"], "tune": ["--measure", tmp_path / "costs.json"]}[command]
+        more = {"generate": ["--prompt", "a"], "tune": ["--measure", tmp_path / "costs.json"]}[
+            command
+        ]
         assert exit_code([command, *flags, *more]) == 2
     assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
 
@@ -269,9 +414,14 @@ def test_a_gpu_that_is_not_here_is_told(command, run_flags, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
     flags = ["auto" if word == "cpu" else word for word in run_flags]
-    assert exit_code(["generate", *flags, "--attention-backend", "torch_varlen", "--prompt", "a"]) == 2
+    assert (
+        exit_code(["generate", *flags, "--attention-backend", "torch_varlen", "--prompt", "a"]) == 2
+    )
     said = capsys.readouterr().err
-    assert "--attention-backend torch_varlen: cannot serve as attention: it needs CUDA capability 8 or later" in said
+    assert (
+        "--attention-backend torch_varlen: cannot serve as attention: it needs CUDA capability 8 or later"
+        in said
+    )
 
 
 def test_generate_without_a_checkpoint(run_flags, capsys):
@@ -292,63 +442,140 @@ def test_generate_refuses_what_the_rotary_tables_do_not_reach(run_flags, capsys)
 
 def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys):
     save_checkpoint(run_flags, seed=7)
-    assert exit_code(["generate", *run_flags, "--squared-relu", "--norm-epsilon", 1e-6, "--prompt", "a"]) == 4
+    assert (
+        exit_code(
+            ["generate", *run_flags, "--squared-relu", "--norm-epsilon", 1e-6, "--prompt", "a"]
+        )
+        == 4
+    )
     problem = capsys.readouterr().err
     assert "--squared-relu is on, and the checkpoint was made with off" in problem
     assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
     assert exit_code(["generate", *run_flags, "--bf16", "--prompt", "a"]) == 4
-    assert "was trained without --bf16, and weights are not converted; leave it out here too" in capsys.readouterr().err
+    assert (
+        "was trained without --bf16, and weights are not converted; leave it out here too"
+        in capsys.readouterr().err
+    )
 
 
 def test_report(tmp_path, capsys):
     log = tmp_path / "log.jsonl"
     step = {
-        "iteration": 1, "lm_loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_time_ms": 9.0,
-        "docs_per_pack": 2, "consumed_tokens": 7, "pack_fill": 0.9, "tokens_per_second": 8, "memory_gib": 1,
-        "skipped": False, "plan_hash": "f00",
-    }  # fmt: skip
+        "iteration": 1,
+        "lm_loss": 2.5,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "step_time_ms": 9.0,
+        "docs_per_pack": 2,
+        "consumed_tokens": 7,
+        "pack_fill": 0.9,
+        "tokens_per_second": 8,
+        "memory_gib": 1,
+        "skipped": False,
+        "plan_hash": "f00",
+    }
     log.write_text(json.dumps(step) + "\n")
     assert exit_code(["report", log]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "log.html")
-    assert exit_code(["report", log, "--out", tmp_path / "r" / "page.html", "--title", "A <run>"]) == 0
+    assert (
+        exit_code(["report", log, "--out", tmp_path / "r" / "page.html", "--title", "A <run>"]) == 0
+    )
     assert "<h1>A &lt;run&gt;</h1>" in (tmp_path / "r" / "page.html").read_text()
 
 
 def test_plot(tmp_path, capsys):
-    """Two runs on one page, the longer one thinned; an image of the same where matplotlib is installed."""
+    """Two runs on one page, the longer one thinned; an image of the same where matplotlib is
+    installed.
+    """
     for name, steps in (("a<b", 1500), ("c", 2)):
         (tmp_path / name).mkdir()
         lines = [
             {
-                "iteration": step, "lm_loss": 3 - step / 1000, "step_time_ms": 9.0, "docs_per_pack": 2,
-                "skipped": False, "consumed_tokens": 7, "pack_fill": 0.9, "tokens_per_second": 8, "memory_gib": 1,
-                "plan_hash": "f00", "mfu": 0.4, "graph_hit_rate": 1.0, "graph_replays": 2, "graph_fallbacks": 0,
-                "graph_memory_mib": 5, "data_wait_ms": 0.9, "expert_load_max": 1.5, "expert_load_min": 0.5,
+                "iteration": step,
+                "lm_loss": 3 - step / 1000,
+                "step_time_ms": 9.0,
+                "docs_per_pack": 2,
+                "skipped": False,
+                "consumed_tokens": 7,
+                "pack_fill": 0.9,
+                "tokens_per_second": 8,
+                "memory_gib": 1,
+                "plan_hash": "f00",
+                "mfu": 0.4,
+                "graph_hit_rate": 1.0,
+                "graph_replays": 2,
+                "graph_fallbacks": 0,
+                "graph_memory_mib": 5,
+                "data_wait_ms": 0.9,
+                "expert_load_max": 1.5,
+                "expert_load_min": 0.5,
                 "expert_load": [[1.5, 0.5]],
             }
             for step in range(1, steps + 1)
-        ]  # fmt: skip
-        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert exit_code(["plot", tmp_path / "a<b", tmp_path / "c" / "log.jsonl", "--out", tmp_path / "p" / "q.html"]) == 0
+        ]
+        (tmp_path / name / "log.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+    assert (
+        exit_code(
+            [
+                "plot",
+                tmp_path / "a<b",
+                tmp_path / "c" / "log.jsonl",
+                "--out",
+                tmp_path / "p" / "q.html",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.strip() == str(tmp_path / "p" / "q.html")
     page = (tmp_path / "p" / "q.html").read_text()
-    for part in ("Loss", "Throughput", "MFU", "Pack fill", "Documents per pack", "Graph hit rate", "Memory",
-                 "Load of experts", "Load of each expert", "Waiting for data", "10.0 % of the time", "a&lt;b",
-                 "E layer 0, expert 1: 0.50"):  # fmt: skip
+    for part in (
+        "Loss",
+        "Throughput",
+        "MFU",
+        "Pack fill",
+        "Documents per pack",
+        "Graph hit rate",
+        "Memory",
+        "Load of experts",
+        "Load of each expert",
+        "Waiting for data",
+        "10.0 % of the time",
+        "a&lt;b",
+        "E layer 0, expert 1: 0.50",
+    ):
         assert part in page, part
-    assert "http" not in page and "<script" not in page and "a<b" not in page and len(page) < 300_000
+    assert (
+        "http" not in page and "<script" not in page and "a<b" not in page and len(page) < 300_000
+    )
     assert "Gradient norm" not in page  # no run has it
-    assert "name='viewport'" in page and page.count("<div class='wide'><table") == 1  # which a phone scrolls
+    assert (
+        "name='viewport'" in page and page.count("<div class='wide'><table") == 1
+    )  # which a phone scrolls
     tree = ElementTree.fromstring(page[page.index('<div class="charts">') : page.index("</html>")])
     assert len(tree.findall("figure")) == 10 + 2
     pytest.importorskip("matplotlib")
     assert exit_code(["plot", tmp_path / "a<b", "--png", tmp_path / "x.png"]) == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "a<b" / "plot.html").exists()
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and (
+        tmp_path / "a<b" / "plot.html"
+    ).exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["plot"], ["plot", "."], ["plot", "nowhere"], ["report"],
-                                  ["report", "nowhere.jsonl"], ["report", "a.jsonl", "--x"],
-                                  ["generate", "--prompt", "a"], ["generate", *LOOP]])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["plot"],
+        ["plot", "."],
+        ["plot", "nowhere"],
+        ["report"],
+        ["report", "nowhere.jsonl"],
+        ["report", "a.jsonl", "--x"],
+        ["generate", "--prompt", "a"],
+        ["generate", *LOOP],
+    ],
+)
 def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert exit_code(argv) == 2
@@ -361,7 +588,9 @@ def test_a_log_without_steps_is_a_usage_error(tmp_path, capsys):
     assert "no training step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", [{"iteration": 1, "lm_loss": 2}, {**dict.fromkeys(OF_A_STEP, 1), "iteration": "x"}])
+@pytest.mark.parametrize(
+    "line", [{"iteration": 1, "lm_loss": 2}, {**dict.fromkeys(OF_A_STEP, 1), "iteration": "x"}]
+)
 def test_a_log_of_something_else_is_a_usage_error(line, tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text(json.dumps(line) + "\n")
     for command in ("report", "plot"):
@@ -378,19 +607,35 @@ def test_a_log_that_is_nested_without_end_is_a_usage_error(tmp_path, capsys):
 
 def test_words_that_are_no_text_are_one_sentence(tmp_path, run_flags, capsys):
     assert exit_code(["generate", *run_flags, "--prompt", "\udcff"]) == 2
-    assert capsys.readouterr().err == "--prompt '\\udcff' is no text in UTF-8; give it in that encoding.\n"
+    assert (
+        capsys.readouterr().err
+        == "--prompt '\\udcff' is no text in UTF-8; give it in that encoding.\n"
+    )
     step = json.dumps(dict.fromkeys(OF_A_STEP, 1)) + "\n"
     (tmp_path / "log.jsonl").write_text(step)
     page = os.fsencode(tmp_path) + b"/\xff.html"
-    command = [sys.executable, "-m", "megatron_packed.cli.main", "report", tmp_path / "log.jsonl", "--out", page]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_packed.cli.main",
+        "report",
+        tmp_path / "log.jsonl",
+        "--out",
+        page,
+    ]
     done = subprocess.run([*command, "--title", b"\xff"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("\\udcff.html\n"), done
 
 
 def test_files_are_what_their_names_say(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for argv in (["plot", "a", "--png", "a.pdf"], ["plot", "a", "--out", "a.png"], ["report", "a", "--out", "a"],
-                 ["tune", "--plot", "a.svg"], ["tune", "--html", "a.png"]):  # fmt: skip
+    for argv in (
+        ["plot", "a", "--png", "a.pdf"],
+        ["plot", "a", "--out", "a.png"],
+        ["report", "a", "--out", "a"],
+        ["tune", "--plot", "a.svg"],
+        ["tune", "--html", "a.png"],
+    ):
         assert exit_code(argv) == 2
         assert f"{argv[-2]} {argv[-1]}: give a name that ends in " in capsys.readouterr().err
 
@@ -406,15 +651,23 @@ def test_a_prefix_that_is_a_directory(prefix, tmp_path, monkeypatch, capsys):
 def test_problems_are_told_of_what_was_typed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    for argv, option in ((["preprocess", "--input", "nowhere", "--output-prefix", "a"], "--input nowhere"),
-                         (["preprocess", "--input", "nowhere", "--output-prefix", "file/a"], "--output-prefix file"),
-                         (["tune", "--data", "nowhere", "--seq-length", "8"], "--data nowhere")):  # fmt: skip
+    for argv, option in (
+        (["preprocess", "--input", "nowhere", "--output-prefix", "a"], "--input nowhere"),
+        (["preprocess", "--input", "nowhere", "--output-prefix", "file/a"], "--output-prefix file"),
+        (["tune", "--data", "nowhere", "--seq-length", "8"], "--data nowhere"),
+    ):
         assert exit_code(argv) == 2
         problems = capsys.readouterr().err
-        assert option in problems and "--data-path" not in problems and "--data-cache-path" not in problems
+        assert (
+            option in problems
+            and "--data-path" not in problems
+            and "--data-cache-path" not in problems
+        )
 
 
-@pytest.mark.parametrize("command", ["preprocess --input a.jsonl --output-prefix b", "tune --data a.jsonl"])
+@pytest.mark.parametrize(
+    "command", ["preprocess --input a.jsonl --output-prefix b", "tune --data a.jsonl"]
+)
 def test_files_are_named_once_by_one_flag(command, capsys):
     """Of a flag given twice the last counts, and here one of the two would be passed over."""
     assert exit_code([*command.split(), "--seq-length", "8", "--data-path", "c.jsonl"]) == 2

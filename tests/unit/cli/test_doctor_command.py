@@ -1,4 +1,6 @@
-"""``megatron-packed doctor``: this machine, one that is made up, and packages that are not what they seem."""
+"""``megatron-packed doctor``: this machine, one that is made up, and packages that are not what
+they seem.
+"""
 
 import ctypes
 import json
@@ -33,10 +35,15 @@ def answers(**changes):
     every = {f"import:{package.module}": {"version": "1.0"} for package in PACKAGES}
     backends = {
         "varlen_attention": ["flash_attn_4", "transformer_engine", "flash_attn_2", "reference"],
-        "ssd": ["mamba_ssm", "reference"], "causal_conv1d": ["causal_conv1d", "reference"],
-        "adamw": ["torch", "transformer_engine", "apex"], "layers": ["local", "transformer_engine"],
-    }  # fmt: skip
-    ops = {op: {"chosen": names[0], "reasons": {name: [] for name in names}} for op, names in backends.items()}
+        "ssd": ["mamba_ssm", "reference"],
+        "causal_conv1d": ["causal_conv1d", "reference"],
+        "adamw": ["torch", "transformer_engine", "apex"],
+        "layers": ["local", "transformer_engine"],
+    }
+    ops = {
+        op: {"chosen": names[0], "reasons": {name: [] for name in names}}
+        for op, names in backends.items()
+    }
     every |= {"kernels": {"device": "cuda", "ops": ops}, "gpu": {"findings": []}}
     ran = {"seconds": 0.5, "difference": 1e-3}
     every |= {f"kernel:{op}.{name}": ran for op, names in backends.items() for name in names}
@@ -50,11 +57,15 @@ def examined(monkeypatch, capsys):
     """The exit code and lines by name, of answers that are made up."""
 
     def examine(made_up):
-        monkeypatch.setattr(command, "run_probes", lambda names, *_: {name: made_up[name] for name in names})
+        monkeypatch.setattr(
+            command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
+        )
         code = main(["doctor", "--json"])
         found = json.loads(capsys.readouterr().out)
         assert found["ok"] == (code == 0)
-        return code, {one["name"]: one for kind in ("packages", "kernels", "machine") for one in found[kind]}
+        return code, {
+            one["name"]: one for kind in ("packages", "kernels", "machine") for one in found[kind]
+        }
 
     return examine
 
@@ -62,55 +73,90 @@ def examined(monkeypatch, capsys):
 def test_this_machine(capsys):
     assert main(["doctor", "--no-kernels"]) == 0
     text = capsys.readouterr().out
-    assert "PACKAGES" in text and "KERNELS" in text and "clock" in text and text.endswith("broken.\n")
+    assert (
+        "PACKAGES" in text and "KERNELS" in text and "clock" in text and text.endswith("broken.\n")
+    )
     lines = [line.split() for line in text.splitlines()]
     assert next(words[1] for words in lines if words[:1] == ["torch"]) == "found"
 
 
 def test_a_gpu_where_all_works(examined):
     code, lines = examined(answers())
-    assert code == 0 and lines["mamba-ssm"]["state"] == "works" and lines["ssd"]["found"] == "mamba_ssm"
+    assert (
+        code == 0
+        and lines["mamba-ssm"]["state"] == "works"
+        and lines["ssd"]["found"] == "mamba_ssm"
+    )
     assert lines["flash-attn"]["instead"] == "varlen_attention: flash_attn_4"
 
 
 def test_what_is_absent_is_named_with_what_replaces_it(examined):
-    made_up = answers(**{"import:flash_attn.cute": {"absent": True}, "import:apex": {"absent": True}})
+    made_up = answers(
+        **{"import:flash_attn.cute": {"absent": True}, "import:apex": {"absent": True}}
+    )
     attention = made_up["kernels"]["ops"]["varlen_attention"]
-    attention |= {"chosen": "transformer_engine", "reasons": {**attention["reasons"], "flash_attn_4": ["missing"]}}
+    attention |= {
+        "chosen": "transformer_engine",
+        "reasons": {**attention["reasons"], "flash_attn_4": ["missing"]},
+    }
     code, lines = examined(made_up)
     assert code == 0
     missing = lines["flash-attn-4"]
-    assert missing["state"] == "slower" and missing["instead"] == "varlen_attention: transformer_engine"
+    assert (
+        missing["state"] == "slower"
+        and missing["instead"] == "varlen_attention: transformer_engine"
+    )
     assert missing["fix"] == "pip install --pre flash-attn-4"
-    assert lines["apex"]["state"] == "absent" and not lines["apex"]["fix"]  # torch's comes first anyway
+    assert (
+        lines["apex"]["state"] == "absent" and not lines["apex"]["fix"]
+    )  # torch's comes first anyway
 
 
-@pytest.mark.parametrize("changes, name, words", [
-    ({"kernel:ssd.mamba_ssm": {"error": "killed by SIGSEGV"}}, "mamba-ssm", "SIGSEGV"),
-    ({"import:causal_conv1d": {"error": "ImportError: undefined symbol"}}, "causal-conv1d", "undefined symbol"),
-    ({"import:numpy": {"absent": True}}, "numpy", "no module numpy"),
-    ({"import:apex": {"stranger": "not NVIDIA's"}}, "apex", "not NVIDIA's"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, name, words",
+    [
+        ({"kernel:ssd.mamba_ssm": {"error": "killed by SIGSEGV"}}, "mamba-ssm", "SIGSEGV"),
+        (
+            {"import:causal_conv1d": {"error": "ImportError: undefined symbol"}},
+            "causal-conv1d",
+            "undefined symbol",
+        ),
+        ({"import:numpy": {"absent": True}}, "numpy", "no module numpy"),
+        ({"import:apex": {"stranger": "not NVIDIA's"}}, "apex", "not NVIDIA's"),
+    ],
+)
 def test_what_is_broken_ends_with_1_and_has_a_command(examined, changes, name, words):
     code, lines = examined(answers(**changes))
     assert code == 1 and lines[name]["state"] in ("broken", "wrong")
     assert words in lines[name]["detail"] and lines[name]["fix"].startswith("pip ")
     if name == "mamba-ssm":
-        assert lines["ssd"]["instead"] == "reference" and "--ssd-backend reference" in lines["ssd"]["fix"]
+        assert (
+            lines["ssd"]["instead"] == "reference"
+            and "--ssd-backend reference" in lines["ssd"]["fix"]
+        )
 
 
 def test_what_a_plain_reference_costs_is_said(examined):
     made_up = answers()
-    made_up["kernels"]["ops"]["ssd"] |= {"chosen": "reference", "cost": ", 7.1 times as long as mamba_ssm"}
+    made_up["kernels"]["ops"]["ssd"] |= {
+        "chosen": "reference",
+        "cost": ", 7.1 times as long as mamba_ssm",
+    }
     _, lines = examined(made_up)
-    assert lines["ssd"]["state"] == "slower" and lines["ssd"]["detail"].startswith("7.1 times as long as mamba_ssm")
+    assert lines["ssd"]["state"] == "slower" and lines["ssd"]["detail"].startswith(
+        "7.1 times as long as mamba_ssm"
+    )
 
 
 def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
-    """A container's library path may put another one in front: GPUs and kernels are looked at all the same."""
+    """A container's library path may put another one in front: GPUs and kernels are looked at all
+    the same.
+    """
 
     def version():
-        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0)\nbut found (9, 14, 0)")
+        raise RuntimeError(
+            "cuDNN version incompatibility: compiled against (9, 19, 0)\nbut found (9, 14, 0)"
+        )
 
     monkeypatch.setattr(gpu.torch.version, "cuda", "13.0")
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
@@ -120,27 +166,44 @@ def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
         monkeypatch.setattr(gpu, part, lambda *_, part=part: Finding(name=part, state=State.WORKS))
     found = {one.name: one for one in gpu.gpu_findings()}
     assert list(found) == ["CUDA", "cuDNN", "_nccl", "_gpu", "_pinned"]
-    assert found["cuDNN"].state is State.SLOW and "(9, 19, 0)" in found["cuDNN"].detail and found["cuDNN"].fix
+    assert (
+        found["cuDNN"].state is State.SLOW
+        and "(9, 19, 0)" in found["cuDNN"].detail
+        and found["cuDNN"].fix
+    )
 
 
-@pytest.mark.parametrize("total, bits, state, words", [
-    (1024, 0, "works", "clock 1200 of 1980 MHz"),
-    (1024, 0x1 | 0x4, "works", "clock 1200 of 1980 MHz"),  # at rest, at its usual power
-    (1024, 0x8 | 0x60, "slower", "held down by its temperature and the hardware"),
-    (1023, 0, "broken", "1,024 ones add up to 1023"), (1025, 0, "broken", "1,024 ones add up to 1025"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "total, bits, state, words",
+    [
+        (1024, 0, "works", "clock 1200 of 1980 MHz"),
+        (1024, 0x1 | 0x4, "works", "clock 1200 of 1980 MHz"),  # at rest, at its usual power
+        (1024, 0x8 | 0x60, "slower", "held down by its temperature and the hardware"),
+        (1023, 0, "broken", "1,024 ones add up to 1023"),
+        (1025, 0, "broken", "1,024 ones add up to 1025"),
+    ],
+)
 def test_a_gpu_that_is_held_down_or_adds_wrongly(monkeypatch, total, bits, state, words):
-    properties = SimpleNamespace(name="H200", total_memory=140 * 2**30, major=9, minor=0, uuid="1-2")
+    properties = SimpleNamespace(
+        name="H200", total_memory=140 * 2**30, major=9, minor=0, uuid="1-2"
+    )
     monkeypatch.setattr(gpu.torch.cuda, "get_device_properties", lambda number: properties)
     monkeypatch.setattr(gpu.torch, "ones", lambda count, device: torch.full((1,), total))
     library = SimpleNamespace(
-        NVML_CLOCK_SM=1, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1-2": "handle"}[uuid],
-        nvmlDeviceGetClockInfo=lambda handle, kind: 1200, nvmlDeviceGetMaxClockInfo=lambda handle, kind: 1980,
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1-2": "handle"}[uuid],
+        nvmlDeviceGetClockInfo=lambda handle, kind: 1200,
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: 1980,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: bits,
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "pynvml", library)
     found = gpu._gpu(3)
-    assert (found.name, found.state.value, found.found) == ("GPU 3", state, "H200, 140 GiB, capability 9.0")
+    assert (found.name, found.state.value, found.found) == (
+        "GPU 3",
+        state,
+        "H200, 140 GiB, capability 9.0",
+    )
     assert found.detail.endswith(words)
 
 
@@ -150,14 +213,28 @@ def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
     install(tmp_path, "megatron", "0.5.1")
     install(tmp_path, "flash-attention", "1.0.0")
     monkeypatch.syspath_prepend(tmp_path)
-    assert {stranger.name for stranger, _ in strangers()} == {"apex", "mamba", "megatron", "flash-attention"}
+    assert {stranger.name for stranger, _ in strangers()} == {
+        "apex",
+        "mamba",
+        "megatron",
+        "flash-attention",
+    }
     assert probe.answer_to("import:apex")["stranger"] == stranger_by_its_name() is not None
     install(tmp_path, "flash-attn", "2.8.3")  # the real one is there too
     code, lines = examined(answers())
-    assert code == 1 and lines["flash-attention"]["state"] == "found" and not lines["flash-attention"]["fix"]
-    [apex] = [one for one in command._strangers({}) if one.name == "apex"]  # nothing else can be there by that name
+    assert (
+        code == 1
+        and lines["flash-attention"]["state"] == "found"
+        and not lines["flash-attention"]["fix"]
+    )
+    [apex] = [
+        one for one in command._strangers({}) if one.name == "apex"
+    ]  # nothing else can be there by that name
     assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
-    assert lines["mamba"]["fix"].startswith("pip uninstall -y mamba && ") and "mamba-ssm" in lines["mamba"]["fix"]
+    assert (
+        lines["mamba"]["fix"].startswith("pip uninstall -y mamba && ")
+        and "mamba-ssm" in lines["mamba"]["fix"]
+    )
 
 
 def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
@@ -167,7 +244,8 @@ def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
 
 
 def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch):
-    (tmp_path / "fragile.py").write_text(textwrap.dedent("""
+    (tmp_path / "fragile.py").write_text(
+        textwrap.dedent("""
         import json, os, sys, time
         for name in sys.argv[1:]:
             if name == "crash":
@@ -178,7 +256,8 @@ def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch)
             print(json.dumps({"name": name, "last": name == "lost"}), flush=True)
             if name == "lost":
                 break
-    """))
+    """)
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = run_probes(["a", "crash", "b", "lost", "c", "hang", "d"], 1.0, module="fragile")
     assert list(found) == ["a", "crash", "b", "lost", "c", "hang", "d"]
@@ -193,7 +272,9 @@ def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
     monkeypatch.setattr(sdpa, "run", lambda *tensors, **options: right(*tensors, **options) * 1.5)
     assert "away from the reference" in probe.answer_to("kernel:varlen_attention.sdpa")["error"]
     assert probe.answer_to("kernel:adamw.torch")["difference"] < 1e-5
-    assert "mamba_ssm" in probe.answer_to("kernel:ssd.mamba_ssm")["error"]  # on a CPU, installed or not
+    assert (
+        "mamba_ssm" in probe.answer_to("kernel:ssd.mamba_ssm")["error"]
+    )  # on a CPU, installed or not
 
 
 def test_limits_of_a_container(monkeypatch, tmp_path):
@@ -201,37 +282,55 @@ def test_limits_of_a_container(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (1024, 1024))
     lines = {one.name: one for one in machine.machine_findings()}
-    assert {lines[name].state.value for name in ("shared memory", "locked memory", "open files")} == {"slower"}
-    assert lines["open files"].fix == "ulimit -n 65536" and lines["shared memory"].found.startswith("0.0625 GiB")
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
+    assert {
+        lines[name].state.value for name in ("shared memory", "locked memory", "open files")
+    } == {"slower"}
+    assert lines["open files"].fix == "ulimit -n 65536" and lines["shared memory"].found.startswith(
+        "0.0625 GiB"
+    )
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n"
+    )
     assert machine._driver(tmp_path / "version").found == "580.95.05"
 
 
 def test_limits_that_are_high_enough(monkeypatch):
     """Exactly so, without any, and with the room that is there taken."""
     usage = type("Usage", (), {"total": machine.SHARED_MEMORY, "free": 0})
-    limits = {machine.resource.RLIMIT_MEMLOCK: machine.resource.RLIM_INFINITY, machine.resource.RLIMIT_NOFILE: 4096}
+    limits = {
+        machine.resource.RLIMIT_MEMLOCK: machine.resource.RLIM_INFINITY,
+        machine.resource.RLIMIT_NOFILE: 4096,
+    }
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (limits[kind],) * 2)
     lines = {one.name: one for one in machine.machine_findings()}
-    assert {lines[name].state.value for name in ("shared memory", "locked memory", "open files")} == {"works"}
+    assert {
+        lines[name].state.value for name in ("shared memory", "locked memory", "open files")
+    } == {"works"}
     assert lines["locked memory"].found == "unlimited (at most unlimited)"
 
 
 class Timex(ctypes.Structure):
     """As adjtimex(2) has it, up to what is read."""
 
-    _fields_ = (("modes", ctypes.c_uint), *((name, ctypes.c_long) for name in ("offset", "freq", "max", "est")),
-                ("status", ctypes.c_int))  # fmt: skip
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "max", "est")),
+        ("status", ctypes.c_int),
+    )
 
 
-@pytest.mark.parametrize("answer, status, state", [(0, 0x01, "works"), (5, 0x41, "slower"), (-1, 0, "found")])
+@pytest.mark.parametrize(
+    "answer, status, state", [(0, 0x01, "works"), (5, 0x41, "slower"), (-1, 0, "found")]
+)
 def test_a_clock_that_nobody_sets(monkeypatch, answer, status, state):
     def adjtimex(timex):
         ctypes.cast(timex, ctypes.POINTER(Timex)).contents.status = status
         return answer
 
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_, **options: SimpleNamespace(adjtimex=adjtimex))
+    monkeypatch.setattr(
+        machine.ctypes, "CDLL", lambda *_, **options: SimpleNamespace(adjtimex=adjtimex)
+    )
     assert machine._clock().state.value == state
 
 

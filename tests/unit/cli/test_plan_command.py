@@ -24,7 +24,9 @@ SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-
     --moe-shared-expert-intermediate-size 5376 --moe-token-dispatcher-type alltoall --squared-relu
     --disable-bias-linear --normalization RMSNorm --vocab-size 131072 --untie-embeddings-and-output-weights
     --seq-length 131072""")
-"""The layout of Megatron-LM's pull request 3869, TP 8, CP 32, EP 64, capacity 64, around a model of today's size."""
+"""The layout of Megatron-LM's pull request 3869, TP 8, CP 32, EP 64, capacity 64, around a model of
+today's size.
+"""
 SMALL = shlex.split("""--bf16 --hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4
     --disable-bias-linear --normalization RMSNorm --seq-length 2048""")
 
@@ -44,30 +46,68 @@ def refusal(capsys, *argv):
 
 
 def test_4096_ranks_in_ten_seconds():
-    """A process of its own, imports included: processor time, as the machine may be busy with other tests."""
-    command = [sys.executable, "-m", "megatron_packed.cli.main", "plan", *SEED, "--world-size", "4096", "--json"]
+    """A process of its own, imports included: processor time, as the machine may be busy with other
+    tests.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_packed.cli.main",
+        "plan",
+        *SEED,
+        "--world-size",
+        "4096",
+        "--json",
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     found = json.loads(done.stdout)
-    assert found["layout"] == {"world_size": 4096, "tp_size": 8, "cp_size": 32, "ep_size": 64, "expert_tp_size": 8}
-    assert found["documents"] == 64 and set(found["ranks"]) == {"balanced experts", "all tokens here"}
+    assert found["layout"] == {
+        "world_size": 4096,
+        "tp_size": 8,
+        "cp_size": 32,
+        "ep_size": 64,
+        "expert_tp_size": 8,
+    }
+    assert found["documents"] == 64 and set(found["ranks"]) == {
+        "balanced experts",
+        "all tokens here",
+    }
     rows = found["ranks"]["balanced experts"]["bytes"]
     # bf16 beside fp32 gradients; masters and moments of the eighth or 512th that a rank owns.
-    assert rows["parameters"] * 1.8 < rows["gradients"] < 2 * rows["parameters"] < 20 * rows["optimizer state"]
+    assert (
+        rows["parameters"] * 1.8
+        < rows["gradients"]
+        < 2 * rows["parameters"]
+        < 20 * rows["optimizer state"]
+    )
     worst = found["ranks"]["all tokens here"]["bytes"]
-    assert worst["expert buffers"] > 10 * rows["expert buffers"] and worst["parameters"] == rows["parameters"]
-    assert all(rows[name] > 0 for name in ("SSM states", "expert buffers", "communication buffers", "activations"))
-    assert 0 < rows["of it the CUDA graphs' pool"] < rows["peak in torch's allocator"] < rows["total"]
+    assert (
+        worst["expert buffers"] > 10 * rows["expert buffers"]
+        and worst["parameters"] == rows["parameters"]
+    )
+    assert all(
+        rows[name] > 0
+        for name in ("SSM states", "expert buffers", "communication buffers", "activations")
+    )
+    assert (
+        0 < rows["of it the CUDA graphs' pool"] < rows["peak in torch's allocator"] < rows["total"]
+    )
 
 
 def test_rows_add_up_to_the_peak(capsys):
     rows = plan(capsys, *SMALL)["ranks"]["every rank"]["bytes"]
     values = list(rows.values())
     peak = list(rows).index("peak in torch's allocator")
-    assert sum(values[:peak]) == values[peak] and values[peak] + rows["CUDA context, NCCL (assumed)"] == rows["total"]
+    assert (
+        sum(values[:peak]) == values[peak]
+        and values[peak] + rows["CUDA context, NCCL (assumed)"] == rows["total"]
+    )
     assert not dist.is_initialized()
 
 
@@ -77,7 +117,10 @@ def test_table_for_people(capsys):
     assert "8 ranks: TP 2 x CP 1 x DP 4" in text
     assert "every rank: at the peak, " in text
     assert "256 MiB for each of 2 NCCL communicators" in text
-    assert "\nFits: " in text and "documents of --seq-length (2048) tokens each: no data was named" in text
+    assert (
+        "\nFits: " in text
+        and "documents of --seq-length (2048) tokens each: no data was named" in text
+    )
     rows = {line.split("  ")[0] for line in text.splitlines()}
     assert rows >= {"parameters", "gradients", "optimizer state", "total"}
 
@@ -100,7 +143,11 @@ def test_what_to_change_is_found_by_estimating_again(capsys):
 def test_recomputation_is_counted(capsys):
     layers = [word if word != "M-*-" else "*-*-" for word in SMALL]
     flags, bytes_of = [*layers, "--micro-batch-size", 32, "--position-embedding-type", "rope"], []
-    for memory in ([], ["selective"], ["full", "--recompute-method", "uniform", "--recompute-num-layers", 1]):
+    for memory in (
+        [],
+        ["selective"],
+        ["full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+    ):
         asked = ["--recompute-granularity", *memory] if memory else []
         found = plan(capsys, *flags, *asked)
         bytes_of.append(found["ranks"]["every rank"]["bytes"]["activations"])
@@ -111,7 +158,9 @@ def test_recomputation_is_counted(capsys):
 
 
 def test_room_for_documents_is_counted(capsys, tmp_path):
-    """Attention's backward pass rounds each document up to 128 rows: four heads of 64, and two statistics, in fp32."""
+    """Attention's backward pass rounds each document up to 128 rows: four heads of 64, and two
+    statistics, in fp32.
+    """
     flags = [word if word != "M-*-" else "***" for word in SMALL]
     file = tmp_path / "lengths.txt"
     file.write_text("16\n")
@@ -119,7 +168,9 @@ def test_room_for_documents_is_counted(capsys, tmp_path):
     peaks = []
     for more in (["--lengths", file], [*graphs, 2], [*graphs, 192]):
         found = plan(capsys, *flags, *more)
-        assert found["documents"] == (192 if more[-1] == file else more[-1])  # half as many again as 2048 / 16
+        assert found["documents"] == (
+            192 if more[-1] == file else more[-1]
+        )  # half as many again as 2048 / 16
         assert found["ranks"]["every rank"]["peak"].startswith("backward of attention")
         peaks.append(found["ranks"]["every rank"]["bytes"]["peak in torch's allocator"])
     assert peaks[0] == peaks[2] == peaks[1] + 190 * 128 * 4 * (64 + 2) * 4
@@ -129,7 +180,9 @@ def test_flops_follow_the_lengths(capsys, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("100\n300\n\n5000\n")
     work = plan(capsys, *SMALL, "--lengths", file, "--world-size", 2)["step"]
-    counter = FlopCounter(parse([*SMALL, "--data-path", str(file), "--lr", "0", "--train-iters", "1"]).model, 260)
+    counter = FlopCounter(
+        parse([*SMALL, "--data-path", str(file), "--lr", "0", "--train-iters", "1"]).model, 260
+    )
     kept = np.array([100, 300, 2048, 2048, 904])  # the longest is split
     assert work["tokens"] == 2 * 2048 and work["longest"] == 2048 and work["p50"] == 904
     assert work["total_flops"] == pytest.approx(counter.training(kept).total * 4096 / kept.sum())
@@ -141,11 +194,17 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
     data.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (99, 49, 29)))
     flags = [*SMALL, "--data-path", data, "--data-cache-path", cache]
     found = plan(capsys, *flags)
-    assert "not tokenised yet" in found["lengths"] and found["step"]["mean"] == 2048 and not cache.exists()
+    assert (
+        "not tokenised yet" in found["lengths"]
+        and found["step"]["mean"] == 2048
+        and not cache.exists()
+    )
     assert main(["packing", *map(str, flags)]) == 0
     capsys.readouterr()
     found = plan(capsys, *flags)
-    assert found["lengths"] == f"the tokenised documents of {data}" and found["step"]["mean"] == 60  # 100, 50, 30
+    assert (
+        found["lengths"] == f"the tokenised documents of {data}" and found["step"]["mean"] == 60
+    )  # 100, 50, 30
 
 
 @pytest.mark.parametrize(
@@ -159,10 +218,13 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
         (["--gpu-memory-gib", "inf"], "and finite"),
         (["--lengths", "nowhere.txt"], "--lengths nowhere.txt: No such file or directory"),
         (["--num-attention-heads", 3], "--num-attention-heads"),
-        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "--vocab-size is required"),
+        (
+            ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"],
+            "--vocab-size is required",
+        ),
         (["--offload-everything"], "--offload-everything"),
     ],
-)  # fmt: skip
+)
 def test_refusals(capsys, flags, said):
     assert said in refusal(capsys, *SMALL, *flags)
 
@@ -175,29 +237,63 @@ def test_lengths_that_are_none(capsys, tmp_path, text):
 
 
 def test_paths_and_packages_of_the_training_machine_do_not_matter(capsys):
-    flags = [*SMALL, "--save", "/nowhere/at/all", "--transformer-impl", "transformer_engine", "--vocab-size", 1000]
+    flags = [
+        *SMALL,
+        "--save",
+        "/nowhere/at/all",
+        "--transformer-impl",
+        "transformer_engine",
+        "--vocab-size",
+        1000,
+    ]
     assert plan(capsys, *flags)["vocab_size"] == 1000
 
 
 def test_offload_is_counted_and_offered_for_what_recomputation_keeps(capsys):
-    whole = shlex.split("--vocab-size 1024 --recompute-granularity full --recompute-method uniform "
-                        "--recompute-num-layers 1 --seq-length 32768")  # fmt: skip
+    whole = shlex.split(
+        "--vocab-size 1024 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --seq-length 32768"
+    )
     flags = [*SMALL[: SMALL.index("--seq-length")], *whole]
     flags[flags.index("M-*-")] = 4 * "-*--"
     kept = plan(capsys, *flags)["ranks"]["every rank"]["bytes"]
     limit = (kept["total"] - 1) / 2**30
-    assert plan(capsys, *flags, "--gpu-memory-gib", limit)["changes"][0]["flag"] == "--offload-layer-inputs"
-    left = plan(capsys, *flags, "--offload-layer-inputs", "--offload-buffers", 1)["ranks"]["every rank"]["bytes"]
+    assert (
+        plan(capsys, *flags, "--gpu-memory-gib", limit)["changes"][0]["flag"]
+        == "--offload-layer-inputs"
+    )
+    left = plan(capsys, *flags, "--offload-layer-inputs", "--offload-buffers", 1)["ranks"][
+        "every rank"
+    ]["bytes"]
     inputs = 16 * 32768 * 256 * 2
-    assert (kept["pinned on the host, beside it"], left["pinned on the host, beside it"]) == (0, inputs)
+    assert (kept["pinned on the host, beside it"], left["pinned on the host, beside it"]) == (
+        0,
+        inputs,
+    )
     assert kept["total"] - left["total"] == 15 * inputs // 16
 
 
 def test_offload_that_would_move_nothing_is_said(capsys):
     """As a run says it: hidden states of 2,048 tokens are too small."""
-    flags = [*SMALL, *shlex.split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")]
+    flags = [
+        *SMALL,
+        *shlex.split(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        ),
+    ]
     for least, said in ((2048 * 256 + 1, True), (2048 * 256, False)):
-        assert main(["plan", *flags, "--offload-layer-inputs", "--min-offloaded-tensor-size", str(least)]) == 0
+        assert (
+            main(
+                [
+                    "plan",
+                    *flags,
+                    "--offload-layer-inputs",
+                    "--min-offloaded-tensor-size",
+                    str(least),
+                ]
+            )
+            == 0
+        )
         text = capsys.readouterr().out
         assert (f"move nothing: no tensor that it is for has {least:,} elements" in text) == said
         assert ("pinned on the host" in text) != said and "CUDA's context. Not counted" in text

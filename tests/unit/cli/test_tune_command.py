@@ -1,4 +1,6 @@
-"""``megatron-packed tune``: what it finds in data, lengths and packs, what it recommends, and what that comes to."""
+"""``megatron-packed tune``: what it finds in data, lengths and packs, what it recommends, and what
+that comes to.
+"""
 
 import json
 import re
@@ -36,7 +38,9 @@ def refusal(capsys, *argv):
 
 
 def long_tailed(count, seed=0):
-    return np.maximum(np.exp(3 + 1.2 * np.random.default_rng(seed).standard_normal(count)), 1).astype(int)
+    return np.maximum(
+        np.exp(3 + 1.2 * np.random.default_rng(seed).standard_normal(count)), 1
+    ).astype(int)
 
 
 @pytest.fixture
@@ -47,7 +51,9 @@ def lengths(tmp_path):
 
 
 def published(path):
-    """Packs with P50 12, P90 43, P99 106 and most 358 documents, a power law between each two, as a histogram."""
+    """Packs with P50 12, P90 43, P99 106 and most 358 documents, a power law between each two, as a
+    histogram.
+    """
     exceeded, counts = [1.0, 0.5, 0.1, 0.01, 1e-4], [1, 12, 43, 106, 358]
     points = -np.log(1 - np.arange(10_000) / 10_000)
     packs = np.ceil(np.exp(np.interp(points, -np.log(exceeded), np.log(counts))) - 1e-9).astype(int)
@@ -57,15 +63,31 @@ def published(path):
 
 
 def test_the_published_distribution(tmp_path, capsys):
-    found = tune(capsys, "--documents-per-pack", published(tmp_path / "packs.csv"), "--capacities", 64, 106)
+    found = tune(
+        capsys, "--documents-per-pack", published(tmp_path / "packs.csv"), "--capacities", 64, 106
+    )
     [packs] = found["packers"]
     assert [packs[name] for name in ("p50", "p90", "p99", "max")] == [12, 43, 106, 358]
     assert packs["coverage"]["64"] == pytest.approx(0.96, abs=0.01)
     assert packs["coverage"]["106"] == pytest.approx(0.99, abs=0.002)
     assert found["recommended"]["capacities"][-1] == 358 and not found["measured"]
-    assert main(["tune", "--documents-per-pack", str(tmp_path / "packs.csv"), "--capacities", "64", "106"]) == 0
+    assert (
+        main(
+            [
+                "tune",
+                "--documents-per-pack",
+                str(tmp_path / "packs.csv"),
+                "--capacities",
+                "64",
+                "106",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
-    assert re.search(r"given +10,000 +12 +43 +106 +358\n", text) and re.search(r" 64 +96\.\d\d %\n", text)
+    assert re.search(r"given +10,000 +12 +43 +106 +358\n", text) and re.search(
+        r" 64 +96\.\d\d %\n", text
+    )
     assert re.search(r" 358 +100.00 %\n", text) and "is not measured" in text
 
 
@@ -73,48 +95,90 @@ def test_the_published_distribution(tmp_path, capsys):
 def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method):
     """In three epochs, by the plan of a run, from its own data."""
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in long_tailed(800)))
+    data.write_text(
+        "".join(json.dumps({"text": "a" * length}) + "\n" for length in long_tailed(800))
+    )
     flags = ["--seq-length", "512", *([] if method is None else ["--packing-method", method])]
     found = tune(capsys, "--data", data, *flags)
-    assert [packer["method"] for packer in found["packers"]] == ([method] if method else list(METHODS))
+    assert [packer["method"] for packer in found["packers"]] == (
+        [method] if method else list(METHODS)
+    )
     config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
     plan, ladder, report = plan_training(config, documents.train)
     if config.packing.packing_method == METHODS[0]:  # a run without advice takes the same
-        auto = parse([*UNUSED, "--data-path", str(data), *flags, "--cuda-graph-impl", "local",
-                      "--cuda-graph-max-packed-seqs", "auto"])  # fmt: skip
+        auto = parse(
+            [
+                *UNUSED,
+                "--data-path",
+                str(data),
+                *flags,
+                "--cuda-graph-impl",
+                "local",
+                "--cuda-graph-max-packed-seqs",
+                "auto",
+            ]
+        )
         assert plan_training(auto, documents.train)[1].capacities == ladder.capacities
     others = config.packing.packing_method != "balanced"
     assert ("--max-documents-per-pack" in found["recommended"]["flags"]) == others
-    chosen = next(one for one in found["packers"] if one["method"] == found["recommended"]["method"])
+    chosen = next(
+        one for one in found["packers"] if one["method"] == found["recommended"]["method"]
+    )
     assert (report.documents_p50, report.documents_p99, report.documents_max) == (
-        chosen["p50"], chosen["p99"], chosen["max"]
-    )  # fmt: skip
+        chosen["p50"],
+        chosen["p99"],
+        chosen["max"],
+    )
     assert report.fill == pytest.approx(chosen["fill"])
-    assert max(int(plan.epoch(epoch).documents_per_pack.max()) for epoch in range(3)) <= ladder.largest
+    assert (
+        max(int(plan.epoch(epoch).documents_per_pack.max()) for epoch in range(3)) <= ladder.largest
+    )
 
 
 def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
     values, times = np.unique(long_tailed(3000), return_counts=True)
     table = tmp_path / "histogram.tsv"
-    table.write_text("# of documents\n" + "".join(f"{value}\t{count}\n" for value, count in zip(values, times)))
+    table.write_text(
+        "# of documents\n" + "".join(f"{value}\t{count}\n" for value, count in zip(values, times))
+    )
     found = [tune(capsys, "--seq-length", 512, "--lengths", file) for file in (lengths, table)]
     assert found[0]["lengths"] == found[1]["lengths"]
     of, drawn = found[0]["lengths"], long_tailed(3000)
     assert (of["documents"], of["tokens"], of["max"]) == (3000, drawn.sum(), drawn.max())
-    assert [of[name] for name in ("p50", "p90", "p99")] == [np.quantile(drawn, share) for share in (0.5, 0.9, 0.99)]
+    assert [of[name] for name in ("p50", "p90", "p99")] == [
+        np.quantile(drawn, share) for share in (0.5, 0.9, 0.99)
+    ]
     saved_elsewhere = tmp_path / "crlf.txt"
     saved_elsewhere.write_bytes(b"\xef\xbb\xbf" + lengths.read_bytes().replace(b"\n", b"\r\n"))
-    assert tune(capsys, "--seq-length", 512, "--lengths", saved_elsewhere)["lengths"] == found[0]["lengths"]
-    assert main(["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"]) == 0
+    assert (
+        tune(capsys, "--seq-length", 512, "--lengths", saved_elsewhere)["lengths"]
+        == found[0]["lengths"]
+    )
+    assert (
+        main(["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"])
+        == 0
+    )
 
 
 def test_pictures_need_nothing_else(tmp_path, lengths, capsys):
     pytest.importorskip("matplotlib")
-    tune(capsys, "--seq-length", 512, "--lengths", lengths, "--plot", tmp_path / "t.png", "--html", tmp_path / "t.html")
+    tune(
+        capsys,
+        "--seq-length",
+        512,
+        "--lengths",
+        lengths,
+        "--plot",
+        tmp_path / "t.png",
+        "--html",
+        tmp_path / "t.html",
+    )
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "t.html").read_text()
-    assert "--cuda-graph-max-packed-seqs" in page and "<svg" in page and "best_fit_decreasing" in page
+    assert (
+        "--cuda-graph-max-packed-seqs" in page and "<svg" in page and "best_fit_decreasing" in page
+    )
     assert not re.search(r"(src|href)=['\"]?(https?:)?//", page) and "<script" not in page
 
 
@@ -122,19 +186,34 @@ def costs_of(line, tokens=512, update_ms=3.0, eager=None):
     """A table of times that lie exactly on lines: ``line(capacity) = (base, slope)``."""
     works = [1000.0, 5000.0, 90000.0]
     packs = [
-        Timed(capacity=c, documents=1, squares=w, ms=line(c)[0] + line(c)[1] * w) for c in (4, 16, 64) for w in works
-    ]  # fmt: skip
+        Timed(capacity=c, documents=1, squares=w, ms=line(c)[0] + line(c)[1] * w)
+        for c in (4, 16, 64)
+        for w in works
+    ]
     packs += [Timed(capacity=None, documents=1, squares=w, ms=eager) for w in works if eager]
     return StepCosts(tokens=tokens, update_ms=update_ms, packs=tuple(packs), device="a device")
 
 
 def test_prediction_from_exact_times(tmp_path, lengths, capsys):
-    """Base 10 + capacity / 8 ms and 1e-5 ms per squared token: the mean over packs can be computed by hand."""
+    """Base 10 + capacity / 8 ms and 1e-5 ms per squared token: the mean over packs can be computed
+    by hand.
+    """
     costs_of(lambda c: (10 + c / 8, 1e-5), eager=99.0).save(tmp_path / "costs.json")
-    assert StepCosts.load(tmp_path / "costs.json").document_cost() == pytest.approx((60 / 8) / (10.5 + 0.32) / 60)
+    assert StepCosts.load(tmp_path / "costs.json").document_cost() == pytest.approx(
+        (60 / 8) / (10.5 + 0.32) / 60
+    )
     flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json"]
     flags += ["--overlong-policy", "truncate"]
-    found = tune(capsys, *flags, "--packing-method", "sequential", "--capacities", 30, "--global-batch-size", 4)
+    found = tune(
+        capsys,
+        *flags,
+        "--packing-method",
+        "sequential",
+        "--capacities",
+        30,
+        "--global-batch-size",
+        4,
+    )
     assert found["measured"] and found["update_ms"] == 3
     stream = Packs(long_tailed(3000))
     for capacity in (16, 30, 64):
@@ -148,11 +227,25 @@ def test_prediction_from_exact_times(tmp_path, lengths, capsys):
 
 def test_the_balanced_packer_is_priced_as_it_keeps_to_a_capacity(tmp_path, lengths, capsys):
     costs_of(lambda c: (10 + c / 8, 0.0), eager=99.0).save(tmp_path / "costs.json")
-    flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json", "--capacities", 12]
-    found = {method: tune(capsys, *flags, "--packing-method", method) for method in ("balanced", "sequential")}
+    flags = [
+        "--seq-length",
+        512,
+        "--lengths",
+        lengths,
+        "--costs",
+        tmp_path / "costs.json",
+        "--capacities",
+        12,
+    ]
+    found = {
+        method: tune(capsys, *flags, "--packing-method", method)
+        for method in ("balanced", "sequential")
+    }
     assert all(run["packers"][0]["max"] > 12 for run in found.values())
     kept, broken = (run["by_capacity"]["12"] for run in found.values())
-    assert (kept["eager_share"], kept["micro_batch_ms"]) == (0.0, 11.5) and broken["eager_share"] > 0
+    assert (kept["eager_share"], kept["micro_batch_ms"]) == (0.0, 11.5) and broken[
+        "eager_share"
+    ] > 0
 
 
 def test_a_blend_is_packed_as_it_is_drawn(tmp_path, capsys):
@@ -162,8 +255,14 @@ def test_a_blend_is_packed_as_it_is_drawn(tmp_path, capsys):
         (tmp_path / f"{name}.jsonl").write_text(line * (64 * 8 * 8 // (length + 1)))
     means = []
     for shares in ((5, 5), (1, 9)):
-        words = [word for share, name in zip(shares, ("short", "long")) for word in (share, tmp_path / f"{name}.jsonl")]
-        found = tune(capsys, "--seq-length", 64, "--packing-method", "best_fit_decreasing", "--data", *words)
+        words = [
+            word
+            for share, name in zip(shares, ("short", "long"))
+            for word in (share, tmp_path / f"{name}.jsonl")
+        ]
+        found = tune(
+            capsys, "--seq-length", 64, "--packing-method", "best_fit_decreasing", "--data", *words
+        )
         means.append(found["packers"][0]["mean"])
     assert means == [pytest.approx(0.5 * 8 + 0.5, rel=0.02), pytest.approx(0.1 * 8 + 0.9, rel=0.02)]
 
@@ -175,7 +274,9 @@ class Packs:
         from megatron_packed.data.keyed_random import KeyedRandom
 
         rows = [[]]
-        for length in np.minimum(lengths, slots)[KeyedRandom(seed, "documents", 0).permutation(lengths.size)]:
+        for length in np.minimum(lengths, slots)[
+            KeyedRandom(seed, "documents", 0).permutation(lengths.size)
+        ]:
             if sum(rows[-1]) + length > slots:
                 rows.append([])
             rows[-1].append(int(length))
@@ -187,13 +288,31 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "MICRO_BATCHES", 2)
     asked = []
-    monkeypatch.setattr(tune_command, "apply_environment", asked.append)  # which would stay behind in this process
-    flags = ["--seq-length", 64, "--lengths", lengths, "--vocab-size", 64, "--packing-method", "balanced", *ATTENTION]
+    monkeypatch.setattr(
+        tune_command, "apply_environment", asked.append
+    )  # which would stay behind in this process
+    flags = [
+        "--seq-length",
+        64,
+        "--lengths",
+        lengths,
+        "--vocab-size",
+        64,
+        "--packing-method",
+        "balanced",
+        *ATTENTION,
+    ]
     table = tmp_path / "costs.json"
     measured = tune(capsys, *flags, "--measure", table)
-    assert len(asked) == 1 and measured["device"] == "cpu" and measured["recommended"]["step_ms"] > 0
+    assert (
+        len(asked) == 1 and measured["device"] == "cpu" and measured["recommended"]["step_ms"] > 0
+    )
     costs = StepCosts.load(table)
-    assert costs.tokens == 64 and costs.knows_eager and measured["packers"][0]["max"] in costs.capacities
+    assert (
+        costs.tokens == 64
+        and costs.knows_eager
+        and measured["packers"][0]["max"] in costs.capacities
+    )
     assert {pack.squares for pack in costs.packs} >= {64.0**2}
     assert tune(capsys, *flags, "--costs", table)["recommended"] == measured["recommended"]
     code, problem = refusal(capsys, *flags, "--bf16", "--costs", table)
@@ -207,33 +326,50 @@ def test_a_place_that_cannot_be_measured_to_is_told_before(lengths, capsys, monk
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("minutes are lost"))
     before = lengths.read_bytes()
     flags = ["--seq-length", 64, "--lengths", lengths, "--vocab-size", 64, *ATTENTION, "--measure"]
-    for place, words in ((lengths, "is no table of step costs, and would be lost"), (lengths / "x", "correct the path"),
-                         (lengths.parent, "correct the path")):  # fmt: skip
+    for place, words in (
+        (lengths, "is no table of step costs, and would be lost"),
+        (lengths / "x", "correct the path"),
+        (lengths.parent, "correct the path"),
+    ):
         code, problem = refusal(capsys, *flags, place)
         assert code == 2 and words in problem
     assert lengths.read_bytes() == before
 
 
-@pytest.mark.parametrize("text, words", [("12\n0\n", "line 2"), ("12 3 4\n", "line 1"), ("", "one there must be"),
-                                         ("5 0\n", "one there must be"), ("5\n-1", "line 2"),
-                                         ("5\nx\n", "line 2")])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("12\n0\n", "line 2"),
+        ("12 3 4\n", "line 1"),
+        ("", "one there must be"),
+        ("5 0\n", "one there must be"),
+        ("5\n-1", "line 2"),
+        ("5\nx\n", "line 2"),
+    ],
+)
 def test_files_that_hold_something_else(tmp_path, capsys, text, words):
     (tmp_path / "file").write_text(text)
     code, problem = refusal(capsys, "--seq-length", 64, "--lengths", tmp_path / "file")
     assert code == 3 and words in problem
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--lengths", "F", "--seq-length", 64, "--measure", "t.json"], "--measure needs the flags of the model"),
-    (["--lengths", "F", "--seq-length", 64, "--capacities", 65], "no pack holds more than 64"),
-    (["--lengths", "F", "--seq-length", 64, "--capacities", 0], "at least 1"),
-    (["--lengths", "F", "--seq-length", 64, "--costs", "nowhere.json"], "nowhere.json"),
-    (["--documents-per-pack", "F", "--seq-length", 64], "takes no --seq-length"),
-    (["--documents-per-pack", "F", "--costs", "t.json"], "needs the lengths of documents"),
-    (["--lengths", "F"], "--seq-length"),
-    (["--lengths", "nowhere", "--seq-length", 64], "nowhere"),
-    (["--data", "nowhere.jsonl", "--seq-length", 64], "nowhere.jsonl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (
+            ["--lengths", "F", "--seq-length", 64, "--measure", "t.json"],
+            "--measure needs the flags of the model",
+        ),
+        (["--lengths", "F", "--seq-length", 64, "--capacities", 65], "no pack holds more than 64"),
+        (["--lengths", "F", "--seq-length", 64, "--capacities", 0], "at least 1"),
+        (["--lengths", "F", "--seq-length", 64, "--costs", "nowhere.json"], "nowhere.json"),
+        (["--documents-per-pack", "F", "--seq-length", 64], "takes no --seq-length"),
+        (["--documents-per-pack", "F", "--costs", "t.json"], "needs the lengths of documents"),
+        (["--lengths", "F"], "--seq-length"),
+        (["--lengths", "nowhere", "--seq-length", 64], "nowhere"),
+        (["--data", "nowhere.jsonl", "--seq-length", 64], "nowhere.jsonl"),
+    ],
+)
 def test_what_cannot_be_done_is_refused(lengths, capsys, argv, words):
     code, problem = refusal(capsys, *(lengths if word == "F" else word for word in argv))
     assert code == 2 and words in problem

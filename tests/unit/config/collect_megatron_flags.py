@@ -1,4 +1,5 @@
-"""Prints every flag that Megatron-LM's hybrid examples and functional tests pass, one a line, with values seen first.
+"""Prints every flag that Megatron-LM's hybrid examples and functional tests pass, one a line, with
+values seen first.
 
     python tests/unit/config/collect_megatron_flags.py MEGATRON_CHECKOUT > tests/unit/config/megatron_hybrid_flags.txt
 
@@ -14,14 +15,33 @@ from pathlib import Path
 
 import yaml
 
-FOLDERS = ("examples/mamba", "examples/hybrid", "examples/post_training/modelopt/conf/nvidia",
-           "tests/functional_tests/test_cases/hybrid")  # fmt: skip
+FOLDERS = (
+    "examples/mamba",
+    "examples/hybrid",
+    "examples/post_training/modelopt/conf/nvidia",
+    "tests/functional_tests/test_cases/hybrid",
+)
 FILES = ("examples/post_training/modelopt/finetune.sh",)
 _FLAG = re.compile(r"--[a-z][\w-]*")
 _END_OF_FLAGS = re.compile(r"[\"')\\]*$")
-LAUNCHERS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--master-addr",
-             "--master_addr", "--master-port", "--master_port", "--no-sync", "--ntasks", "--ntasks-per-node",
-             "--kill-on-bad-exit", "--container-image", "--container-mounts", "--container-workdir"}  # fmt: skip
+LAUNCHERS = {
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--nnodes",
+    "--node-rank",
+    "--node_rank",
+    "--master-addr",
+    "--master_addr",
+    "--master-port",
+    "--master_port",
+    "--no-sync",
+    "--ntasks",
+    "--ntasks-per-node",
+    "--kill-on-bad-exit",
+    "--container-image",
+    "--container-mounts",
+    "--container-workdir",
+}
 
 
 def collect(checkout: Path) -> dict[str, str]:
@@ -41,7 +61,9 @@ def collect(checkout: Path) -> dict[str, str]:
 
 
 def from_yaml(path: Path) -> Iterator[tuple[str, str]]:
-    """The arguments of a functional test: ``true`` is a switch, a list in brackets is several values."""
+    """The arguments of a functional test: ``true`` is a switch, a list in brackets is several
+    values.
+    """
     arguments = yaml.load(path.read_text(), Loader=yaml.BaseLoader).get("MODEL_ARGS") or {}
     for flag, value in arguments.items():
         yield flag, "" if value == "true" else " ".join(value.strip("[]").split())
@@ -50,7 +72,11 @@ def from_yaml(path: Path) -> Iterator[tuple[str, str]]:
 def from_shell(text: str) -> Iterator[tuple[str, str]]:
     """Flags of a shell script, wherever they stand, each with the words behind it on its line."""
     for line in text.splitlines():
-        words = line.split("#", 1)[0].split() if line.lstrip().startswith(("#", "--", "-")) else line.split()
+        words = (
+            line.split("#", 1)[0].split()
+            if line.lstrip().startswith(("#", "--", "-"))
+            else line.split()
+        )
         for number, word in enumerate(words):
             if not _FLAG.fullmatch(word) or word in LAUNCHERS:
                 continue

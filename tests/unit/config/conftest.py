@@ -9,7 +9,9 @@ from megatron_packed.config.environment import DETERMINISTIC, FASTEST
 
 @pytest.fixture
 def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """Flags and values of a small valid run, in a directory of its own, on a machine that could have every kernel."""
+    """Flags and values of a small valid run, in a directory of its own, on a machine that could
+    have every kernel.
+    """
     monkeypatch.chdir(tmp_path)
     # The last ones are set where tests of GPUs are collected, before any test runs.
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", *DETERMINISTIC, *FASTEST):

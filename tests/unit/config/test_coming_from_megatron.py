@@ -21,8 +21,14 @@ def test_what_the_page_refuses_is_refused_and_nothing_else() -> None:
     accepted, _, refused = text.partition("## Refused")
     first_cells = [line.split(" | ")[0] for line in accepted.partition("## Same")[2].splitlines()]
     known = {flag for cell in first_cells for flag in re.findall(r"^\| `(--[\w-]+)`$", cell)}
-    not_built = {flag for line in refused.splitlines() for flag in re.findall(r"`(--[\w-]+)`", line.split(" | ")[0])}
+    not_built = {
+        flag
+        for line in refused.splitlines()
+        for flag in re.findall(r"`(--[\w-]+)`", line.split(" | ")[0])
+    }
     assert known | not_built == {*NAMES} and not known & not_built
     for flag in NAMES:
         problems = [problem for problem in gather([flag, "3"]).problems if problem.cure in refused]
-        assert bool(problems) == (flag in not_built) or flag in text.partition("## Different")[2], flag
+        assert bool(problems) == (flag in not_built) or flag in text.partition("## Different")[2], (
+            flag
+        )

@@ -1,4 +1,6 @@
-"""Flags of CUDA graphs: Megatron's spellings, capacities, modules, and what is said on a machine without a GPU."""
+"""Flags of CUDA graphs: Megatron's spellings, capacities, modules, and what is said on a machine
+without a GPU.
+"""
 
 import json
 
@@ -77,7 +79,9 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
         (f"{LOCAL} --tensor-model-parallel-size 2", False),
     ],
 )
-def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(right, text: str, shares: bool) -> None:
+def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(
+    right, text: str, shares: bool
+) -> None:
     """Then their micro-batches i must have the same cell. Ranks that share a pack have it anyway."""
     right["--hybrid-layer-pattern"] = "ME"
     argv = [part for pair in right.items() for part in pair]

@@ -10,7 +10,18 @@ from megatron_packed.config.data_args import NamedData, read_data_args, read_per
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.flags import parse, parse_or_exit
 
-LEAST = ["--hybrid-layer-pattern", "-", "--hidden-size", "8", "--seq-length", "8", "--lr", "1", "--train-iters", "1"]
+LEAST = [
+    "--hybrid-layer-pattern",
+    "-",
+    "--hidden-size",
+    "8",
+    "--seq-length",
+    "8",
+    "--lr",
+    "1",
+    "--train-iters",
+    "1",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,48 +40,64 @@ def test_words_of_a_file() -> None:
     assert read_data_args(".").fault and "No such file" in read_data_args("absent").fault
 
 
-@pytest.mark.parametrize(("content", "named"), [
-    ('{"train": [0.70, "a", 3e-1, "b"]}', NamedData(("0.70", "a", "3e-1", "b"))),
-    ('\ufeff{"test": "c d", "valid": null, "train": ["a b"]}', NamedData(("a b",), (), ("c", "d"))),
-    ('{"train": "a", "valid": ["1", "b"], "test": []}', NamedData(("a",), ("1", "b"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"train": [0.70, "a", 3e-1, "b"]}', NamedData(("0.70", "a", "3e-1", "b"))),
+        (
+            '\ufeff{"test": "c d", "valid": null, "train": ["a b"]}',
+            NamedData(("a b",), (), ("c", "d")),
+        ),
+        ('{"train": "a", "valid": ["1", "b"], "test": []}', NamedData(("a",), ("1", "b"))),
+    ],
+)
 def test_splits_of_a_file(content: str, named: NamedData) -> None:
     Path("splits").write_text(content, encoding="utf-8")
     assert read_per_split_data_args("splits") == named
 
 
-@pytest.mark.parametrize(("content", "fault"), [
-    ("a b", "is no JSON"),
-    ("[" * 10**5, "is no JSON"),
-    ('["a"]', "holds no JSON object"),
-    ('{"train": ["a"], "train": ["b"]}', "'train' twice"),
-    ('{"train": ["a"], "validation": ["b"]}', "the key 'validation'"),
-    ('{"train": ["a", true]}', "the data of 'train' by a list of words"),
-    ('{"train": ["a"], "test": [""]}', "the data of 'test' by a list of words"),
-    ('{"train": ["a"], "valid": {}}', "the data of 'valid' by a list of words"),
-    ('{"valid": ["a"]}', "names no training data"),
-    ('{"train": " "}', "names no training data"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("a b", "is no JSON"),
+        ("[" * 10**5, "is no JSON"),
+        ('["a"]', "holds no JSON object"),
+        ('{"train": ["a"], "train": ["b"]}', "'train' twice"),
+        ('{"train": ["a"], "validation": ["b"]}', "the key 'validation'"),
+        ('{"train": ["a", true]}', "the data of 'train' by a list of words"),
+        ('{"train": ["a"], "test": [""]}', "the data of 'test' by a list of words"),
+        ('{"train": ["a"], "valid": {}}', "the data of 'valid' by a list of words"),
+        ('{"valid": ["a"]}', "names no training data"),
+        ('{"train": " "}', "names no training data"),
+    ],
+)
 def test_a_file_that_names_no_splits(content: str, fault: str) -> None:
     Path("splits").write_text(content)
     named = read_per_split_data_args("splits")
     assert fault in named.fault and named[:3] == ((), (), ())
 
 
-@pytest.mark.parametrize(("splits", "flags", "rule"), [
-    ({"train": "a absent"}, "", "--per-split-data-args-path absent: does not exist"),
-    ({"train": "a", "test": "absent"}, "", "--per-split-data-args-path absent: does not exist"),
-    ({"train": "a", "valid": "0 b 1 c"}, "", "the weight 0 must be more than 0"),
-    ({"train": "a a"}, "", "is listed twice"),
-    ({"train": "a", "test": "b a"}, "", "is training data too, so it would test nothing"),
-    ({"train": "a", "valid": "1 a"}, "", "is training data too, so it would validate nothing"),
-    ({"train": "a"}, "--eval-interval 1", "there is no validation data"),
-    ({"train": "a", "valid": "b"}, "--skip-train", "leaves nothing to do"),
-    ({"train": "a"}, "--test-data-path b", "contradicts --per-split-data-args-path"),
-    ({"train": "a"}, "--valid-data-path b --eval-interval 1", "contradicts --per-split-data-args-path"),
-    ({"train": "a"}, "--data-path b", "both name the training data"),
-    ({"train": "a"}, "--split 1,1,1", "--per-split-data-args-path is not to be divided"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("splits", "flags", "rule"),
+    [
+        ({"train": "a absent"}, "", "--per-split-data-args-path absent: does not exist"),
+        ({"train": "a", "test": "absent"}, "", "--per-split-data-args-path absent: does not exist"),
+        ({"train": "a", "valid": "0 b 1 c"}, "", "the weight 0 must be more than 0"),
+        ({"train": "a a"}, "", "is listed twice"),
+        ({"train": "a", "test": "b a"}, "", "is training data too, so it would test nothing"),
+        ({"train": "a", "valid": "1 a"}, "", "is training data too, so it would validate nothing"),
+        ({"train": "a"}, "--eval-interval 1", "there is no validation data"),
+        ({"train": "a", "valid": "b"}, "--skip-train", "leaves nothing to do"),
+        ({"train": "a"}, "--test-data-path b", "contradicts --per-split-data-args-path"),
+        (
+            {"train": "a"},
+            "--valid-data-path b --eval-interval 1",
+            "contradicts --per-split-data-args-path",
+        ),
+        ({"train": "a"}, "--data-path b", "both name the training data"),
+        ({"train": "a"}, "--split 1,1,1", "--per-split-data-args-path is not to be divided"),
+    ],
+)
 def test_problems_of_a_file_of_splits(splits: dict[str, str], flags: str, rule: str) -> None:
     Path("splits").write_text(json.dumps(splits))
     with pytest.raises(ConfigError, match=rule):
@@ -85,7 +112,10 @@ def test_what_a_file_names_is_used() -> None:
     assert not parse([*LEAST, "--per-split-data-args-path", "splits", "--eval-iters", "0"]).tests
     assert parse([*LEAST, "--data-path", "a", "--split", "8,1,1"]).tests
     Path("splits").unlink()
-    assert run.data.train_paths == ("a", "b")  # read once: what a run does is decided when it starts
+    assert run.data.train_paths == (
+        "a",
+        "b",
+    )  # read once: what a run does is decided when it starts
 
 
 def test_another_machine_may_lack_the_file() -> None:

@@ -1,4 +1,6 @@
-"""Flags are generated from the fields: precedence, spellings, suggestions, configuration and argument files."""
+"""Flags are generated from the fields: precedence, spellings, suggestions, configuration and
+argument files.
+"""
 
 import dataclasses
 import os
@@ -61,12 +63,23 @@ def test_suggestions_also_know_swaps_underscores_and_abbreviations() -> None:
 
 
 def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("optim: {weight_decay: 0.2, clip_grad: 2.0, adam_beta1: 0.5}\nseed: 7\n")
-    (tmp_path / "run.args").write_text("--clip-grad 3  # over the file\n--adam-beta1 0.6 \\\n  --bf16\n")
+    (tmp_path / "run.yaml").write_text(
+        "optim: {weight_decay: 0.2, clip_grad: 2.0, adam_beta1: 0.5}\nseed: 7\n"
+    )
+    (tmp_path / "run.args").write_text(
+        "--clip-grad 3  # over the file\n--adam-beta1 0.6 \\\n  --bf16\n"
+    )
     # The order of the words does not matter, only the level.
-    parsed = parse_with_sources(["--adam-beta1", "0.7", *words(right), "@run.args", "--config", "run.yaml"])
+    parsed = parse_with_sources(
+        ["--adam-beta1", "0.7", *words(right), "@run.args", "--config", "run.yaml"]
+    )
     optim = parsed.config.optim
-    assert (optim.adam_beta2, optim.weight_decay, optim.clip_grad, optim.adam_beta1) == (0.999, 0.2, 3.0, 0.7)
+    assert (optim.adam_beta2, optim.weight_decay, optim.clip_grad, optim.adam_beta1) == (
+        0.999,
+        0.2,
+        3.0,
+        0.7,
+    )
     assert parsed.config.training.bf16 is True
     assert parsed.config.training.seed == 7
     sources = {key.partition(".")[2]: source for key, source in parsed.sources.items()}
@@ -75,8 +88,17 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     assert sources["seed"] == "run.yaml:2"
     assert sources["clip_grad"] == sources["bf16"] == "@run.args"
     assert sources["adam_beta1"] == "flag"
-    assert sources["ffn_hidden_size"] == "derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
-    keys = ("optim.adam_beta1", "training.seed", "training.bf16", "optim.adam_beta2", "model.ffn_hidden_size")
+    assert (
+        sources["ffn_hidden_size"]
+        == "derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
+    )
+    keys = (
+        "optim.adam_beta1",
+        "training.seed",
+        "training.bf16",
+        "optim.adam_beta2",
+        "model.ffn_hidden_size",
+    )
     assert [parsed.config.is_given(key) for key in keys] == [True, True, True, False, False]
     of_a_program = dataclasses.replace(parsed.config, origins=None)
     assert of_a_program == parsed.config and of_a_program.is_given("optim.adam_beta2")
@@ -85,32 +107,78 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("repeated", "key", "value", "said"),
     [
-        ("--seed 1 --bf16 --seed 2 --seed 3", "training.seed", 3,
-         "--seed was given 3 times: --seed 1, --seed 2, --seed 3. The last one counts."),
-        ("--seed one --seed=2", "training.seed", 2,
-         "--seed was given 2 times: --seed one, --seed 2. The last one counts."),
-        ("--data-path train.jsonl valid.jsonl --data-path valid.jsonl", "data.data_path", ("valid.jsonl",),
-         "--data-path was given 2 times: --data-path train.jsonl valid.jsonl, --data-path valid.jsonl. "
-         "The last one counts."),
-        ("--hybrid-override-pattern M* --hybrid-layer-pattern *M", "model.hybrid_layer_pattern", "*M",
-         "--hybrid-layer-pattern was given 2 times: --hybrid-override-pattern M*, --hybrid-layer-pattern *M. "
-         "The last one counts."),
-        ("--enable-cuda-graph --cuda-graph-impl none", "cuda_graph.cuda_graph_impl", "none",
-         "--cuda-graph-impl was given 2 times: --enable-cuda-graph, --cuda-graph-impl none. The last one counts."),
-        ("--bf16 --no-bf16", "training.bf16", False,
-         "--no-bf16 was given 2 times: --bf16, --no-bf16. The last one counts."),
-        ("@a.args @b.args", "training.seed", 5,
-         "--seed was given 2 times: --seed 4, --seed 5. The last one counts."),
-        ("--config a.yaml --config b.yaml", "training.seed", 7,
-         "--config was given 2 times: --config a.yaml, --config b.yaml. The last one counts."),
-        ("--optimizer muon --optimizer adam --moe-router-dtype fp64 --moe-router-dtype fp32", "training.seed", 1234,
-         "--optimizer was given 2 times: --optimizer muon, --optimizer adam. The last one counts."),
+        (
+            "--seed 1 --bf16 --seed 2 --seed 3",
+            "training.seed",
+            3,
+            "--seed was given 3 times: --seed 1, --seed 2, --seed 3. The last one counts.",
+        ),
+        (
+            "--seed one --seed=2",
+            "training.seed",
+            2,
+            "--seed was given 2 times: --seed one, --seed 2. The last one counts.",
+        ),
+        (
+            "--data-path train.jsonl valid.jsonl --data-path valid.jsonl",
+            "data.data_path",
+            ("valid.jsonl",),
+            "--data-path was given 2 times: --data-path train.jsonl valid.jsonl, --data-path valid.jsonl. "
+            "The last one counts.",
+        ),
+        (
+            "--hybrid-override-pattern M* --hybrid-layer-pattern *M",
+            "model.hybrid_layer_pattern",
+            "*M",
+            "--hybrid-layer-pattern was given 2 times: --hybrid-override-pattern M*, --hybrid-layer-pattern *M. "
+            "The last one counts.",
+        ),
+        (
+            "--enable-cuda-graph --cuda-graph-impl none",
+            "cuda_graph.cuda_graph_impl",
+            "none",
+            "--cuda-graph-impl was given 2 times: --enable-cuda-graph, --cuda-graph-impl none. The last one counts.",
+        ),
+        (
+            "--bf16 --no-bf16",
+            "training.bf16",
+            False,
+            "--no-bf16 was given 2 times: --bf16, --no-bf16. The last one counts.",
+        ),
+        (
+            "@a.args @b.args",
+            "training.seed",
+            5,
+            "--seed was given 2 times: --seed 4, --seed 5. The last one counts.",
+        ),
+        (
+            "--config a.yaml --config b.yaml",
+            "training.seed",
+            7,
+            "--config was given 2 times: --config a.yaml, --config b.yaml. The last one counts.",
+        ),
+        (
+            "--optimizer muon --optimizer adam --moe-router-dtype fp64 --moe-router-dtype fp32",
+            "training.seed",
+            1234,
+            "--optimizer was given 2 times: --optimizer muon, --optimizer adam. The last one counts.",
+        ),
     ],
-)  # fmt: skip
-def test_of_a_flag_given_twice_the_last_counts_and_a_line_says_so(right, tmp_path, repeated, key, value, said) -> None:
-    for name, text in {"a.args": "--seed 4", "b.args": "--seed 5", "a.yaml": "seed: 6", "b.yaml": "seed: 7"}.items():
+)
+def test_of_a_flag_given_twice_the_last_counts_and_a_line_says_so(
+    right, tmp_path, repeated, key, value, said
+) -> None:
+    for name, text in {
+        "a.args": "--seed 4",
+        "b.args": "--seed 5",
+        "a.yaml": "seed: 6",
+        "b.yaml": "seed: 7",
+    }.items():
         (tmp_path / name).write_text(text)
-    argv = [*words({flag: value for flag, value in right.items() if flag not in said}), *repeated.split()]
+    argv = [
+        *words({flag: value for flag, value in right.items() if flag not in said}),
+        *repeated.split(),
+    ]
     parsed = parse_with_sources(argv)
     section, name = key.split(".")
     assert getattr(getattr(parsed.config, section), name) == value
@@ -127,7 +195,9 @@ def test_a_switch_can_be_taken_back_and_a_negated_one_given(right, tmp_path) -> 
     assert parse([*words(right), "--disable-bias-linear"]).model.add_bias_linear is False
 
 
-def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_as_text(right, tmp_path) -> None:
+def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_as_text(
+    right, tmp_path
+) -> None:
     del right["--lr"]
     (tmp_path / "run.yaml").write_text(
         "lr: 1e-4\ndisable-bias-linear: true\nuse-mcore-models: true\nhybrid-override-pattern: 'M*-M'\n"
@@ -179,7 +249,9 @@ def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_
         ("seed: \x00\n", "--config", "correct it"),
     ],
 )
-def test_a_wrong_configuration_file_names_the_line_and_the_cure(right, tmp_path, text, option, cure) -> None:
+def test_a_wrong_configuration_file_names_the_line_and_the_cure(
+    right, tmp_path, text, option, cure
+) -> None:
     (tmp_path / "run.yaml").write_text(text)
     found = problems([*words(right), "--config", "run.yaml"])
     assert set(found) == {option}
@@ -192,7 +264,9 @@ def test_a_misspelt_required_flag_is_one_problem(right) -> None:
 
 
 def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
-    (tmp_path / "outer.args").write_bytes(b"\xef\xbb\xbf@inner.args \\\r\n--seed 5")  # as some editors save text
+    (tmp_path / "outer.args").write_bytes(
+        b"\xef\xbb\xbf@inner.args \\\r\n--seed 5"
+    )  # as some editors save text
     (tmp_path / "inner.args").write_text("--hybrid-layer-pattern 'M*-M'\n")
     del right["--hybrid-layer-pattern"]
     config = parse([*words(right), "@outer.args"])
@@ -201,7 +275,10 @@ def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
     found = problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])
     assert "(outer.args -> inner.args -> outer.args)" in found["@outer.args"]
     (tmp_path / "inner.args").write_text("--save 'open\n")
-    assert "quotation" in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@inner.args"]
+    assert (
+        "quotation"
+        in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@inner.args"]
+    )
 
 
 @pytest.mark.parametrize("pattern", ["-M*", "--M*-", "--M", "---", "*", "M"])
@@ -209,7 +286,10 @@ def test_patterns_that_look_like_flags(right, pattern: str) -> None:
     right["--hybrid-layer-pattern"] = pattern
     assert parse(words(right)).model.hybrid_layer_pattern == pattern
     del right["--hybrid-layer-pattern"]
-    assert parse([*words(right), f"--hybrid-layer-pattern={pattern}"]).model.hybrid_layer_pattern == pattern
+    assert (
+        parse([*words(right), f"--hybrid-layer-pattern={pattern}"]).model.hybrid_layer_pattern
+        == pattern
+    )
 
 
 def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
@@ -224,14 +304,24 @@ def test_documents_fill_a_sample_and_text_is_split(right) -> None:
     """Of a pack of several samples, unless more is asked for; conversations are not split."""
     samples = ("--micro-batch-size", "4")
     packing = parse([*words(right), *samples]).packing
-    assert (packing.tokens_per_pack, packing.max_document_length, packing.overlong_policy) == (512, 128, "split")
+    assert (packing.tokens_per_pack, packing.max_document_length, packing.overlong_policy) == (
+        512,
+        128,
+        "split",
+    )
     longest = parse([*words(right), *samples, "--max-document-length", "512"])
     assert longest.max_positions == longest.packing.max_document_length == 512
     assert parse([*words(right), "--max-position-embeddings", "300"]).max_positions == 300
     assert parse([*words(right), "--sft"]).packing.overlong_policy == "truncate_prompt"
-    assert parse([*words(right), "--sft", "--overlong-policy", "split"]).packing.overlong_policy == "split"
+    assert (
+        parse([*words(right), "--sft", "--overlong-policy", "split"]).packing.overlong_policy
+        == "split"
+    )
     of_a_program = replace(parse(words(right)), packing=PackingConfig(seq_length=64))
-    assert (of_a_program.packing.overlong_policy, of_a_program.packing.max_document_length) == ("split", 64)
+    assert (of_a_program.packing.overlong_policy, of_a_program.packing.max_document_length) == (
+        "split",
+        64,
+    )
     origin = parse_with_sources(words(right)).sources["packing.overlong_policy"]
     assert origin.startswith("derived: split, which loses no token; with --sft ")
 
@@ -251,7 +341,10 @@ def test_documents_are_aligned_to_the_chunks_of_a_zigzag(right) -> None:
 def test_numbers_of_the_launch_come_from_the_environment(right, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert parse(words(right)).packing.global_batch_size == 2
-    assert "multiple of 2" in problems([*words(right), "--global-batch-size", "3"])["--global-batch-size"]
+    assert (
+        "multiple of 2"
+        in problems([*words(right), "--global-batch-size", "3"])["--global-batch-size"]
+    )
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert set(problems(words(right))) == {"WORLD_SIZE"}
 
@@ -273,7 +366,16 @@ def test_data_may_be_files_directories_and_patterns(right) -> None:
     right["--data-path"] = "."
     assert parse(words(right)).data.train_paths == (".",)
     right["--data-path"] = "t*.jsonl"
-    config = parse([*words(right), "--sft", "--chat-template", "chatml", "--tokenizer-type", "TrainedBPETokenizer"])
+    config = parse(
+        [
+            *words(right),
+            "--sft",
+            "--chat-template",
+            "chatml",
+            "--tokenizer-type",
+            "TrainedBPETokenizer",
+        ]
+    )
     assert config.data.train_paths == ("t*.jsonl",)
 
 
@@ -282,9 +384,16 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
     right["--data-path"] = "3"
     blend = ["train.jsonl", "1", "corpus_text"]
     data = parse([*words(right), *blend, "--split", "96, 3, 1", "--eval-interval", "5"]).data
-    assert data.train_blend == Blend(("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4)))
-    assert data.shares == (Fraction(96, 100), Fraction(3, 100), Fraction(1, 100)) and data.has_validation
-    assert Blend.of(("a", "b")).weights is Blend.of(()).weights is None  # as Megatron: two paths are no weights
+    assert data.train_blend == Blend(
+        ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
+    )
+    assert (
+        data.shares == (Fraction(96, 100), Fraction(3, 100), Fraction(1, 100))
+        and data.has_validation
+    )
+    assert (
+        Blend.of(("a", "b")).weights is Blend.of(()).weights is None
+    )  # as Megatron: two paths are no weights
 
 
 def test_data_may_be_named_by_files(right, tmp_path) -> None:
@@ -292,39 +401,62 @@ def test_data_may_be_named_by_files(right, tmp_path) -> None:
     del right["--data-path"]
     (tmp_path / "corpus_text.idx").write_bytes(b"1")
     (tmp_path / "words").write_text("0.3 train.jsonl\n0.1\tcorpus_text\n")
-    data = parse([*words(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]).data
-    assert data.train_blend == Blend(("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4)))
-    (tmp_path / "splits").write_text('{"train": [0.3, "train.jsonl", "0.1", "corpus_text"], "test": "valid.jsonl"}')
+    data = parse(
+        [*words(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]
+    ).data
+    assert data.train_blend == Blend(
+        ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
+    )
+    (tmp_path / "splits").write_text(
+        '{"train": [0.3, "train.jsonl", "0.1", "corpus_text"], "test": "valid.jsonl"}'
+    )
     run = parse([*words(right), "--per-split-data-args-path", "splits"])
-    assert run.data.train_blend == data.train_blend and run.data.test_blend.paths == ("valid.jsonl",)
+    assert run.data.train_blend == data.train_blend and run.data.test_blend.paths == (
+        "valid.jsonl",
+    )
     assert (run.validates, run.tests) == (False, True)
-    assert not parse([*words(right), "--per-split-data-args-path", "splits", "--eval-iters", "0"]).tests
+    assert not parse(
+        [*words(right), "--per-split-data-args-path", "splits", "--eval-iters", "0"]
+    ).tests
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot be read: No such file"), (b"\xff", "is no text"), (b"{", "is no JSON"),
+        (None, "cannot be read: No such file"),
+        (b"\xff", "is no text"),
+        (b"{", "is no JSON"),
         (b"[1]", "no JSON object"),
-        (b'{"train": ["train.jsonl"], "validation": []}', "holds the key 'validation'"), (b"{}", "no training data"),
+        (b'{"train": ["train.jsonl"], "validation": []}', "holds the key 'validation'"),
+        (b"{}", "no training data"),
         (b'{"train": [["1", "train.jsonl"]]}', "the data of 'train' by a list of words"),
         (b'{"train": ["train.jsonl"], "valid": ["train.jsonl"]}', "would validate nothing"),
         (b'{"train": ["train.jsonl"], "test": "absent.jsonl"}', "does not exist"),
-        (b'{"train": ["-1", "train.jsonl", "1", "valid.jsonl"]}', "the weight -1 must be more than 0"),
+        (
+            b'{"train": ["-1", "train.jsonl", "1", "valid.jsonl"]}',
+            "the weight -1 must be more than 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_files_that_name_data_wrongly(right, tmp_path, text, said) -> None:
     del right["--data-path"]
     if text is not None:
         (tmp_path / "splits").write_bytes(text)
     found = problems([*words(right), "--per-split-data-args-path", "splits"])
-    assert list(found) == ["--per-split-data-args-path"] and said in found["--per-split-data-args-path"]
+    assert (
+        list(found) == ["--per-split-data-args-path"]
+        and said in found["--per-split-data-args-path"]
+    )
     if text is None or text == b"\xff":
         assert said in problems([*words(right), "--data-args-path", "splits"])["--data-args-path"]
 
 
-def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(right, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("os.access", lambda place, mode: not (mode & os.W_OK and str(place) == str(tmp_path)))
+def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(
+    right, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        "os.access", lambda place, mode: not (mode & os.W_OK and str(place) == str(tmp_path))
+    )
     assert set(problems(words(right))) == {"--data-cache-path"}
     (tmp_path / "cache").mkdir()
     assert parse([*words(right), "--data-cache-path", "cache"]).data.data_cache_path == "cache"
@@ -356,5 +488,11 @@ def test_every_accepted_flag_has_the_type_of_its_field(right) -> None:
 
 
 def test_directories_that_are_missing_will_be_made(right) -> None:
-    argv = [*(part for pair in right.items() for part in pair), "--save", "a/b/c", "--log-jsonl", "d/e/log.jsonl"]
+    argv = [
+        *(part for pair in right.items() for part in pair),
+        "--save",
+        "a/b/c",
+        "--log-jsonl",
+        "d/e/log.jsonl",
+    ]
     assert parse(argv).checkpoint.save == "a/b/c"

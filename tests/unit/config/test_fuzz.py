@@ -10,10 +10,56 @@ from megatron_packed.config.registry import every_field, known_flags
 from megatron_packed.config.serialise import from_dict, to_dict
 
 TEXTS = [
-    "", "0", "-1", "1", "3", "1e400", "-0.0", "nan", "None", "true", "M*-E", "M|", "--", "---", "-", "=", "--=", "--x=",
-    "@", "@.", "@/dev/null", "train.jsonl", "\0", "\ud800", "é" * 5000, "9" * 5000, "٣", " 7 ", "0x10", "a=b",
-]  # fmt: skip
-VALUES = [None, True, 0, -1, 2**70, 1.5, float("nan"), "", "x", "1e-3", [], [1], {}, {"a": 1}, ["a", None], b"x", "M*-"]
+    "",
+    "0",
+    "-1",
+    "1",
+    "3",
+    "1e400",
+    "-0.0",
+    "nan",
+    "None",
+    "true",
+    "M*-E",
+    "M|",
+    "--",
+    "---",
+    "-",
+    "=",
+    "--=",
+    "--x=",
+    "@",
+    "@.",
+    "@/dev/null",
+    "train.jsonl",
+    "\0",
+    "\ud800",
+    "é" * 5000,
+    "9" * 5000,
+    "٣",
+    " 7 ",
+    "0x10",
+    "a=b",
+]
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "1e-3",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    ["a", None],
+    b"x",
+    "M*-",
+]
 
 
 def outcome(run) -> str:
@@ -49,11 +95,15 @@ def test_every_field_with_every_type_in_a_file_and_in_a_checkpoint(right, tmp_pa
     argv = [part for pair in right.items() for part in pair]
     config = parse(argv, 1)
     for field in every_field():
-        others = [part for flag, value in right.items() if flag != field.flag for part in (flag, value)]
+        others = [
+            part for flag, value in right.items() if flag != field.flag for part in (flag, value)
+        ]
         for value in VALUES:
             stored = to_dict(config)
             stored[field.section][field.name] = value
             outcome(lambda stored=stored: from_dict(stored))
             if value != b"x":
-                (tmp_path / "run.yaml").write_text(yaml.safe_dump({field.section: {field.name: value}}))
+                (tmp_path / "run.yaml").write_text(
+                    yaml.safe_dump({field.section: {field.name: value}})
+                )
                 outcome(lambda others=others: parse([*others, "--config", "run.yaml"], 1))

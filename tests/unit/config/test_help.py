@@ -13,17 +13,24 @@ from megatron_packed.config.registry import META_FLAGS, every_field
 def test_every_flag_has_its_default_unit_and_choices(columns: int) -> None:
     text = help_text(columns, everything=True)
     assert max(map(len, text.splitlines())) <= columns
-    entries = {entry.split()[0]: " ".join(entry.split()) for entry in re.split(r"\n(?=  --)|\n\n", text)}
+    entries = {
+        entry.split()[0]: " ".join(entry.split()) for entry in re.split(r"\n(?=  --)|\n\n", text)
+    }
     for described in every_field():
         entry = entries[described.flag]
         assert entry.endswith("]") and " [" in entry, entry
         assert all(str(choice) in entry for choice in described.option.choices), entry
         assert described.option.unit.rstrip("s") in entry, entry
-        assert all(f"--{name}" in entry for name in (*described.option.aliases, *described.option.deprecated))
+        assert all(
+            f"--{name}" in entry
+            for name in (*described.option.aliases, *described.option.deprecated)
+        )
     assert all(flag in entries for flag in META_FLAGS)
 
 
-def test_help_is_the_flags_of_a_first_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_the_flags_of_a_first_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for flag, everything in (("--help", False), ("-h", False), ("--help-all", True)):
         with pytest.raises(SystemExit) as ended:

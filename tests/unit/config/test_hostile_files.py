@@ -1,4 +1,6 @@
-"""Files that are no files, and files made to take for ever: a sentence at once, and short messages on one's screen."""
+"""Files that are no files, and files made to take for ever: a sentence at once, and short messages
+on one's screen.
+"""
 
 import os
 import time
@@ -15,7 +17,12 @@ NAMED_BY = ["--config {}", "@{}", "--data-args-path {}", "--per-split-data-args-
 
 
 def refused(right, words: str) -> str:
-    argv = [part for pair in right.items() for part in pair if "--data-path" not in pair or "data-args" not in words]
+    argv = [
+        part
+        for pair in right.items()
+        for part in pair
+        if "--data-path" not in pair or "data-args" not in words
+    ]
     begun = time.monotonic()
     with pytest.raises(SystemExit) as ended:
         parse_or_exit([*argv, *words.split()])
@@ -28,10 +35,18 @@ def refused(right, words: str) -> str:
 @pytest.mark.parametrize("named_by", NAMED_BY)
 @pytest.mark.parametrize(
     ("file", "rule"),
-    [("pipe", "it is a pipe or a device"), ("/dev/zero", "it is a pipe or a device"), (".", "it is a directory"),
-     ("sparse", "it is larger than"), ("absent", "No such file"), ("bytes", "no text in UTF-8")],
-)  # fmt: skip
-def test_what_is_no_small_file_is_refused_at_once(right, tmp_path, capsys, named_by, file, rule) -> None:
+    [
+        ("pipe", "it is a pipe or a device"),
+        ("/dev/zero", "it is a pipe or a device"),
+        (".", "it is a directory"),
+        ("sparse", "it is larger than"),
+        ("absent", "No such file"),
+        ("bytes", "no text in UTF-8"),
+    ],
+)
+def test_what_is_no_small_file_is_refused_at_once(
+    right, tmp_path, capsys, named_by, file, rule
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "sparse", "wb") as sparse:
         sparse.truncate(2**40)
@@ -44,14 +59,18 @@ def test_what_is_no_small_file_is_refused_at_once(right, tmp_path, capsys, named
 def test_a_link_to_a_file_is_a_file(right, tmp_path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbfseed: 5\r\nbf16: true\r\n")
     (tmp_path / "link.yaml").symlink_to("run.yaml")
-    training = parse([*(part for pair in right.items() for part in pair), "--config", "link.yaml"]).training
+    training = parse(
+        [*(part for pair in right.items() for part in pair), "--config", "link.yaml"]
+    ).training
     assert (training.seed, training.bf16) == (5, True)
     assert read_text_file(str(tmp_path / "link.yaml")) == "seed: 5\nbf16: true\n"
 
 
 def aliases(lines: int) -> str:
     """Ten times as many values with each line."""
-    return "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(lines))
+    return "a0: &a0 [x]\n" + "".join(
+        f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(lines)
+    )
 
 
 def merges(lines: int) -> str:
@@ -65,7 +84,11 @@ def merges(lines: int) -> str:
     ("words", "text", "said"),
     [
         ("--config bomb", aliases(8) + "fp8-format: *a8\n", "found *a0, and aliases are not read"),
-        ("--config bomb", aliases(8) + "train-data-path: *a8\n", "found *a0, and aliases are not read"),
+        (
+            "--config bomb",
+            aliases(8) + "train-data-path: *a8\n",
+            "found *a0, and aliases are not read",
+        ),
         ("--config bomb", merges(8), "found *a0, and aliases are not read"),
         ("--config bomb", "".join(f"key{i}: 1\n" for i in range(4000)), "and 3,980 more\n"),
         ("--config bomb", f"data-path: [{'x, ' * 60_000}]", "more than 10,000 keys and values"),
@@ -76,11 +99,23 @@ def merges(lines: int) -> str:
         ("@bomb", "--nonsense " * 20_000, "is no flag"),
         ("@bomb", " ".join(f"--n{i}" for i in range(20_000)), "and 19,980 more\n"),
         ("@bomb", "--save-interval " + "1" * 250_000, "must fit into 32 bits"),
-        ("@bomb", "--offload-modules " + " ".join(f"mlp{i}" for i in range(20_000)), "must be one of"),
-        ("@bomb", "--profile-ranks " + "0 " * 100_000, "has 100,000 values, and 20,000 can be given"),
+        (
+            "@bomb",
+            "--offload-modules " + " ".join(f"mlp{i}" for i in range(20_000)),
+            "must be one of",
+        ),
+        (
+            "@bomb",
+            "--profile-ranks " + "0 " * 100_000,
+            "has 100,000 values, and 20,000 can be given",
+        ),
         ("--data-args-path bomb", "a " * 400_000, "holds 400,000 words, and 20,000 are read"),
         ("--data-args-path bomb", "[" * 900_000, "has 900,000 characters"),
-        ("--per-split-data-args-path bomb", '{"train": "' + "a " * 400_000 + '"}', "holds 400,000 words"),
+        (
+            "--per-split-data-args-path bomb",
+            '{"train": "' + "a " * 400_000 + '"}',
+            "holds 400,000 words",
+        ),
         ("--per-split-data-args-path bomb", "[" * 900_000, "is no JSON"),
     ],
 )
@@ -112,8 +147,12 @@ def test_limits_leave_room_for_what_people_write(right, tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([*argv, "--data-args-path", "paths"])
     assert len(caught.value.problems) == MOST_VALUES // 2
-    assert {problem.rule for problem in caught.value.problems} == {f"does not exist (looked in {tmp_path})"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": {"tokenizer_special_tokens": ["x" * 20] * 5000}}))
+    assert {problem.rule for problem in caught.value.problems} == {
+        f"does not exist (looked in {tmp_path})"
+    }
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({"data": {"tokenizer_special_tokens": ["x" * 20] * 5000}})
+    )
     assert (tmp_path / "run.yaml").stat().st_size < MOST_BYTES
     assert not any("YAML" in rule for rule in parse_problems([*argv, "--config", "run.yaml"]))
 
@@ -127,9 +166,17 @@ def parse_problems(argv: list[str]) -> list[str]:
 ESCAPE = "a\x1b[31mred\nb\u202e"
 
 
-@pytest.mark.parametrize("flag", ["--nonsense", "--load", "--train-data-path", "--tokenizer-model", "--chat-template"])
+@pytest.mark.parametrize(
+    "flag", ["--nonsense", "--load", "--train-data-path", "--tokenizer-model", "--chat-template"]
+)
 def test_control_characters_do_not_reach_the_screen(right, capsys, flag) -> None:
-    for argv in ([flag, ESCAPE], [f"{flag}={ESCAPE}"], [f"--{ESCAPE}"], ["--seed", ESCAPE], [f"@{ESCAPE}"]):
+    for argv in (
+        [flag, ESCAPE],
+        [f"{flag}={ESCAPE}"],
+        [f"--{ESCAPE}"],
+        ["--seed", ESCAPE],
+        [f"@{ESCAPE}"],
+    ):
         with pytest.raises(SystemExit):
             parse_or_exit([*(part for pair in right.items() for part in pair), *argv])
         said = capsys.readouterr().err
@@ -152,7 +199,9 @@ def test_nor_do_those_of_a_file_or_of_a_warning(right, tmp_path, capsys) -> None
 
 
 def test_a_report_is_short_however_many_problems_there_are() -> None:
-    problems = [Problem(f"--flag{i}", "v" * 10_000, "r" * 10_000, "c" * 10_000) for i in range(10_000)]
+    problems = [
+        Problem(f"--flag{i}", "v" * 10_000, "r" * 10_000, "c" * 10_000) for i in range(10_000)
+    ]
     report = format_problems(problems)
     assert report.startswith("10,000 problems ") and report.endswith("     and 9,980 more\n")
     assert report.count("rule: ") == MOST_SHOWN and len(report) < 60_000

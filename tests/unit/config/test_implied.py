@@ -8,8 +8,12 @@ from megatron_packed.config.flags import parse
 from megatron_packed.config.implied import implied_keys, packs_as_stored, with_implied
 from megatron_packed.config.serialise import to_dict
 
-KEYS = {"packing.overlong_policy", "packing.max_document_length", "packing.keep_pieces_without_targets",
-        "data.split_order"}  # fmt: skip
+KEYS = {
+    "packing.overlong_policy",
+    "packing.max_document_length",
+    "packing.keep_pieces_without_targets",
+    "data.split_order",
+}
 RULES = ["--micro-batch-size", "2", "--sft", "--split", "9,1"]
 
 
@@ -33,27 +37,51 @@ def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
     config = parse(argv)
     length = 2 * config.packing.seq_length
     taken, flags = packs_as_stored(config, old(config))
-    assert (taken.packing.max_document_length, taken.packing.keep_pieces_without_targets) == (length, True)
+    assert (taken.packing.max_document_length, taken.packing.keep_pieces_without_targets) == (
+        length,
+        True,
+    )
     assert (taken.packing.overlong_policy, taken.data.split_order) == ("truncate", "file")
     others = {"--keep-pieces-without-targets", "--split-order file", "--overlong-policy truncate"}
     assert set(flags) == others | {f"--max-document-length {length}"}
     assert packs_as_stored(taken, old(config)) == (taken, [])
-    assert packs_as_stored(config, to_dict(taken)) == (taken, flags)  # the checkpoint that it writes names them
+    assert packs_as_stored(config, to_dict(taken)) == (
+        taken,
+        flags,
+    )  # the checkpoint that it writes names them
     assert implied_keys(config) == KEYS
 
 
 def test_what_is_given_counts(argv) -> None:
-    config = parse([*argv, "--split-order", "shuffled", "--overlong-policy", "split", "--max-document-length", "9"])
+    config = parse(
+        [
+            *argv,
+            "--split-order",
+            "shuffled",
+            "--overlong-policy",
+            "split",
+            "--max-document-length",
+            "9",
+        ]
+    )
     taken, flags = packs_as_stored(config, old(config))
     assert flags == ["--keep-pieces-without-targets"]
-    assert taken == replace(config, packing=replace(config.packing, keep_pieces_without_targets=True))
-    assert packs_as_stored(replace(config, origins=None), old(config)) == (config, [])  # a program gives all
+    assert taken == replace(
+        config, packing=replace(config.packing, keep_pieces_without_targets=True)
+    )
+    assert packs_as_stored(replace(config, origins=None), old(config)) == (
+        config,
+        [],
+    )  # a program gives all
 
 
 def test_text_has_pieces_with_targets_alone_and_keeps_its_order(argv) -> None:
     config = parse([word for word in argv if word != "--sft"])
     full = with_implied(old(config))
-    assert full["packing"]["keep_pieces_without_targets"] is False and full["data"]["split_order"] == "file"
+    assert (
+        full["packing"]["keep_pieces_without_targets"] is False
+        and full["data"]["split_order"] == "file"
+    )
 
 
 def test_what_fits_no_more_is_left_to_the_refusal(argv) -> None:

@@ -1,4 +1,6 @@
-"""Configurations that are wrong: every problem is found, at once, and says the option, the rule and a cure."""
+"""Configurations that are wrong: every problem is found, at once, and says the option, the rule and
+a cure.
+"""
 
 from importlib.machinery import ModuleSpec
 
@@ -11,23 +13,37 @@ MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
 SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model train.jsonl"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
-# (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of processes) -> options
-# with problems, each with a word of its rule or cure.
+# (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of
+# processes) -> options with problems, each with a word of its rule or cure.
 INVALID = [
     ("~--hidden-size", {"--hidden-size": "required"}),
     ("~--hybrid-layer-pattern", {"--hybrid-layer-pattern": "required"}),
-    ("~--hybrid-layer-pattern ~--num-attention-heads --hidden-size 12", {"--hybrid-layer-pattern": "required"}),
-    ("~--hybrid-layer-pattern --num-query-groups 3",
-     {"--hybrid-layer-pattern": "required", "--num-query-groups": "1, 2, 4"}),
-    ("~--train-iters ~--lr ~--seq-length", dict.fromkeys(("--train-iters", "--lr", "--seq-length"), "required")),
+    (
+        "~--hybrid-layer-pattern ~--num-attention-heads --hidden-size 12",
+        {"--hybrid-layer-pattern": "required"},
+    ),
+    (
+        "~--hybrid-layer-pattern --num-query-groups 3",
+        {"--hybrid-layer-pattern": "required", "--num-query-groups": "1, 2, 4"},
+    ),
+    (
+        "~--train-iters ~--lr ~--seq-length",
+        dict.fromkeys(("--train-iters", "--lr", "--seq-length"), "required"),
+    ),
     ("~--data-path", {"--data-path": "nothing to train on"}),
     ("--hidden-size 0", {"--hidden-size": ">= 1"}),
     ("--hidden-size -64", {"--hidden-size": ">= 1"}),
     ("--hidden-size 99999999999", {"--hidden-size": "32 bits"}),
     ("--hidden-size 256.5", {"--hidden-size": "whole number"}),
     ("--train-iters 1e3", {"--train-iters": "write 1000"}),
-    ("--hidden-size 250 --kv-channels 64 --mamba-num-heads 6", {"--mamba-num-groups": "1, 2, 3, 6"}),
-    ("--hidden-size 100 --mamba-head-dim 50 --mamba-num-groups 4 --num-attention-heads 3", {"--hidden-size": "(3)"}),
+    (
+        "--hidden-size 250 --kv-channels 64 --mamba-num-heads 6",
+        {"--mamba-num-groups": "1, 2, 3, 6"},
+    ),
+    (
+        "--hidden-size 100 --mamba-head-dim 50 --mamba-num-groups 4 --num-attention-heads 3",
+        {"--hidden-size": "(3)"},
+    ),
     ("--mamba-head-dim 48", {"--mamba-head-dim": "512"}),
     ("--num-query-groups 3", {"--num-query-groups": "1, 2, 4"}),
     ("--group-query-attention", {"--group-query-attention": "--num-query-groups"}),
@@ -42,7 +58,10 @@ INVALID = [
     ("--normalization BatchNorm", {"--normalization": "LayerNorm"}),
     ("--position-embedding-type yarn", {"--position-embedding-type": "rope"}),
     ("--position-embedding-type rope --rotary-percent 0.02", {"--rotary-percent": "even"}),
-    ("--position-embedding-type rope --max-position-embeddings 64", {"--max-position-embeddings": "128"}),
+    (
+        "--position-embedding-type rope --max-position-embeddings 64",
+        {"--max-position-embeddings": "128"},
+    ),
     ("--max-document-length 129", {"--max-document-length": "at most 128"}),
     ("--max-document-length 257 --micro-batch-size 2", {"--max-document-length": "at most 256"}),
     ("--max-document-length 1", {"--max-document-length": ">= 2"}),
@@ -54,9 +73,16 @@ INVALID = [
     ("--hidden-dropout 1", {"--hidden-dropout": "< 1"}),
     ("--attention-dropout 0.1", {"--attention-dropout": "--hidden-dropout"}),
     ("--attention-dropout 0.5 --hybrid-layer-pattern M-", {"--attention-dropout": "is not built"}),
-    ("^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flash",
-     {"--attention-backend": "give auto or transformer_engine or reference, or --cp-comm-type a2a"}),
-    ("--hybrid-layer-pattern ME", {"--num-experts": "expert layers", "--hybrid-layer-pattern": "disable-bias-linear"}),
+    (
+        "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flash",
+        {
+            "--attention-backend": "give auto or transformer_engine or reference, or --cp-comm-type a2a"
+        },
+    ),
+    (
+        "--hybrid-layer-pattern ME",
+        {"--num-experts": "expert layers", "--hybrid-layer-pattern": "disable-bias-linear"},
+    ),
     ("--num-experts 4", {"--num-experts": "no expert layer"}),
     (f"{MOE} --moe-router-topk 5", {"--moe-router-topk": "1 to 4"}),
     (f"{MOE} --moe-router-topk 1", {"--moe-router-topk": "--moe-router-pre-softmax"}),
@@ -65,16 +91,30 @@ INVALID = [
         f"{MOE} --moe-router-load-balancing-type seq_aux_loss --micro-batch-size 2",
         {"--moe-router-load-balancing-type": "give --micro-batch-size 1"},
     ),
-    (f"{MOE} --moe-router-load-balancing-type sinkhorn", {"--moe-router-load-balancing-type": "aux_loss"}),
+    (
+        f"{MOE} --moe-router-load-balancing-type sinkhorn",
+        {"--moe-router-load-balancing-type": "aux_loss"},
+    ),
     ("--skip-train", {"--skip-train": "--valid-data-path"}),
     ("--log-progress", {"--log-progress": "give --save"}),
-    ("--logging-level 10 --dataloader-type cyclic", {"--logging-level": "one level", "--dataloader-type": "one way"}),
-    ("--save empty --save-interval 4 --save-retain-interval 6", {"--save-retain-interval": "give 4 or 8"}),
+    (
+        "--logging-level 10 --dataloader-type cyclic",
+        {"--logging-level": "one level", "--dataloader-type": "one way"},
+    ),
+    (
+        "--save empty --save-interval 4 --save-retain-interval 6",
+        {"--save-retain-interval": "give 4 or 8"},
+    ),
     (f"{MOE} --moe-router-dtype fp64", {"--moe-router-dtype": "fp32"}),
     (f"{MOE} --moe-token-dispatcher-type flex", {"--moe-token-dispatcher-type": "allgather"}),
-    (f"{MOE} --moe-pad-expert-input-to-capacity", {"--moe-pad-expert-input-to-capacity": "capacity-factor"}),
-    (f"{MOE} --moe-expert-rank-capacity-factor 1.5 --moe-token-dispatcher-type alltoall",
-     {"--moe-expert-rank-capacity-factor": "allgather"}),
+    (
+        f"{MOE} --moe-pad-expert-input-to-capacity",
+        {"--moe-pad-expert-input-to-capacity": "capacity-factor"},
+    ),
+    (
+        f"{MOE} --moe-expert-rank-capacity-factor 1.5 --moe-token-dispatcher-type alltoall",
+        {"--moe-expert-rank-capacity-factor": "allgather"},
+    ),
     (f"{MOE} --seq-length 2000000000", {"--moe-router-topk": "4000000000"}),
     ("--seq-length 1", {"--seq-length": ">= 2"}),
     ("--seq-length 65536 --micro-batch-size 65536", {"--seq-length": "4294967296"}),
@@ -86,43 +126,81 @@ INVALID = [
     ("--max-documents-per-pack 0", {"--max-documents-per-pack": ">= 1"}),
     ("--data-path absent.jsonl", {"--data-path": "does not exist"}),
     ("--data-args-path train.jsonl", {"--data-path": "contradicts --data-args-path"}),
-    ("--split 1,1,1 --test-data-path valid.jsonl", {"--split": "--test-data-path is not to be divided"}),
+    (
+        "--split 1,1,1 --test-data-path valid.jsonl",
+        {"--split": "--test-data-path is not to be divided"},
+    ),
     ("--test-data-path train.jsonl", {"--test-data-path": "would test nothing"}),
-    ("--data-path 0.5 train.jsonl valid.jsonl", {"--data-path": "weight must stand before every path"}),
-    ("--data-path 0 train.jsonl 1 valid.jsonl", {"--data-path": "the weight 0 must be more than 0"}),
+    (
+        "--data-path 0.5 train.jsonl valid.jsonl",
+        {"--data-path": "weight must stand before every path"},
+    ),
+    (
+        "--data-path 0 train.jsonl 1 valid.jsonl",
+        {"--data-path": "the weight 0 must be more than 0"},
+    ),
     ("--data-path 1 train.jsonl 2 train.jsonl", {"--data-path": "twice"}),
     ("--data-path corpus_text.bin", {"--data-path": "give the prefix of both, corpus_text"}),
     ("--split 0,1,1", {"--split": "the first above 0"}),
-    ("--split 9,1 --valid-data-path valid.jsonl --eval-interval 5", {"--split": "--valid-data-path"}),
+    (
+        "--split 9,1 --valid-data-path valid.jsonl --eval-interval 5",
+        {"--split": "--valid-data-path"},
+    ),
     ("--split 1 --eval-interval 5", {"--eval-interval": "--split"}),
     ("--data-path empty", {"--data-path": "no .jsonl"}),
     ("--data-path empty/*.jsonl", {"--data-path": "matches no file"}),
     ("--data-path nothing.jsonl", {"--data-path": "is empty"}),
-    ("--valid-data-path corpus_text --eval-interval 5", {"--valid-data-path": "whose .idx file does not exist"}),
+    (
+        "--valid-data-path corpus_text --eval-interval 5",
+        {"--valid-data-path": "whose .idx file does not exist"},
+    ),
     ("--data-path train.jsonl train.jsonl", {"--data-path": "twice"}),
     ("--train-data-path valid.jsonl", {"--data-path": "--train-data-path"}),
     ("--valid-data-path valid.jsonl", {"--valid-data-path": "--eval-interval"}),
     ("--valid-data-path train.jsonl --eval-interval 5", {"--valid-data-path": "training data"}),
     ("--eval-interval 5", {"--eval-interval": "--valid-data-path"}),
     ("--tokenizer-type HuggingFaceTokenizer", {"--tokenizer-model": "required"}),
-    ("--tokenizer-type SFTTokenizer --tokenizer-model no.json", {"--tokenizer-model": "does not exist"}),
-    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model .", {"--tokenizer-model": "no tokenizer.json"}),
+    (
+        "--tokenizer-type SFTTokenizer --tokenizer-model no.json",
+        {"--tokenizer-model": "does not exist"},
+    ),
+    (
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model .",
+        {"--tokenizer-model": "no tokenizer.json"},
+    ),
     ("--tokenizer-model train.jsonl", {"--tokenizer-model": "reads no model"}),
     ("--tokenizer-type BertWordPieceCase", {"--tokenizer-type": "HuggingFaceTokenizer"}),
-    ("--tokenizer-type NullTokenizer", {"--vocab-size": "required with --tokenizer-type NullTokenizer"}),
-    ("--tokenizer-type NullTokenizer --vocab-size 9 --null-tokenizer-eod-id 9",
-     {"--null-tokenizer-eod-id": "give at most 8"}),
-    ("--null-tokenizer-eod-id 9", {"--null-tokenizer-eod-id": "give --tokenizer-type NullTokenizer"}),
-    ("--tokenizer-special-tokens <a>", {"--tokenizer-special-tokens": "TikTokenizer or SentencePieceTokenizer"}),
+    (
+        "--tokenizer-type NullTokenizer",
+        {"--vocab-size": "required with --tokenizer-type NullTokenizer"},
+    ),
+    (
+        "--tokenizer-type NullTokenizer --vocab-size 9 --null-tokenizer-eod-id 9",
+        {"--null-tokenizer-eod-id": "give at most 8"},
+    ),
+    (
+        "--null-tokenizer-eod-id 9",
+        {"--null-tokenizer-eod-id": "give --tokenizer-type NullTokenizer"},
+    ),
+    (
+        "--tokenizer-special-tokens <a>",
+        {"--tokenizer-special-tokens": "TikTokenizer or SentencePieceTokenizer"},
+    ),
     ("--tokenizer-type GPT2BPETokenizer", {"--vocab-file": "required", "--merge-file": "required"}),
     ("--vocab-file train.jsonl", {"--vocab-file": "reads no such file"}),
     ("--chat-template chatml", {"--chat-template": "--sft"}),
     ("--sft --chat-template no.jinja", {"--chat-template": "chatml"}),
     ("--sft-tokenizer-prompt-format default", {"--sft-tokenizer-prompt-format": "--sft"}),
-    ("--sft --sft-tokenizer-prompt-format llama",
-     {"--sft-tokenizer-prompt-format": "nemotron-h-aligned, nemotron-nano-v2, identity, default"}),
-    ("--sft --sft-tokenizer-prompt-format identity --chat-template chatml",
-     {"--chat-template": "contradicts --sft-tokenizer-prompt-format identity"}),
+    (
+        "--sft --sft-tokenizer-prompt-format llama",
+        {
+            "--sft-tokenizer-prompt-format": "nemotron-h-aligned, nemotron-nano-v2, identity, default"
+        },
+    ),
+    (
+        "--sft --sft-tokenizer-prompt-format identity --chat-template chatml",
+        {"--chat-template": "contradicts --sft-tokenizer-prompt-format identity"},
+    ),
     ("--max-bad-fraction 1.5", {"--max-bad-fraction": "<= 1"}),
     ("--lr abc", {"--lr": "number"}),
     ("--lr inf", {"--lr": "finite"}),
@@ -137,15 +215,24 @@ INVALID = [
     ("--lr-warmup-iters 20 --lr-decay-style constant", {"--lr-warmup-iters": "at most 19"}),
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
     ("--lr-decay-style WSD", {"--lr-wsd-decay-iters": "required"}),
-    ("--lr-decay-style WSD --lr-wsd-decay-iters 18 --lr-warmup-iters 5", {"--lr-wsd-decay-iters": "at most 15"}),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 18 --lr-warmup-iters 5",
+        {"--lr-wsd-decay-iters": "at most 15"},
+    ),
     ("--train-samples 21", {"--train-samples": "makes 21 iterations"}),
     ("~--train-iters --train-samples 7 --global-batch-size 8", {"--train-iters": "required"}),
     ("--lr-decay-iters 9 --lr-decay-samples 9", {"--lr-decay-samples": "one of the two"}),
     ("--global-batch-size 2 --lr-warmup-samples 45", {"--lr-warmup-samples": "22.5 iterations"}),
     ("--lr-warmup-samples 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
-    ("--load empty --finetune --pretrained-checkpoint empty", {"--pretrained-checkpoint": "one of the two"}),
+    (
+        "--load empty --finetune --pretrained-checkpoint empty",
+        {"--pretrained-checkpoint": "one of the two"},
+    ),
     ("--optimizer-cuda-graph", {"--optimizer-cuda-graph": "full_iteration"}),
-    ("--check-for-spiky-loss --loss-spike-policy off", {"--check-for-spiky-loss": "--loss-spike-policy off"}),
+    (
+        "--check-for-spiky-loss --loss-spike-policy off",
+        {"--check-for-spiky-loss": "--loss-spike-policy off"},
+    ),
     ("--loss-spike-policy stop", {"--loss-spike-policy": "one of off, warn, skip"}),
     ("--loss-spike-factor 1", {"--loss-spike-factor": "> 1"}),
     ("--eval-interval 5 --eval-iters -1", {"--eval-iters": ">= 0"}),
@@ -170,107 +257,257 @@ INVALID = [
     ("--log-interval 0", {"--log-interval": ">= 1"}),
     ("--report run.html", {"--report": "--log-jsonl"}),
     ("--report run.png --log-jsonl log.jsonl", {"--report": ".html"}),
-    ("--tensor-model-parallel-size 2", {"--tensor-model-parallel-size": "does not divide the 1 processes"}),
-    ("^6 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-attention-heads 0",
-     {"--pipeline-model-parallel-size": "not built yet", "--num-attention-heads": "required"}),
+    (
+        "--tensor-model-parallel-size 2",
+        {"--tensor-model-parallel-size": "does not divide the 1 processes"},
+    ),
+    (
+        "^6 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-attention-heads 0",
+        {"--pipeline-model-parallel-size": "not built yet", "--num-attention-heads": "required"},
+    ),
     ("^6 --tensor-model-parallel-size 4", {"--tensor-model-parallel-size": "give 1, 2, 3 or 6"}),
-    ("^3 --tensor-model-parallel-size 3 --mamba-num-heads 12 --mamba-num-groups 3 --ffn-hidden-size 99",
-     {"--tensor-model-parallel-size": "(4) choose from 1"}),
-    ("^4 --tensor-model-parallel-size 4 --num-attention-heads 12 --num-query-groups 3 --kv-channels 16",
-     {"--tensor-model-parallel-size": "neither divides nor is a multiple of --num-query-groups (3) choose from 1"}),
-    ("^16 --tensor-model-parallel-size 16 --num-attention-heads 16 --num-query-groups 2 --mamba-num-heads 8",
-     {"--tensor-model-parallel-size": "--mamba-num-heads (8) choose from 1, 2, 4, 8"}),
-    ("^2 --tensor-model-parallel-size 2 --ffn-hidden-size 1023 --hybrid-layer-pattern -",
-     {"--tensor-model-parallel-size": "--ffn-hidden-size (1023) choose from 1, 3, 11"}),
-    (f"^4 {MOE} --tensor-model-parallel-size 4 --moe-ffn-hidden-size 6 --moe-shared-expert-intermediate-size 8",
-     {"--tensor-model-parallel-size": "--moe-ffn-hidden-size (6) choose from 1, 2"}),
-    (f"^2 {MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --seq-length 127",
-     {"--expert-tensor-parallel-size": "1, 127"}),
-    ("^4 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
-     {"--expert-tensor-parallel-size": "give 1 or 4"}),
-    ("^2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 127", {"--sequence-parallel": "1, 127"}),
-    ("^4 --tensor-model-parallel-size 2 --global-batch-size 3", {"--global-batch-size": "give 2 or 4"}),
+    (
+        "^3 --tensor-model-parallel-size 3 --mamba-num-heads 12 --mamba-num-groups 3 --ffn-hidden-size 99",
+        {"--tensor-model-parallel-size": "(4) choose from 1"},
+    ),
+    (
+        "^4 --tensor-model-parallel-size 4 --num-attention-heads 12 --num-query-groups 3 --kv-channels 16",
+        {
+            "--tensor-model-parallel-size": "neither divides nor is a multiple of --num-query-groups (3) choose from 1"
+        },
+    ),
+    (
+        "^16 --tensor-model-parallel-size 16 --num-attention-heads 16 --num-query-groups 2 --mamba-num-heads 8",
+        {"--tensor-model-parallel-size": "--mamba-num-heads (8) choose from 1, 2, 4, 8"},
+    ),
+    (
+        "^2 --tensor-model-parallel-size 2 --ffn-hidden-size 1023 --hybrid-layer-pattern -",
+        {"--tensor-model-parallel-size": "--ffn-hidden-size (1023) choose from 1, 3, 11"},
+    ),
+    (
+        f"^4 {MOE} --tensor-model-parallel-size 4 --moe-ffn-hidden-size 6 --moe-shared-expert-intermediate-size 8",
+        {"--tensor-model-parallel-size": "--moe-ffn-hidden-size (6) choose from 1, 2"},
+    ),
+    (
+        f"^2 {MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --seq-length 127",
+        {"--expert-tensor-parallel-size": "1, 127"},
+    ),
+    (
+        "^4 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
+        {"--expert-tensor-parallel-size": "give 1 or 4"},
+    ),
+    (
+        "^2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 127",
+        {"--sequence-parallel": "1, 127"},
+    ),
+    (
+        "^4 --tensor-model-parallel-size 2 --global-batch-size 3",
+        {"--global-batch-size": "give 2 or 4"},
+    ),
     ("^2 --expert-model-parallel-size 2", {"--expert-model-parallel-size": "no expert layer"}),
-    (f"{MOE} --expert-model-parallel-size 2", {"--expert-model-parallel-size": "does not divide the 1 processes"}),
-    (f"^3 {MOE} --expert-model-parallel-size 3", {"--expert-model-parallel-size": "(4) choose from 1, 2, 4"}),
-    (f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl local --moe-token-dispatcher-type alltoall",
-     {"--moe-token-dispatcher-type": "--cuda-graph-modules without moe"}),
-    (f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl full_iteration --moe-token-dispatcher-type alltoall",
-     {"--moe-token-dispatcher-type": "give allgather, or --moe-pad-expert-input-to-capacity"}),
-    ("--overlap-param-gather", {"--overlap-param-gather": "add --use-distributed-optimizer --overlap-grad-reduce"}),
-    ("--overlap-param-gather --overlap-grad-reduce", {"--overlap-param-gather": "add --use-distributed-optimizer, or"}),
-    ("--overlap-param-gather --use-distributed-optimizer", {"--overlap-param-gather": "add --overlap-grad-reduce"}),
+    (
+        f"{MOE} --expert-model-parallel-size 2",
+        {"--expert-model-parallel-size": "does not divide the 1 processes"},
+    ),
+    (
+        f"^3 {MOE} --expert-model-parallel-size 3",
+        {"--expert-model-parallel-size": "(4) choose from 1, 2, 4"},
+    ),
+    (
+        f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl local --moe-token-dispatcher-type alltoall",
+        {"--moe-token-dispatcher-type": "--cuda-graph-modules without moe"},
+    ),
+    (
+        f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl full_iteration "
+        "--moe-token-dispatcher-type alltoall",
+        {"--moe-token-dispatcher-type": "give allgather, or --moe-pad-expert-input-to-capacity"},
+    ),
+    (
+        "--overlap-param-gather",
+        {"--overlap-param-gather": "add --use-distributed-optimizer --overlap-grad-reduce"},
+    ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce",
+        {"--overlap-param-gather": "add --use-distributed-optimizer, or"},
+    ),
+    (
+        "--overlap-param-gather --use-distributed-optimizer",
+        {"--overlap-param-gather": "add --overlap-grad-reduce"},
+    ),
     ("--ddp-bucket-size 0", {"--ddp-bucket-size": ">= 1"}),
     ("^3 --context-parallel-size 2", {"--context-parallel-size": "give 1 or 3"}),
-    ("^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-",
-     {"--context-parallel-size": "choose from 1, 2, 4"}),
-    ("^8 --context-parallel-size 8 --cp-comm-type p2p --hybrid-layer-pattern - --pad-packed-seq-alignment 8",
-     {"--pad-packed-seq-alignment": "p2p choose from 16, 32, 64, 128"}),
+    (
+        "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-",
+        {"--context-parallel-size": "choose from 1, 2, 4"},
+    ),
+    (
+        "^8 --context-parallel-size 8 --cp-comm-type p2p --hybrid-layer-pattern - --pad-packed-seq-alignment 8",
+        {"--pad-packed-seq-alignment": "p2p choose from 16, 32, 64, 128"},
+    ),
     ("--pad-packed-seq-alignment 5", {"--pad-packed-seq-alignment": "choose from 1, 2, 4, 8"}),
-    ("^2 --context-parallel-size 2 --cp-comm-type p2p --seq-length 126", {"--cp-comm-type": "multiple of 4"}),
-    ("^4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 126",
-     {"--sequence-parallel": "whose product divides"}),
-    ("^8 --context-parallel-size 4 --tensor-model-parallel-size 2",
-     {"--context-parallel-size": "(2 of a tensor-parallel rank)"}),
-    ("^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-",
-     {"--context-parallel-size": "or give --cp-comm-type p2p"}),
-    ("^2 --context-parallel-size 2 --seq-length 127", {"--context-parallel-size": "choose from 1, 127"}),
+    (
+        "^2 --context-parallel-size 2 --cp-comm-type p2p --seq-length 126",
+        {"--cp-comm-type": "multiple of 4"},
+    ),
+    (
+        "^4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 126",
+        {"--sequence-parallel": "whose product divides"},
+    ),
+    (
+        "^8 --context-parallel-size 4 --tensor-model-parallel-size 2",
+        {"--context-parallel-size": "(2 of a tensor-parallel rank)"},
+    ),
+    (
+        "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-",
+        {"--context-parallel-size": "or give --cp-comm-type p2p"},
+    ),
+    (
+        "^2 --context-parallel-size 2 --seq-length 127",
+        {"--context-parallel-size": "choose from 1, 127"},
+    ),
     ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "give a2a"}),
     ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not built"}),
-    ("--transformer-impl inference_optimized", {"--transformer-impl": "give local or transformer_engine"}),
-    ("--cuda-graph-impl full_iteration --cuda-graph-modules attn", {"--cuda-graph-modules": "captures all there is"}),
-    ("--cuda-graph-impl full_iteration --hidden-dropout 0.1", {"--cuda-graph-impl": "leave one of them out"}),
-    ("^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-     {"--overlap-param-gather": "in the graph that ends this one"}),
-    ("--cuda-graph-modules full_iteration", {"--cuda-graph-modules": "--cuda-graph-impl full_iteration"}),
+    (
+        "--transformer-impl inference_optimized",
+        {"--transformer-impl": "give local or transformer_engine"},
+    ),
+    (
+        "--cuda-graph-impl full_iteration --cuda-graph-modules attn",
+        {"--cuda-graph-modules": "captures all there is"},
+    ),
+    (
+        "--cuda-graph-impl full_iteration --hidden-dropout 0.1",
+        {"--cuda-graph-impl": "leave one of them out"},
+    ),
+    (
+        "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        {"--overlap-param-gather": "in the graph that ends this one"},
+    ),
+    (
+        "--cuda-graph-modules full_iteration",
+        {"--cuda-graph-modules": "--cuda-graph-impl full_iteration"},
+    ),
     ("--enable-cuda-graph yes", {"--enable-cuda-graph": "write --enable-cuda-graph alone"}),
-    ("--cuda-graph-impl local --hidden-dropout 0.1", {"--cuda-graph-impl": "dropout inside captured modules"}),
+    (
+        "--cuda-graph-impl local --hidden-dropout 0.1",
+        {"--cuda-graph-impl": "dropout inside captured modules"},
+    ),
     ("--cuda-graph-impl local --attention-dropout 0.1", {"--attention-dropout": "not built"}),
-    ("--cuda-graph-impl local --cuda-graph-modules attn mambo", {"--cuda-graph-modules": "did you mean mamba?"}),
-    ("--cuda-graph-impl local --cuda-graph-modules full attn", {"--cuda-graph-modules": "give full alone"}),
-    ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 8 100000", {"--cuda-graph-max-packed-seqs": "give at most"}),
+    (
+        "--cuda-graph-impl local --cuda-graph-modules attn mambo",
+        {"--cuda-graph-modules": "did you mean mamba?"},
+    ),
+    (
+        "--cuda-graph-impl local --cuda-graph-modules full attn",
+        {"--cuda-graph-modules": "give full alone"},
+    ),
+    (
+        "--cuda-graph-impl local --cuda-graph-max-packed-seqs 8 100000",
+        {"--cuda-graph-max-packed-seqs": "give at most"},
+    ),
     ("--cuda-graph-impl local --cuda-graph-modules attn moe", {"--cuda-graph-modules": "no E"}),
-    ("--cuda-graph-impl local --hybrid-layer-pattern M --cuda-graph-modules mlp", {"--cuda-graph-modules": "no -"}),
-    (f"{MOE} --cuda-graph-impl local --cuda-graph-modules moe moe_router", {"--cuda-graph-modules": "one of the two"}),
-    ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 --pad-packed-seq-alignment 4",
-     {"--cuda-graph-max-packed-seqs": "give at most 32"}),
-    ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 0", {"--cuda-graph-max-packed-seqs": ">= 1"}),
-    ("--cuda-graph-impl local --cuda-graph-max-packed-seqs 8 auto", {"--cuda-graph-max-packed-seqs": "auto alone"}),
-    ("--cuda-graph-impl local --cuda-graph-strict --cuda-graph-max-packed-seqs 64 16 --max-documents-per-pack 65",
-     {"--max-documents-per-pack": "at most 64"}),
+    (
+        "--cuda-graph-impl local --hybrid-layer-pattern M --cuda-graph-modules mlp",
+        {"--cuda-graph-modules": "no -"},
+    ),
+    (
+        f"{MOE} --cuda-graph-impl local --cuda-graph-modules moe moe_router",
+        {"--cuda-graph-modules": "one of the two"},
+    ),
+    (
+        "--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 --pad-packed-seq-alignment 4",
+        {"--cuda-graph-max-packed-seqs": "give at most 32"},
+    ),
+    (
+        "--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 0",
+        {"--cuda-graph-max-packed-seqs": ">= 1"},
+    ),
+    (
+        "--cuda-graph-impl local --cuda-graph-max-packed-seqs 8 auto",
+        {"--cuda-graph-max-packed-seqs": "auto alone"},
+    ),
+    (
+        "--cuda-graph-impl local --cuda-graph-strict --cuda-graph-max-packed-seqs 64 16 --max-documents-per-pack 65",
+        {"--max-documents-per-pack": "at most 64"},
+    ),
     ("--cuda-graph-impl local --cuda-graph-warmup-steps 0", {"--cuda-graph-warmup-steps": ">= 1"}),
-    ("--cuda-graph-modules attn --cuda-graph-strict --cuda-graph-audit-interval 5 --cuda-graph-warmup-steps 1",
-     dict.fromkeys(("--cuda-graph-modules", "--cuda-graph-strict", "--cuda-graph-audit-interval",
-                    "--cuda-graph-warmup-steps"), "give --cuda-graph-impl local")),
+    (
+        "--cuda-graph-modules attn --cuda-graph-strict --cuda-graph-audit-interval 5 --cuda-graph-warmup-steps 1",
+        dict.fromkeys(
+            (
+                "--cuda-graph-modules",
+                "--cuda-graph-strict",
+                "--cuda-graph-audit-interval",
+                "--cuda-graph-warmup-steps",
+            ),
+            "give --cuda-graph-impl local",
+        ),
+    ),
     ("--cuda-graph-max-packed-seqs", {"--cuda-graph-max-packed-seqs": "50 is never used"}),
-    ("--recompute-granularity full",
-     {"--recompute-method": "give --recompute-method uniform|block", "--recompute-num-layers": "is required"}),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
-     {"--recompute-num-layers": "give 1 to 3"}),
-    ("--recompute-granularity selective --recompute-num-layers 0", {"--recompute-num-layers": ">= 1"}),
-    ("--recompute-activations --hybrid-layer-pattern M-", {"--recompute-modules": "name others by"}),
+    (
+        "--recompute-granularity full",
+        {
+            "--recompute-method": "give --recompute-method uniform|block",
+            "--recompute-num-layers": "is required",
+        },
+    ),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+        {"--recompute-num-layers": "give 1 to 3"},
+    ),
+    (
+        "--recompute-granularity selective --recompute-num-layers 0",
+        {"--recompute-num-layers": ">= 1"},
+    ),
+    (
+        "--recompute-activations --hybrid-layer-pattern M-",
+        {"--recompute-modules": "name others by"},
+    ),
     ("--recompute-activations --recompute-modules mamba moe_act", {"--recompute-modules": "no E"}),
-    ("--recompute-activations --recompute-modules mla_up_proj", {"--recompute-modules": "leave it out"}),
-    ("--recompute-activations --recompute-modules shared_experts", {"--recompute-modules": "give moe"}),
+    (
+        "--recompute-activations --recompute-modules mla_up_proj",
+        {"--recompute-modules": "leave it out"},
+    ),
+    (
+        "--recompute-activations --recompute-modules shared_experts",
+        {"--recompute-modules": "give moe"},
+    ),
     ("--recompute-granularity whole", {"--recompute-granularity": "full, selective"}),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --cuda-graph-impl local",
-     {"--recompute-num-layers": "give 1, or --cuda-graph-impl full_iteration"}),
-    (f"{MOE} --recompute-granularity full --recompute-method block --recompute-num-layers 2 --cuda-graph-impl local "
-     "--cuda-graph-modules moe_router", {"--cuda-graph-modules": "give moe, which captures whole layers"}),
-    (f"{MOE} --recompute-activations --recompute-modules moe --cuda-graph-impl local --cuda-graph-modules moe_router",
-     {"--cuda-graph-modules": "a graph runs once"}),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --cuda-graph-impl local",
+        {"--recompute-num-layers": "give 1, or --cuda-graph-impl full_iteration"},
+    ),
+    (
+        f"{MOE} --recompute-granularity full --recompute-method block --recompute-num-layers 2 --cuda-graph-impl local "
+        "--cuda-graph-modules moe_router",
+        {"--cuda-graph-modules": "give moe, which captures whole layers"},
+    ),
+    (
+        f"{MOE} --recompute-activations --recompute-modules moe --cuda-graph-impl local "
+        "--cuda-graph-modules moe_router",
+        {"--cuda-graph-modules": "a graph runs once"},
+    ),
     ("--distribute-saved-activations", {"--distribute-saved-activations": "--sequence-parallel"}),
     ("--moe-layer-recompute", {"--moe-layer-recompute": "--recompute-modules moe"}),
     ("--fine-grained-activation-offloading", {"--offload-modules": "is required"}),
-    ("--offload-layer-inputs --offload-buffers 0",
-     {"--offload-layer-inputs": "give --recompute-granularity full", "--offload-buffers": ">= 1"}),
+    (
+        "--offload-layer-inputs --offload-buffers 0",
+        {
+            "--offload-layer-inputs": "give --recompute-granularity full",
+            "--offload-buffers": ">= 1",
+        },
+    ),
     (f"{OFFLOAD} moe_act mamba_nrom", {"--offload-modules": "did you mean mamba_norm?"}),
     (f"{OFFLOAD} mlp_norm moe_act", {"--offload-modules": "no E"}),
     (f"{OFFLOAD} mlp_norm --hybrid-layer-pattern M*M", {"--offload-modules": "no - (MLP) or E"}),
-    (f"{OFFLOAD} core_attn mlp_fc1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
-     {"--offload-modules": "or give --offload-layer-inputs"}),
-    (f"{OFFLOAD} mamba_norm mamba_scan --recompute-activations --recompute-modules mamba",
-     {"--offload-modules": "leave mamba out of --recompute-modules"}),
+    (
+        f"{OFFLOAD} core_attn mlp_fc1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        {"--offload-modules": "or give --offload-layer-inputs"},
+    ),
+    (
+        f"{OFFLOAD} mamba_norm mamba_scan --recompute-activations --recompute-modules mamba",
+        {"--offload-modules": "leave mamba out of --recompute-modules"},
+    ),
     (f"{OFFLOAD} attn_proj mlp_norm", {"--offload-modules": "name core_attn beside it"}),
     ("--cpu-offloading-num-layers 2", {"--cpu-offloading-num-layers": "--recompute-method block"}),
     ("--activation-offload-fraction 0.5", {"--activation-offload-fraction": "name fewer"}),
@@ -283,10 +520,19 @@ INVALID = [
     ("--hidden_size 64", {"--hidden_size": "--hidden-size"}),
     ("@absent.args", {"@absent.args": "cannot be read"}),
     ("--config absent.yaml", {"--config": "cannot be read"}),
-    ("--hidden-size 0 --lr x --bogus --normalization L --global-batch-size 0 --fp8-margin 1 --moe-router-topk 0",
-     {"--hidden-size": "", "--lr": "", "--bogus": "", "--normalization": "", "--global-batch-size": "",
-      "--fp8-margin": "", "--moe-router-topk": ""}),
-]  # fmt: skip
+    (
+        "--hidden-size 0 --lr x --bogus --normalization L --global-batch-size 0 --fp8-margin 1 --moe-router-topk 0",
+        {
+            "--hidden-size": "",
+            "--lr": "",
+            "--bogus": "",
+            "--normalization": "",
+            "--global-batch-size": "",
+            "--fp8-margin": "",
+            "--moe-router-topk": "",
+        },
+    ),
+]
 
 
 def command_line(right: dict[str, str | None], change: str) -> tuple[list[str], int]:
@@ -307,7 +553,9 @@ def test_every_problem_is_reported(right, change: str, expected: dict[str, str])
     problems = caught.value.problems
     assert {problem.option for problem in problems} == set(expected), str(caught.value)
     for problem in problems:
-        assert expected[problem.option] in f"{problem.value} {problem.rule} {problem.cure}", str(problem)
+        assert expected[problem.option] in f"{problem.value} {problem.rule} {problem.cure}", str(
+            problem
+        )
         assert problem.rule and problem.cure
     assert len(problems) == len(expected), str(caught.value)
 
@@ -318,14 +566,21 @@ def test_every_problem_is_reported(right, change: str, expected: dict[str, str])
         ("--bf16", False, "needs TransformerEngine, which is not installed", "or give local"),
         ("--bf16 --device cpu", True, "runs on GPUs only, and --device is cpu", "give local"),
         ("", True, "products are rounded to TF32", "add --bf16, or give local"),
-        ("--bf16 --kv-channels 192", True, "multiple of 8 up to 128 channels, not of 192", "--attention-backend"),
+        (
+            "--bf16 --kv-channels 192",
+            True,
+            "multiple of 8 up to 128 channels, not of 192",
+            "--attention-backend",
+        ),
         ("--bf16 --kv-channels 36", True, "not of 36", "another --attention-backend"),
         ("--bf16 --kv-channels 192 --attention-backend flash_attn_2", True, "", ""),
         ("--bf16 --kv-channels 192 --hybrid-layer-pattern M-", True, "", ""),
         ("--bf16", True, "", ""),
     ],
 )
-def test_transformer_engine_layers(right, monkeypatch, change: str, installed: bool, rule: str, cure: str) -> None:
+def test_transformer_engine_layers(
+    right, monkeypatch, change: str, installed: bool, rule: str, cure: str
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
     argv, _ = command_line(right, f"--transformer-impl transformer_engine {change}")
     if not rule:
@@ -334,23 +589,42 @@ def test_transformer_engine_layers(right, monkeypatch, change: str, installed: b
     with pytest.raises(ConfigError) as caught:
         parse(argv)
     (problem,) = caught.value.problems
-    assert problem.option == "--transformer-impl" and rule in problem.rule and cure in problem.cure, str(problem)
+    assert (
+        problem.option == "--transformer-impl" and rule in problem.rule and cure in problem.cure
+    ), str(problem)
 
 
 @pytest.mark.parametrize(
     ("change", "installed", "rule", "cure"),
     [
         ("", False, "needs TransformerEngine, which is not installed", "or give local"),
-        ("--device cpu", True, "captures on GPUs only, and --device is cpu", "give local, which runs eagerly"),
+        (
+            "--device cpu",
+            True,
+            "captures on GPUs only, and --device is cpu",
+            "give local, which runs eagerly",
+        ),
         ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
-        ("--recompute-activations", True, "recomputation inside graphs", "give --cuda-graph-impl local"),
+        (
+            "--recompute-activations",
+            True,
+            "recomputation inside graphs",
+            "give --cuda-graph-impl local",
+        ),
         (f"{OFFLOAD} mlp_act", True, "memory of their own", "local or full_iteration"),
         ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
-        ("^4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", True, "", ""),
+        (
+            "^4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+            True,
+            "",
+            "",
+        ),
         (f"^2 {MOE} --expert-model-parallel-size 2", True, "", ""),
     ],
 )
-def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: bool, rule: str, cure: str) -> None:
+def test_transformer_engine_graphs(
+    right, monkeypatch, change: str, installed: bool, rule: str, cure: str
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
     argv, world_size = command_line(right, f"{change} --cuda-graph-impl transformer_engine")
     if not rule:
@@ -359,21 +633,29 @@ def test_transformer_engine_graphs(right, monkeypatch, change: str, installed: b
     with pytest.raises(ConfigError) as caught:
         parse(argv, world_size)
     (problem,) = caught.value.problems
-    assert problem.option == "--cuda-graph-impl" and rule in problem.rule and cure in problem.cure, str(problem)
+    assert (
+        problem.option == "--cuda-graph-impl" and rule in problem.rule and cure in problem.cure
+    ), str(problem)
 
 
 @pytest.mark.parametrize("words", [["@absent.args"], ["--config", "absent.yaml"]])
 def test_what_a_file_that_cannot_be_read_would_have_said_is_not_missing(words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([*words, "--lr", "x"])
-    assert [problem.option for problem in caught.value.problems] == [words[0], "--lr"], str(caught.value)
+    assert [problem.option for problem in caught.value.problems] == [words[0], "--lr"], str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_nccl_needs_gpus_whatever_the_number_of_processes(right, monkeypatch, world_size: int) -> None:
+def test_nccl_needs_gpus_whatever_the_number_of_processes(
+    right, monkeypatch, world_size: int
+) -> None:
     argv, _ = command_line(right, "--distributed-backend nccl")
     monkeypatch.setattr("megatron_packed.config.surroundings.may_have_gpu", lambda environ: False)
-    with pytest.raises(ConfigError, match="--distributed-backend nccl: runs between GPUs only, and none is visible"):
+    with pytest.raises(
+        ConfigError, match="--distributed-backend nccl: runs between GPUs only, and none is visible"
+    ):
         parse(argv, world_size)
     monkeypatch.setattr("megatron_packed.config.surroundings.may_have_gpu", lambda environ: True)
     assert parse(argv, world_size).parallel.distributed_backend == "nccl"
@@ -387,20 +669,57 @@ def test_the_right_command_line_is_right(right) -> None:
 @pytest.mark.parametrize(
     ("change", "installed", "option", "said"),
     [
-        ("--tokenizer-type TikTokenizer", True, "--tokenizer-model", "is required with --tokenizer-type TikTokenizer"),
+        (
+            "--tokenizer-type TikTokenizer",
+            True,
+            "--tokenizer-model",
+            "is required with --tokenizer-type TikTokenizer",
+        ),
         ("--tokenizer-type Llama2Tokenizer", True, "--tokenizer-model", "a SentencePiece .model"),
         (f"{TIKTOKEN}", False, "--tokenizer-type", "needs tiktoken, which is not installed"),
-        (f"{SENTENCEPIECE}", False, "--tokenizer-type", "needs sentencepiece, which is not installed"),
-        (f"{TIKTOKEN} --vocab-size 1000", True, "--vocab-size", "nothing beside --tiktoken-num-special-tokens (1000)"),
+        (
+            f"{SENTENCEPIECE}",
+            False,
+            "--tokenizer-type",
+            "needs sentencepiece, which is not installed",
+        ),
+        (
+            f"{TIKTOKEN} --vocab-size 1000",
+            True,
+            "--vocab-size",
+            "nothing beside --tiktoken-num-special-tokens (1000)",
+        ),
         (f"{TIKTOKEN} --tiktoken-pattern v3", True, "--tiktoken-pattern", "v1, v2"),
-        (f"{TIKTOKEN} --tiktoken-num-special-tokens 6", True, "--tiktoken-num-special-tokens", "less than the 7"),
-        (f"{TIKTOKEN} --tiktoken-special-tokens <unk> <s>", True, "--tokenizer-special-tokens", "lacks </s>"),
-        (f"{SENTENCEPIECE} --tokenizer-special-tokens <a> <a>", True, "--tokenizer-special-tokens", "one twice"),
-        (f"{TIKTOKEN} --tiktoken-pattern v1 --vocab-size 1257 --tiktoken-special-tokens <s> </s> <unk>", True, "", ""),
+        (
+            f"{TIKTOKEN} --tiktoken-num-special-tokens 6",
+            True,
+            "--tiktoken-num-special-tokens",
+            "less than the 7",
+        ),
+        (
+            f"{TIKTOKEN} --tiktoken-special-tokens <unk> <s>",
+            True,
+            "--tokenizer-special-tokens",
+            "lacks </s>",
+        ),
+        (
+            f"{SENTENCEPIECE} --tokenizer-special-tokens <a> <a>",
+            True,
+            "--tokenizer-special-tokens",
+            "one twice",
+        ),
+        (
+            f"{TIKTOKEN} --tiktoken-pattern v1 --vocab-size 1257 --tiktoken-special-tokens <s> </s> <unk>",
+            True,
+            "",
+            "",
+        ),
         (f"{SENTENCEPIECE} --tokenizer-special-tokens <a>", True, "", ""),
     ],
 )
-def test_tokenizers_of_optional_packages(right, monkeypatch, change, installed, option, said) -> None:
+def test_tokenizers_of_optional_packages(
+    right, monkeypatch, change, installed, option, said
+) -> None:
     spec = ModuleSpec("any", None, origin="somewhere") if installed else None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     argv, _ = command_line(right, change)

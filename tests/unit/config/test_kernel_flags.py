@@ -17,11 +17,22 @@ from megatron_packed.config.packages import PACKAGES, is_installed, package_of_k
 from megatron_packed.config.registry import every_field
 
 ROOT = Path(__file__).parents[3]
-CHOICES = {field.flag: field.option.choices for field in every_field() if field.flag in OPTION_OF.values()}
-NAMED = [(op, name) for op, flag in OPTION_OF.items() if op not in ("layers", "zigzag_attention")
-         for name in CHOICES[flag] if name != "auto"]  # fmt: skip
-MODULES = {"varlen_attention": "ops.varlen_attention.api", "ssd": "ops.ssd.api", "adamw": "optim.adamw",
-           "causal_conv1d": "ops.causal_conv1d.api"}  # fmt: skip
+CHOICES = {
+    field.flag: field.option.choices for field in every_field() if field.flag in OPTION_OF.values()
+}
+NAMED = [
+    (op, name)
+    for op, flag in OPTION_OF.items()
+    if op not in ("layers", "zigzag_attention")
+    for name in CHOICES[flag]
+    if name != "auto"
+]
+MODULES = {
+    "varlen_attention": "ops.varlen_attention.api",
+    "ssd": "ops.ssd.api",
+    "adamw": "optim.adamw",
+    "causal_conv1d": "ops.causal_conv1d.api",
+}
 
 
 def problems(right, text: str, world_size: int = 1) -> list[tuple[str, str, str, str]]:
@@ -45,7 +56,9 @@ def test_every_choice_of_every_option_is_a_backend_of_its_op() -> None:
 
 @pytest.mark.parametrize(("op", "name"), NAMED)
 def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name: str) -> None:
-    """By --device cpu, by a machine without a GPU, and by a machine without the package: one problem each."""
+    """By --device cpu, by a machine without a GPU, and by a machine without the package: one
+    problem each.
+    """
     given = f"--bf16 {OPTION_OF[op]} {name}"
     if name in ON_ANY_DEVICE:
         assert problems(right, f"{given} --device cpu") == []
@@ -53,17 +66,31 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name:
         assert problems(right, given) == []
         return
     (by_device,) = problems(right, f"{given} --device cpu")
-    assert by_device == (OPTION_OF[op], name, "runs on GPUs only, and --device is cpu", "leave it out")
+    assert by_device == (
+        OPTION_OF[op],
+        name,
+        "runs on GPUs only, and --device is cpu",
+        "leave it out",
+    )
     assert problems(right, given) == []
     package = package_of_kernel(op, name)
     if package is not None:
         monkeypatch.setattr(kernels, "is_installed", lambda module: module != package.module)
         (by_package,) = problems(right, given)
-        assert by_package[:3] == (OPTION_OF[op], name, f"needs {package.name}, which is not installed")
+        assert by_package[:3] == (
+            OPTION_OF[op],
+            name,
+            f"needs {package.name}, which is not installed",
+        )
         assert by_package[3] == f"{package.command}, or leave it out"
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     (by_machine,) = problems(right, given)
-    assert by_machine == (OPTION_OF[op], name, "runs on GPUs only, and none is visible here", "leave it out")
+    assert by_machine == (
+        OPTION_OF[op],
+        name,
+        "runs on GPUs only, and none is visible here",
+        "leave it out",
+    )
 
 
 def test_layers_of_transformer_engine_need_a_gpu(right, monkeypatch) -> None:
@@ -72,7 +99,10 @@ def test_layers_of_transformer_engine_need_a_gpu(right, monkeypatch) -> None:
     assert problems(right, given) == []
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     ((option, value, rule, cure),) = problems(right, given)
-    assert (option, value) == ("--transformer-impl", "transformer_engine") and "none is visible here" in rule
+    assert (option, value) == (
+        "--transformer-impl",
+        "transformer_engine",
+    ) and "none is visible here" in rule
     assert cure == "give local, which computes the same"
 
 
@@ -97,15 +127,27 @@ def test_a_program_that_runs_no_kernels_takes_the_flags_of_a_gpu(right, monkeypa
     """``packing`` and ``plan`` look at a GPU's run from a machine without one."""
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     argv = [part for pair in right.items() for part in pair]
-    config = parse_or_exit([*argv, "--ssd-backend", "mamba_ssm", "--require-fast-kernels"], launched=False)
+    config = parse_or_exit(
+        [*argv, "--ssd-backend", "mamba_ssm", "--require-fast-kernels"], launched=False
+    )
     assert config.training.ssd_backend == "mamba_ssm"
 
 
-@pytest.mark.parametrize(("visible", "driver", "expected"), [
-    (None, True, True), ("0,1", True, True), ("GPU-5a", True, True), (None, False, False),
-    ("", True, False), ("-1", True, False), (" ,0", True, False),
-])  # fmt: skip
-def test_whether_there_may_be_a_gpu(monkeypatch, visible: str | None, driver: bool, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("visible", "driver", "expected"),
+    [
+        (None, True, True),
+        ("0,1", True, True),
+        ("GPU-5a", True, True),
+        (None, False, False),
+        ("", True, False),
+        ("-1", True, False),
+        (" ,0", True, False),
+    ],
+)
+def test_whether_there_may_be_a_gpu(
+    monkeypatch, visible: str | None, driver: bool, expected: bool
+) -> None:
     def load(name: str) -> None:
         if not driver:
             raise OSError(name)
@@ -125,7 +167,11 @@ def test_what_is_installed_is_found_without_importing_it(tmp_path: Path, monkeyp
     (tmp_path / "parcel/__init__.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert is_installed("parcel") and is_installed("parcel.cute")
-    assert not is_installed("parcel.other") and not is_installed("empty") and not is_installed("absent.cute")
+    assert (
+        not is_installed("parcel.other")
+        and not is_installed("empty")
+        and not is_installed("absent.cute")
+    )
 
 
 def test_every_kernel_of_a_package_is_one_of_an_op() -> None:
@@ -145,7 +191,9 @@ def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r})\n{program}"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2 and done.stdout == "False\n", done.stderr
     assert "Traceback" not in done.stderr
     for line in ("1. --attention-backend flash_attn_2", "2. --ssd-backend mamba_ssm"):

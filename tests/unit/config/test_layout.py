@@ -1,4 +1,6 @@
-"""Ranks of every group, against coordinates that are enumerated one by one, and layouts that do not exist."""
+"""Ranks of every group, against coordinates that are enumerated one by one, and layouts that do not
+exist.
+"""
 
 import itertools
 
@@ -34,7 +36,9 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_alone(axis: str) -> None:
         assert len(places) == layout.world_size
         fixed = [i for i, name in enumerate(names) if name not in GROUP_AXES[axis]]
         for rank, place in enumerate(places):
-            expected = tuple(r for r, other in enumerate(places) if all(other[i] == place[i] for i in fixed))
+            expected = tuple(
+                r for r, other in enumerate(places) if all(other[i] == place[i] for i in fixed)
+            )
             assert layout.ranks(axis, rank) == expected
             assert expected[layout.rank_in(axis, rank)] == rank
             assert layout.size(axis) == len(expected)
@@ -62,7 +66,10 @@ def test_known_layouts() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp_size": 3}, "--tensor-model-parallel-size 3: does not divide the 8 processes; give 1, 2, 4 or 8."),
+        (
+            {"tp_size": 3},
+            "--tensor-model-parallel-size 3: does not divide the 8 processes; give 1, 2, 4 or 8.",
+        ),
         (
             {"tp_size": 2, "cp_size": 3},
             "--context-parallel-size 3: times --tensor-model-parallel-size (2) does not divide the 8 processes; "
@@ -96,7 +103,9 @@ def test_known_layouts() -> None:
         ),
     ],
 )
-def test_a_layout_that_cannot_work_is_refused_with_those_that_can(sizes: dict[str, int], message: str) -> None:
+def test_a_layout_that_cannot_work_is_refused_with_those_that_can(
+    sizes: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         Layout(world_size=8, **sizes)
     assert str(raised.value) == message

@@ -29,7 +29,11 @@ SFT_COMMAND = """
 
 def test_no_flag_of_megatron_is_unknown() -> None:
     assert len(NAMES) > 380
-    assert [name for name in NAMES if name not in spellings() and name not in ALWAYS and name not in REFUSAL_OF] == []
+    assert [
+        name
+        for name in NAMES
+        if name not in spellings() and name not in ALWAYS and name not in REFUSAL_OF
+    ] == []
 
 
 def test_what_is_refused_or_true_anyway_is_a_flag_of_megatron_and_no_option_of_ours() -> None:
@@ -39,7 +43,9 @@ def test_what_is_refused_or_true_anyway_is_a_flag_of_megatron_and_no_option_of_o
     flags = [flag for group in REFUSED for flag in group.flags]
     assert len(flags) == len(set(flags))
     for flag, always in ALWAYS.items():
-        assert not always.values or flag in REFUSAL_OF, f"{flag} has other values, which need a refusal"
+        assert not always.values or flag in REFUSAL_OF, (
+            f"{flag} has other values, which need a refusal"
+        )
 
 
 def test_every_refusal_says_why_and_what_to_use_instead() -> None:
@@ -69,7 +75,11 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     parsed = parse_with_sources(SFT_COMMAND.split(), world_size=8)
     config = parsed.config
     assert config.model.num_layers == 14
-    assert (config.model.num_query_groups, config.model.head_dim, config.model.d_inner) == (2, 128, 4096)
+    assert (config.model.num_query_groups, config.model.head_dim, config.model.d_inner) == (
+        2,
+        128,
+        4096,
+    )
     assert config.model.activation == "squared_relu"
     assert config.data.tokenizer_type == "HuggingFaceTokenizer"
     assert config.model.moe_token_dispatcher_type == "alltoall"
@@ -77,21 +87,37 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     assert config.training.transformer_impl == "local"
     assert config.micro_batches_per_step(8) == 8
     assert set(parsed.always) == {
-        "--spec", "--group-query-attention", "--moe-grouped-gemm",
-        "--no-create-attention-mask-in-dataloader", "--accumulate-allreduce-grads-in-fp32",
-        "--calculate-per-token-loss", "--use-mcore-models", "--is-hybrid-model",
-    }  # fmt: skip
+        "--spec",
+        "--group-query-attention",
+        "--moe-grouped-gemm",
+        "--no-create-attention-mask-in-dataloader",
+        "--accumulate-allreduce-grads-in-fp32",
+        "--calculate-per-token-loss",
+        "--use-mcore-models",
+        "--is-hybrid-model",
+    }
 
 
 TRUE_ANYWAY = [
-    "--num-layers 3", "--moe-router-dtype fp32", "--vocab-extra-ids 0", "--null-tokenizer-pad-id -1",
-    "--optimizer adam", "--main-grads-dtype fp32",
-    "--te-rng-tracker", "--cuda-graph-dynamic-microbatches", "--cuda-graph-granularity layer",
-    "--cpu-offloading-num-layers 0", "--activation-offload-fraction 1.0", "--delta-offload-bytes-across-pp-ranks 0",
-    "--rerun-mode disabled", "--check-for-spiky-loss", "--check-for-large-grads",
-    "--override-opt_param-scheduler", "--exit-signal-handler",
+    "--num-layers 3",
+    "--moe-router-dtype fp32",
+    "--vocab-extra-ids 0",
+    "--null-tokenizer-pad-id -1",
+    "--optimizer adam",
+    "--main-grads-dtype fp32",
+    "--te-rng-tracker",
+    "--cuda-graph-dynamic-microbatches",
+    "--cuda-graph-granularity layer",
+    "--cpu-offloading-num-layers 0",
+    "--activation-offload-fraction 1.0",
+    "--delta-offload-bytes-across-pp-ranks 0",
+    "--rerun-mode disabled",
+    "--check-for-spiky-loss",
+    "--check-for-large-grads",
+    "--override-opt_param-scheduler",
+    "--exit-signal-handler",
     "--ckpt-fully-parallel-save",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("words", TRUE_ANYWAY)

@@ -14,10 +14,13 @@ PASSED = {line.split()[0]: line.split()[1:] for line in LINES}
 """Flag -> a value that a script gives it."""
 NEEDS = {
     "--overlap-param-gather": ["--use-distributed-optimizer", "--overlap-grad-reduce"],
-    "--optimizer-cuda-graph": ["--cuda-graph-impl", "full_iteration"], "--manual-gc-interval": ["--manual-gc"],
-    "--group-query-attention": ["--num-query-groups", "2"], "--finetune": ["--load", "empty"],
-    "--async-save": ["--save", "empty"], "--save-interval": ["--save", "empty"],
-}  # fmt: skip
+    "--optimizer-cuda-graph": ["--cuda-graph-impl", "full_iteration"],
+    "--manual-gc-interval": ["--manual-gc"],
+    "--group-query-attention": ["--num-query-groups", "2"],
+    "--finetune": ["--load", "empty"],
+    "--async-save": ["--save", "empty"],
+    "--save-interval": ["--save", "empty"],
+}
 """Flags that mean something beside others only, which the scripts give too."""
 
 
@@ -30,11 +33,15 @@ def problems(argv: list[str]) -> tuple[Problem, ...]:
 
 
 def test_no_flag_of_a_script_is_unknown(right) -> None:
-    """At least 95 % are the goal; each is accepted, or refused with the sentence of its name or of its value."""
+    """At least 95 % are the goal; each is accepted, or refused with the sentence of its name or of
+    its value.
+    """
     unknown, accepted, refused = [], [], []
     for flag, values in PASSED.items():
         argv = [word for name, value in right.items() if name != flag for word in (name, value)]
-        mine = [p for p in problems([*argv, *NEEDS.get(flag, []), flag, *values]) if p.option == flag]
+        mine = [
+            p for p in problems([*argv, *NEEDS.get(flag, []), flag, *values]) if p.option == flag
+        ]
         if any(problem.rule == "is no flag" for problem in mine):
             unknown.append(flag)
         elif flag in REFUSAL_OF and any(p.rule.startswith(REFUSAL_OF[flag].reason) for p in mine):
@@ -43,7 +50,9 @@ def test_no_flag_of_a_script_is_unknown(right) -> None:
         else:
             assert flag in spellings() or flag in ALWAYS
             accepted.append(flag)
-    print(f"{len(PASSED)} flags: {len(accepted)} accepted, {len(refused)} refused, {len(unknown)} unknown")
+    print(
+        f"{len(PASSED)} flags: {len(accepted)} accepted, {len(refused)} refused, {len(unknown)} unknown"
+    )
     assert len(PASSED) > 300 and len(accepted) + len(refused) >= 0.95 * len(PASSED)
     assert unknown == []
 
@@ -64,19 +73,25 @@ TRAINING = """
 """
 """Of Megatron's functional test of a hybrid model on one rank; LEFT_OUT is the rest."""
 LEFT_OUT = {
-    "--vocab-file": "vocab.json", "--merge-file": "merges.txt",
-    "--split": "949,50,1", "--check-weight-hash-across-dp-replicas-interval": "10", "--ckpt-format": "torch_dist",
+    "--vocab-file": "vocab.json",
+    "--merge-file": "merges.txt",
+    "--split": "949,50,1",
+    "--check-weight-hash-across-dp-replicas-interval": "10",
+    "--ckpt-format": "torch_dist",
     "--no-gradient-accumulation-fusion": "",
-}  # fmt: skip
+}
 
 
 def test_a_functional_test_of_megatron_as_it_is(right) -> None:
     assert problems(TRAINING.split()) == ()
-    # As many positions as --seq-length: documents of a micro-batch of several samples are no longer than one.
+    # As many positions as --seq-length: documents of a micro-batch of several samples are no longer
+    # than one.
     assert problems([*TRAINING.split(), "--position-embedding-type", "rope"]) == ()
     rest = [word for flag, value in LEFT_OUT.items() for word in (flag, value) if word]
     found = problems([*TRAINING.split(), *rest])
-    assert {problem.option for problem in found} >= {flag for flag in LEFT_OUT if flag in REFUSAL_OF}
+    assert {problem.option for problem in found} >= {
+        flag for flag in LEFT_OUT if flag in REFUSAL_OF
+    }
 
 
 def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
@@ -88,10 +103,16 @@ def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
     (tmp_path / "examples/mamba").mkdir(parents=True)
     (tmp_path / "examples/mamba/train.sh").write_text(
         'options=" \\\n  --lr 3 \\\n --spec a b \\\n --no-x\\\n # --old 1\n --dir ${DIR}"\n'
-        'torchrun --nproc_per_node 8 run.py --last 1 --end\n'
+        "torchrun --nproc_per_node 8 run.py --last 1 --end\n"
     )
     (tmp_path / "examples/post_training/modelopt").mkdir(parents=True)
     (tmp_path / "examples/post_training/modelopt/finetune.sh").write_text("")
     assert collect(tmp_path) == {
-        "--bf16": "", "--dir": "${DIR}", "--end": "", "--last": "1", "--lr": "3", "--modules": "a b", "--spec": "a b",
-    }  # fmt: skip
+        "--bf16": "",
+        "--dir": "${DIR}",
+        "--end": "",
+        "--last": "1",
+        "--lr": "3",
+        "--modules": "a b",
+        "--spec": "a b",
+    }

@@ -12,7 +12,11 @@ from megatron_packed.config.options import section_fields
 
 def test_sizes_that_are_not_given_follow_from_others() -> None:
     model = ModelConfig(
-        hybrid_layer_pattern="M*-E", hidden_size=512, num_attention_heads=8, num_experts=4, add_bias_linear=False
+        hybrid_layer_pattern="M*-E",
+        hidden_size=512,
+        num_attention_heads=8,
+        num_experts=4,
+        add_bias_linear=False,
     )
     assert (model.ffn_hidden_size, model.moe_ffn_hidden_size) == (2048, 2048)
     assert (model.num_query_groups, model.head_dim) == (8, 64)
@@ -23,50 +27,85 @@ def test_sizes_that_are_not_given_follow_from_others() -> None:
 
 def test_sizes_that_are_given_stay() -> None:
     model = ModelConfig(
-        hybrid_layer_pattern="M*-E", hidden_size=500, num_attention_heads=8, kv_channels=32, num_query_groups=2,
-        mamba_num_heads=24, mamba_head_dim=32, ffn_hidden_size=1000, num_experts=4, moe_ffn_hidden_size=96, swiglu=True,
+        hybrid_layer_pattern="M*-E",
+        hidden_size=500,
+        num_attention_heads=8,
+        kv_channels=32,
+        num_query_groups=2,
+        mamba_num_heads=24,
+        mamba_head_dim=32,
+        ffn_hidden_size=1000,
+        num_experts=4,
+        moe_ffn_hidden_size=96,
+        swiglu=True,
         add_bias_linear=False,
-    )  # fmt: skip
+    )
     assert (model.head_dim, model.num_query_groups, model.d_inner) == (32, 2, 768)
-    assert (model.ffn_hidden_size, model.moe_ffn_hidden_size, model.activation) == (1000, 96, "swiglu")
+    assert (model.ffn_hidden_size, model.moe_ffn_hidden_size, model.activation) == (
+        1000,
+        96,
+        "swiglu",
+    )
     assert dataclasses.replace(model, swiglu=False, squared_relu=True).activation == "squared_relu"
 
 
 def test_a_model_without_attention_or_mamba_needs_no_sizes_for_them() -> None:
     assert ModelConfig(hybrid_layer_pattern="M-", hidden_size=256).num_attention_heads == 0
-    assert ModelConfig(hybrid_layer_pattern="*-", hidden_size=90, num_attention_heads=3).head_dim == 30
+    assert (
+        ModelConfig(hybrid_layer_pattern="*-", hidden_size=90, num_attention_heads=3).head_dim == 30
+    )
 
 
 def test_the_vocabulary_is_padded_to_a_multiple() -> None:
     model = ModelConfig(hybrid_layer_pattern="-", hidden_size=8)
-    assert [model.padded_vocab_size(size) for size in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
-    assert dataclasses.replace(model, make_vocab_size_divisible_by=1).padded_vocab_size(50257) == 50257
+    assert [model.padded_vocab_size(size) for size in (1, 128, 129, 50257)] == [
+        128,
+        128,
+        256,
+        50304,
+    ]
+    assert (
+        dataclasses.replace(model, make_vocab_size_divisible_by=1).padded_vocab_size(50257) == 50257
+    )
 
 
 def test_rotated_channels() -> None:
-    model = ModelConfig(hybrid_layer_pattern="*", hidden_size=256, num_attention_heads=4, rotary_percent=0.5,
-                        position_embedding_type="rope")  # fmt: skip
+    model = ModelConfig(
+        hybrid_layer_pattern="*",
+        hidden_size=256,
+        num_attention_heads=4,
+        rotary_percent=0.5,
+        position_embedding_type="rope",
+    )
     assert model.rotary_dim == 32
 
 
 def test_constructing_a_wrong_model_reports_everything() -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelConfig(hybrid_layer_pattern="M*Q", hidden_size="64", num_attention_heads=True, norm_epsilon=-1)
+        ModelConfig(
+            hybrid_layer_pattern="M*Q", hidden_size="64", num_attention_heads=True, norm_epsilon=-1
+        )
     assert {problem.option for problem in caught.value.problems} == {
-        "--hybrid-layer-pattern", "--hidden-size", "--num-attention-heads", "--norm-epsilon",
-    }  # fmt: skip
+        "--hybrid-layer-pattern",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--norm-epsilon",
+    }
     assert "'Q' at position 3" in str(caught.value)
 
 
-@pytest.mark.parametrize(("pattern", "words"), [
-    ("MGM", ["'G' at position 2", "gated delta net", "M (Mamba-2)"]),
-    ("MD", ["'D' at position 2", "DS"]),
-    ("+", ["'+' at position 1", "multi-latent"]),
-    ("MM|M", ["'|' at position 3", "pipeline"]),
-    ("M/M/M", ["'/' at position 2 and 1 more", "multi-token"]),
-    ("m*", ["'m' at position 1", "upper case"]),
-    ("M*\u2013", ["position 3", "- MLP"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("MGM", ["'G' at position 2", "gated delta net", "M (Mamba-2)"]),
+        ("MD", ["'D' at position 2", "DS"]),
+        ("+", ["'+' at position 1", "multi-latent"]),
+        ("MM|M", ["'|' at position 3", "pipeline"]),
+        ("M/M/M", ["'/' at position 2 and 1 more", "multi-token"]),
+        ("m*", ["'m' at position 1", "upper case"]),
+        ("M*\u2013", ["position 3", "- MLP"]),
+    ],
+)
 def test_wrong_patterns_are_refused_by_name_and_position(pattern: str, words: list[str]) -> None:
     (problem,) = pattern_problems(pattern)
     for word in words:
@@ -83,24 +122,54 @@ def test_divisors() -> None:
 
 
 def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
-    """Changing one of these changes what old hashes mean: raise _HASH_VERSION in serialise.py with it."""
-    defaults = {f.name: f.default for f in section_fields(ModelConfig) if not f.option.training_only and not f.required}
+    """Changing one of these changes what old hashes mean: raise _HASH_VERSION in serialise.py with
+    it.
+    """
+    defaults = {
+        f.name: f.default
+        for f in section_fields(ModelConfig)
+        if not f.option.training_only and not f.required
+    }
     assert defaults == {
-        "ffn_hidden_size": None, "squared_relu": False, "swiglu": False, "add_bias_linear": True,
-        "normalization": "LayerNorm", "norm_epsilon": 1e-5, "num_attention_heads": 0, "num_query_groups": None,
-        "kv_channels": None, "add_qkv_bias": False, "position_embedding_type": "none", "rotary_base": 10000.0,
-        "rotary_percent": 1.0, "mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8,
-        "mamba_num_heads": None, "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
-        "moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False, "moe_router_topk_scaling_factor": None,
-        "moe_router_enable_expert_bias": False, "untie_embeddings_and_output_weights": False, "vocab_size": None,
+        "ffn_hidden_size": None,
+        "squared_relu": False,
+        "swiglu": False,
+        "add_bias_linear": True,
+        "normalization": "LayerNorm",
+        "norm_epsilon": 1e-5,
+        "num_attention_heads": 0,
+        "num_query_groups": None,
+        "kv_channels": None,
+        "add_qkv_bias": False,
+        "position_embedding_type": "none",
+        "rotary_base": 10000.0,
+        "rotary_percent": 1.0,
+        "mamba_state_dim": 128,
+        "mamba_head_dim": 64,
+        "mamba_num_groups": 8,
+        "mamba_num_heads": None,
+        "num_experts": None,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_enable_expert_bias": False,
+        "untie_embeddings_and_output_weights": False,
+        "vocab_size": None,
         "make_vocab_size_divisible_by": 128,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("hidden_size", "width"), [(4096, 10880), (768, 2048), (16, 64)])
 def test_a_gated_mlp_is_as_wide_as_megatrons(hidden_size: int, width: int) -> None:
-    """int(4 h 2 / 3 / 64) 64, so that three matrices have the parameters of two; at least 64, where Megatron has 0."""
+    """int(4 h 2 / 3 / 64) 64, so that three matrices have the parameters of two; at least 64, where
+    Megatron has 0.
+    """
     model = ModelConfig(hybrid_layer_pattern="-", hidden_size=hidden_size, swiglu=True)
     assert model.ffn_hidden_size == width
-    assert dataclasses.replace(model, ffn_hidden_size=None, swiglu=False).ffn_hidden_size == 4 * hidden_size
+    assert (
+        dataclasses.replace(model, ffn_hidden_size=None, swiglu=False).ffn_hidden_size
+        == 4 * hidden_size
+    )

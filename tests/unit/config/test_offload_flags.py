@@ -25,16 +25,25 @@ def test_inputs_of_layers_and_of_groups(right) -> None:
 
 
 def test_parts_of_layers(right) -> None:
-    found = memory(right, f"{OFFLOAD} mamba_scan mlp_norm mamba_scan --offload-buffers 4 --offload-headroom-mib 0")
+    found = memory(
+        right,
+        f"{OFFLOAD} mamba_scan mlp_norm mamba_scan --offload-buffers 4 --offload-headroom-mib 0",
+    )
     assert found.offloads and found.offloaded_modules == ("mamba_scan", "mlp_norm")
     assert not any(found.offloads_input(number) for number in range(3))
     both = memory(right, f"{WHOLE} 1 --recompute-method block {OFFLOAD} core_attn mlp_act")
     assert [both.offloads_input(number) for number in range(3)] == [True, False, False]
     assert [both.offloads_module("core_attn", number) for number in range(3)] == [False, True, True]
-    apart = memory(right, f"{OFFLOAD} attn_proj mamba_norm --recompute-activations --recompute-modules core_attn mamba")
+    apart = memory(
+        right,
+        f"{OFFLOAD} attn_proj mamba_norm --recompute-activations --recompute-modules core_attn mamba",
+    )
     assert apart.offloaded_modules == ("attn_proj", "mamba_norm")
 
 
 def test_every_part_that_recomputation_holds_is_a_part(right) -> None:
     assert set().union(*INSIDE.values()) <= set(OFFLOADED_IN)
-    assert MemoryConfig().offload_buffers == 2 and MemoryConfig().min_offloaded_tensor_size == 1024 * 1024
+    assert (
+        MemoryConfig().offload_buffers == 2
+        and MemoryConfig().min_offloaded_tensor_size == 1024 * 1024
+    )

@@ -17,7 +17,17 @@ finally:
     print("imported:", sorted({"torch", "numpy", "transformers"} & set(sys.modules)), file=sys.stderr)
 print("ran", config.model.num_layers)
 """
-WRONG = ["--hidden-size", "0", "--lr", "abc", "--data-path", "absent.jsonl", "--fp16", "--sequence-lenght", "5"]
+WRONG = [
+    "--hidden-size",
+    "0",
+    "--lr",
+    "abc",
+    "--data-path",
+    "absent.jsonl",
+    "--fp16",
+    "--sequence-lenght",
+    "5",
+]
 
 
 def start(
@@ -42,7 +52,13 @@ def test_a_wrong_command_line_ends_with_code_2_at_once_and_without_a_traceback(t
     assert "imported: []" in done.stderr
     report = done.stderr.partition("imported:")[0]
     assert re.match(r"\d+ problems in the configuration; nothing was started\.\n", report)
-    for option in ("--hidden-size 0", "--lr 'abc'", "--data-path absent.jsonl", "--fp16", "--sequence-lenght 5"):
+    for option in (
+        "--hidden-size 0",
+        "--lr 'abc'",
+        "--data-path absent.jsonl",
+        "--fp16",
+        "--sequence-lenght 5",
+    ):
         assert option in report
     assert report.count("rule: ") == report.count("cure: ") == int(report.split()[0])
     assert min(times) < 1.5
@@ -57,7 +73,10 @@ def test_only_rank_0_speaks(tmp_path) -> None:
 
 def test_a_silent_rank_that_the_launcher_stops_has_not_failed(tmp_path) -> None:
     """So that torchrun's report is of rank 0 alone."""
-    stopped = "import os, signal, time\ntime.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)\n" + PROGRAM
+    stopped = (
+        "import os, signal, time\ntime.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)\n"
+        + PROGRAM
+    )
     assert start(WRONG, tmp_path, stopped, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2").returncode == 0
 
 
@@ -73,7 +92,10 @@ def test_a_right_command_line_runs(right, tmp_path) -> None:
     argv = [part for pair in right.items() for part in pair]
     done = start([*argv, "--hybrid-override-pattern=M*-M"][2:], tmp_path)
     assert done.stdout == "ran 4\n"
-    assert "warning: --hybrid-override-pattern is deprecated; write --hybrid-layer-pattern." in done.stderr
+    assert (
+        "warning: --hybrid-override-pattern is deprecated; write --hybrid-layer-pattern."
+        in done.stderr
+    )
 
 
 def test_version_and_printed_configuration(right, tmp_path) -> None:
@@ -98,7 +120,13 @@ def test_help_is_grouped_complete_and_as_wide_as_the_terminal(tmp_path) -> None:
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
     assert flags[: len(META_FLAGS)] == list(META_FLAGS)
     assert sorted(flags[len(META_FLAGS) :]) == sorted(field.flag for field in every_field())
-    for title in ("General", "Model: Mamba-2", "Batches and packing", "Training: kernels", "Checkpoints"):
+    for title in (
+        "General",
+        "Model: Mamba-2",
+        "Batches and packing",
+        "Training: kernels",
+        "Checkpoints",
+    ):
         assert title in lines
     text = " ".join(done.stdout.split())
     assert "[4096 documents]" in text

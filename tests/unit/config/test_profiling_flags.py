@@ -10,14 +10,23 @@ PROFILE = "--profile --use-pytorch-profiler"
 
 @pytest.mark.parametrize(
     ("words", "rule"),
-    [(f"{PROFILE} --profile-step-start 5 --profile-step-end 5", "must be above --profile-step-start"),
-     (f"{PROFILE} --profile-step-start 100", "is not reached"),
-     (f"{PROFILE} --profile-step-start 1 --profile-ranks 0 2", "is none of the 2 processes"),
-     ("--device cpu --profile --profile-step-start 1", "is the capture range of nsys"),
-     ("--device cpu --record-memory-history", "is of the GPU's allocator")],
-)  # fmt: skip
+    [
+        (
+            f"{PROFILE} --profile-step-start 5 --profile-step-end 5",
+            "must be above --profile-step-start",
+        ),
+        (f"{PROFILE} --profile-step-start 100", "is not reached"),
+        (f"{PROFILE} --profile-step-start 1 --profile-ranks 0 2", "is none of the 2 processes"),
+        ("--device cpu --profile --profile-step-start 1", "is the capture range of nsys"),
+        ("--device cpu --record-memory-history", "is of the GPU's allocator"),
+    ],
+)
 def test_options_that_would_profile_nothing(right, words: str, rule: str) -> None:
-    argv = [part for pair in {**right, "--train-iters": "100", "--global-batch-size": "2"}.items() for part in pair]
+    argv = [
+        part
+        for pair in {**right, "--train-iters": "100", "--global-batch-size": "2"}.items()
+        for part in pair
+    ]
     with pytest.raises(ConfigError, match=rule):
         parse([*argv, *words.split()], world_size=2)
 
@@ -25,5 +34,7 @@ def test_options_that_would_profile_nothing(right, words: str, rule: str) -> Non
 def test_how_many_steps_samples_make_is_known_when_a_checkpoint_is_read(right) -> None:
     """Of a run whose earlier steps were smaller there are more than 2."""
     flags = {**right, "--train-samples": "8", "--global-batch-size": "4"}
-    argv = [part for flag, value in flags.items() if flag != "--train-iters" for part in (flag, value)]
+    argv = [
+        part for flag, value in flags.items() if flag != "--train-iters" for part in (flag, value)
+    ]
     assert parse([*argv, *PROFILE.split()]).training.train_iters == 2

@@ -55,7 +55,9 @@ def test_modules(right, text: str, modules: tuple[str, ...]) -> None:
 def test_megatrons_older_switch_and_the_way_back_from_what_is_stored(right) -> None:
     found = parsed(right, "--recompute-activations")
     assert found.config.memory.recompute_granularity == "selective"
-    assert found.warnings == ("--recompute-activations is deprecated; write --recompute-granularity selective.",)
+    assert found.warnings == (
+        "--recompute-activations is deprecated; write --recompute-granularity selective.",
+    )
     assert from_dict(json.loads(json.dumps(to_dict(found.config)))) == found.config
     stored = to_dict(found.config)
     del stored["memory"]  # of a checkpoint from before there was such a section
@@ -66,11 +68,16 @@ def test_with_graphs_groups_of_one_layer_and_parts_of_layers(right) -> None:
     local, layers = "--cuda-graph-impl local", "--recompute-granularity full --recompute-num-layers"
     assert memory(right, f"{local} {layers} 1 --recompute-method uniform").layers_per_group == 1
     assert memory(right, f"{local} {layers} 2 --recompute-method block").recomputes_layer(1)
-    assert memory(right, f"{local} --recompute-activations --recompute-modules mamba mlp").modules == ("mamba", "mlp")
+    assert memory(
+        right, f"{local} --recompute-activations --recompute-modules mamba mlp"
+    ).modules == ("mamba", "mlp")
     whole = "--cuda-graph-impl full_iteration"
     assert memory(right, f"{whole} {layers} 2 --recompute-method uniform").layers_per_group == 2
 
 
 def test_help() -> None:
     text = " ".join(help_text(100, everything=True).split())
-    assert "--recompute-granularity full|selective" in text and "deprecated: --recompute-activations" in text
+    assert (
+        "--recompute-granularity full|selective" in text
+        and "deprecated: --recompute-activations" in text
+    )

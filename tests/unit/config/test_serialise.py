@@ -21,11 +21,28 @@ from megatron_packed.config.serialise import (
 )
 
 MODEL = {
-    "hybrid_layer_pattern": "M*-E", "hidden_size": 256, "num_attention_heads": 4, "num_experts": 4,
+    "hybrid_layer_pattern": "M*-E",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_experts": 4,
     "add_bias_linear": False,
-}  # fmt: skip
-EXTRA = ["--hybrid-layer-pattern", "*-ME", "--num-experts", "8", "--lr-warmup-fraction", "0.1", "--adam-eps", "1e-15",
-         "--bf16", "--disable-bias-linear", "--log-jsonl", "a: b #c.jsonl", "--train-iters", "30"]  # fmt: skip
+}
+EXTRA = [
+    "--hybrid-layer-pattern",
+    "*-ME",
+    "--num-experts",
+    "8",
+    "--lr-warmup-fraction",
+    "0.1",
+    "--adam-eps",
+    "1e-15",
+    "--bf16",
+    "--disable-bias-linear",
+    "--log-jsonl",
+    "a: b #c.jsonl",
+    "--train-iters",
+    "30",
+]
 
 
 def argv(right) -> list[str]:
@@ -53,7 +70,9 @@ def test_round_trip_through_the_printed_yaml(right, tmp_path) -> None:
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["adam_eps"].endswith("# flag --adam-eps")
     assert lines["adam_beta1"].endswith("# default")
-    assert lines["ffn_hidden_size"].endswith("# derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64")
+    assert lines["ffn_hidden_size"].endswith(
+        "# derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
+    )
 
 
 def test_a_stored_configuration_with_wrong_keys_is_refused(right) -> None:
@@ -77,10 +96,23 @@ def test_the_identity_of_a_model_is_stable() -> None:
 
 def test_identity_counts_what_changes_the_function_and_nothing_else() -> None:
     model = ModelConfig(**MODEL)
-    same = [{"ffn_hidden_size": 1024}, {"init_method_std": 0.1}, {"moe_aux_loss_coeff": 0.5}, {"mamba_chunk_size": 64},
-            {"hidden_dropout": 0.1}]  # fmt: skip
-    other = [{"ffn_hidden_size": 512}, {"normalization": "RMSNorm"}, {"moe_router_topk": 3}, {"swiglu": True},
-             {"rotary_base": 5e5}, {"norm_epsilon": 1e-6}, {"num_query_groups": 2}, {"vocab_size": 300}]  # fmt: skip
+    same = [
+        {"ffn_hidden_size": 1024},
+        {"init_method_std": 0.1},
+        {"moe_aux_loss_coeff": 0.5},
+        {"mamba_chunk_size": 64},
+        {"hidden_dropout": 0.1},
+    ]
+    other = [
+        {"ffn_hidden_size": 512},
+        {"normalization": "RMSNorm"},
+        {"moe_router_topk": 3},
+        {"swiglu": True},
+        {"rotary_base": 5e5},
+        {"norm_epsilon": 1e-6},
+        {"num_query_groups": 2},
+        {"vocab_size": 300},
+    ]
     for change in same:
         assert model_hash(dataclasses.replace(model, **change)) == model_hash(model), change
     hashes = {model_hash(dataclasses.replace(model, **change)) for change in other}
@@ -97,9 +129,14 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
     assert "1024" in problem.rule
     assert not model.add_bias_linear
     (problem,) = model_differences({**stored, "add_bias_linear": True}, model)
-    assert (problem.option, problem.value) == ("--disable-bias-linear", "on")  # told as the flag means it
+    assert (problem.option, problem.value) == (
+        "--disable-bias-linear",
+        "on",
+    )  # told as the flag means it
     assert problem.rule == "the checkpoint was made with off"
-    older = {name: value for name, value in stored.items() if name not in ("kv_channels", "rotary_base")}
+    older = {
+        name: value for name, value in stored.items() if name not in ("kv_channels", "rotary_base")
+    }
     assert model_differences(older, model) == []
 
 
@@ -110,7 +147,15 @@ def test_options_changed_since_a_checkpoint_are_told(right) -> None:
     assert changed_options(stored, current, ("optim", "training")) == []
     stored["optim"]["lr"], stored["training"]["bf16"] = 0.5, False
     del stored["optim"]["adam_beta2"]
-    assert changed_options(stored, current, ("optim", "training")) == ["--lr 0.001, was 0.5", "--bf16 on, was off"]
-    assert changed_options(stored, current, ("training.bf16", "optim.adam_eps")) == ["--bf16 on, was off"]
-    assert restoring_words(stored, current, ("optim", "training")) == "give --lr 0.5 and leave out --bf16"
+    assert changed_options(stored, current, ("optim", "training")) == [
+        "--lr 0.001, was 0.5",
+        "--bf16 on, was off",
+    ]
+    assert changed_options(stored, current, ("training.bf16", "optim.adam_eps")) == [
+        "--bf16 on, was off"
+    ]
+    assert (
+        restoring_words(stored, current, ("optim", "training"))
+        == "give --lr 0.5 and leave out --bf16"
+    )
     assert restoring_words(current, current, ("optim", "training")) == ""

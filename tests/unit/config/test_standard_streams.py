@@ -35,7 +35,9 @@ def test_a_full_disk_ends_nothing_and_is_said_once(streams, tmp_path):
     assert (tmp_path / "file").read_text().endswith("False done\n")
     said = done.stdout + done.stderr
     both = streams.endswith("2>&1")
-    assert said.count("cannot be written ([Errno 28] No space left on device); the run goes on") == (0 if both else 1)
+    assert said.count(
+        "cannot be written ([Errno 28] No space left on device); the run goes on"
+    ) == (0 if both else 1)
     assert both or "2999" in said
 
 

@@ -1,6 +1,5 @@
 """Modules of somebody else's in a row, with graphs."""
 
-
 import torch
 from stand_in import RecordingEngine
 from test_runner import T, assert_equal, full_of, pack
@@ -44,12 +43,23 @@ def first_of(result):
 class Chain:
     """Foreign modules, one behind the other, with graphs."""
 
-    def __init__(self, *modules, call=lambda module, hidden, packed: module(hidden, packed), **options):
+    def __init__(
+        self, *modules, call=lambda module, hidden, packed: module(hidden, packed), **options
+    ):
         self.modules, self.call = nn.ModuleList(modules), call
         self.buffers, self.said, self.engine = FlatBuffers(self.modules), [], RecordingEngine()
         named = {f"module {number}": module for number, module in enumerate(modules)}
-        self.runner = GraphRunner(named, **{"total_tokens": T, "ladder": ONE, "device": torch.device("cpu"),
-                                            "engine": self.engine, "say": self.said.append} | options)  # fmt: skip
+        self.runner = GraphRunner(
+            named,
+            **{
+                "total_tokens": T,
+                "ladder": ONE,
+                "device": torch.device("cpu"),
+                "engine": self.engine,
+                "say": self.said.append,
+            }
+            | options,
+        )
 
     def capture(self):
         self.runner.capture(self.drive, full_of)

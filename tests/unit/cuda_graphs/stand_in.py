@@ -1,8 +1,9 @@
-"""A stand-in for CUDA capture: a 'graph' keeps the function, and a replay runs it again into the same memory.
+"""A stand-in for CUDA capture: a 'graph' keeps the function, and a replay runs it again into the
+same memory.
 
-As on a GPU, a capture communicates with nobody: a rank that fails in one leaves nobody waiting. The stand-in is
-stricter about one thing: `scramble` fills what graphs own with NaN between micro-batches, so that whoever reads
-something that the replay did not write is found.
+As on a GPU, a capture communicates with nobody: a rank that fails in one leaves nobody waiting. The
+stand-in is stricter about one thing: `scramble` fills what graphs own with NaN between
+micro-batches, so that whoever reads something that the replay did not write is found.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class RecordingEngine:
 
     def capture(self, function):
         number, self.attempts = self.attempts, self.attempts + 1
-        assert not self.pool_used or any(not graph.gone for graph in self.graphs), "the pool died with its last graph"
+        assert not self.pool_used or any(not graph.gone for graph in self.graphs), (
+            "the pool died with its last graph"
+        )
         if number in self.fail_at:
             raise torch.OutOfMemoryError(f"capture {number} has no memory")
         with alone():
@@ -92,7 +95,9 @@ class RecordingEngine:
         return self.others[-1]
 
     def scramble(self):
-        """Dirty memory: NaN (or a large number) in everything floating (or whole) that replays write."""
+        """Dirty memory: NaN (or a large number) in everything floating (or whole) that replays
+        write.
+        """
         for graph in self.graphs:
             if not graph.gone:
                 tree_map(_scramble, graph.result)
@@ -106,8 +111,9 @@ def _scramble(leaf):
 
 @contextmanager
 def alone():
-    """Inside, collectives return at once: what they would have brought is zero, or as before where they work in place;
-    sums are this rank's part."""
+    """Inside, collectives return at once: what they would have brought is zero, or as before where
+    they work in place; sums are this rank's part.
+    """
     if not dist.is_initialized():
         yield
         return

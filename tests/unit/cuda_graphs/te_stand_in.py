@@ -1,8 +1,9 @@
 """A stand-in for TransformerEngine's ``make_graphed_callables``, with its signature, on the CPU.
 
-Captures and replays as the original does, by the engine that it is given as ``pool``: warm-up with made-up gradients,
-parameters that get no ``grad`` in it left out, static places of its own, marks left behind after an error. Stricter in
-one thing: what the original gives back to the pool behind a backward is NaN afterwards.
+Captures and replays as the original does, by the engine that it is given as ``pool``: warm-up with
+made-up gradients, parameters that get no ``grad`` in it left out, static places of its own, marks
+left behind after an error. Stricter in one thing: what the original gives back to the pool behind a
+backward is NaN afterwards.
 """
 
 import gc
@@ -39,15 +40,23 @@ def make_graphed_callables(
     post_warmup_hook=None,
     capture_time_hooks=None,
 ):
-    assert _order == [1, -1] and _reuse_graph_input_output_buffers and not enabled and not sample_kwargs
-    assert isinstance(modules, tuple) and len(modules) == len(sample_args) == len(capture_time_hooks)
+    assert (
+        _order == [1, -1]
+        and _reuse_graph_input_output_buffers
+        and not enabled
+        and not sample_kwargs
+    )
+    assert isinstance(modules, tuple) and len(modules) == len(sample_args) == len(
+        capture_time_hooks
+    )
     assert all(isinstance(module, torch.nn.Module) and module.training for module in modules)
     wrapped = {type(module): type(module).__call__ for module in modules}
     for kind, call in wrapped.items():
         kind.__call__ = lambda self, *args, call=call: call(self, *args)
     gc.disable()
     captures = [
-        _Capture(module, args, hooks, pool) for module, args, hooks in zip(modules, sample_args, capture_time_hooks)
+        _Capture(module, args, hooks, pool)
+        for module, args, hooks in zip(modules, sample_args, capture_time_hooks)
     ]
     pre_warmup_hook()
     for number in range(num_warmup_iters):
@@ -112,9 +121,13 @@ class _Capture:
     def warm_up_backward(self, outputs, number):
         wanted = [output for output in outputs if output.requires_grad]
         self.announce("backward_pre_hooks")
-        found = self.run_backward(wanted, [torch.full_like(output, float("nan")) for output in wanted])
+        found = self.run_backward(
+            wanted, [torch.full_like(output, float("nan")) for output in wanted]
+        )
         if found[0] is None:
-            raise RuntimeError("The input tensor requires grad, but the grad is None after backward pass.")
+            raise RuntimeError(
+                "The input tensor requires grad, but the grad is None after backward pass."
+            )
         getting = tuple(p for p, grad in zip(self.surface()[1:], found[1:]) if grad is not None)
         if len(getting) != len(self.parameters):
             assert number == 0
@@ -128,18 +141,25 @@ class _Capture:
                 outputs, self.spec = tree_flatten(self.module(*self.args))
             self.live = [output for output in outputs if output.requires_grad]
             self.differ = [output.requires_grad for output in outputs]
-            return [output.detach().clone(memory_format=torch.contiguous_format) for output in outputs]
+            return [
+                output.detach().clone(memory_format=torch.contiguous_format) for output in outputs
+            ]
 
         self.forward_graph, self.outputs = self.capture(forward)
 
     def capture_backward(self, later):
         self.announce("backward_pre_hooks")
         self.later = later
-        self.grads = [torch.empty_like(o) if differs else None for o, differs in zip(self.outputs, self.differ)]
+        self.grads = [
+            torch.empty_like(o) if differs else None
+            for o, differs in zip(self.outputs, self.differ)
+        ]
 
         def backward():
             with torch.enable_grad():
-                found = self.run_backward(self.live, [grad for grad in self.grads if grad is not None])
+                found = self.run_backward(
+                    self.live, [grad for grad in self.grads if grad is not None]
+                )
             return [torch.zeros(0) if grad is None else grad for grad in found]
 
         self.backward_graph, self.found = self.capture(backward)

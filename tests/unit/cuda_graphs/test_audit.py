@@ -11,7 +11,9 @@ from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.packed.capacity import Cell
 
 BEFORE, NOW = [9, 22, 30], [17, 25, 5, 12]
-"""The pack that was replayed before, and the one that is audited; the latter has a tail, and both have one cell."""
+"""The pack that was replayed before, and the one that is audited; the latter has a tail, and both
+have one cell.
+"""
 
 
 @pytest.fixture
@@ -23,7 +25,12 @@ def job():
 
 def state_hash(job):
     digest = hashlib.sha256()
-    tensors = [*job.model.state_dict().values(), *job.model.buffers(), job.buffers.storage, torch.get_rng_state()]
+    tensors = [
+        *job.model.state_dict().values(),
+        *job.model.buffers(),
+        job.buffers.storage,
+        torch.get_rng_state(),
+    ]
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest(), dict(job.runner.counters.fallbacks), job.runner.counters.replays
@@ -43,7 +50,9 @@ def test_a_sound_replay_passes_and_nothing_of_the_training_is_touched(job, deter
 def test_generators_stay_where_they_were(job, monkeypatch):
     """cuDNN's attention takes its place among the random numbers though it uses none."""
     for module in job.runner.modules:
-        monkeypatch.setattr(module, "forward", lambda *args, true=module.forward: (torch.rand(1), true(*args))[1])
+        monkeypatch.setattr(
+            module, "forward", lambda *args, true=module.forward: (torch.rand(1), true(*args))[1]
+        )
     before = state_hash(job)
     audit(job.runner, pack(NOW), deterministic=True)
     assert state_hash(job) == before
@@ -65,18 +74,28 @@ def after_fill(monkeypatch, change):
 
     def vars_of(slot, cell):
         static = slot.static(cell)
-        return {name: getattr(static, name) for name in ("seq_idx", "cu_seqlens", "valid", "position_ids")}
+        return {
+            name: getattr(static, name)
+            for name in ("seq_idx", "cu_seqlens", "valid", "position_ids")
+        }
 
     monkeypatch.setattr(Slot, "fill", fill)
 
 
 FAULTS = {
-    "stale seq_idx": (lambda packed, before: packed.seq_idx.copy_(torch.zeros_like(packed.seq_idx)), "layers.0"),
+    "stale seq_idx": (
+        lambda packed, before: packed.seq_idx.copy_(torch.zeros_like(packed.seq_idx)),
+        "layers.0",
+    ),
     "a boundary off by one": (lambda packed, before: packed.cu_seqlens[1].add_(1), "layers.1"),
     "unfilled tail": (lambda packed, before: packed.valid.fill_(True), r"layers\.[13]"),
     "positions not set back": (
-        lambda packed, before: packed.position_ids.copy_(torch.arange(T, dtype=torch.int32) * 3 % T), "layers.1"),
-}  # fmt: skip
+        lambda packed, before: packed.position_ids.copy_(
+            torch.arange(T, dtype=torch.int32) * 3 % T
+        ),
+        "layers.1",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -97,17 +116,24 @@ def test_a_slot_that_is_not_filled_is_found_though_the_same_pack_lies_there(job,
 def test_what_a_graph_leaves_unwritten_is_not_what_it_wrote_before(job, monkeypatch):
     module = job.runner.modules[2]
     captured = module.captured[Cell(4, T)]
-    hidden, grads = torch.ones_like(captured.input), [torch.ones_like(one) for one in captured.grad_outputs]
+    hidden, grads = (
+        torch.ones_like(captured.input),
+        [torch.ones_like(one) for one in captured.grad_outputs],
+    )
     assert _run_replayed(module, captured, hidden, grads).input_gradient.isfinite().all()
     for graph in (captured._forward, captured._backward):
         monkeypatch.setattr(graph, "replay", lambda: None)
     found = _run_replayed(module, captured, hidden, grads)
     assert found.outputs[0].isnan().all() and found.input_gradient.isnan().all()
-    assert _relative(found.outputs[0], hidden) == _relative(hidden, found.outputs[0]) == float("inf")
+    assert (
+        _relative(found.outputs[0], hidden) == _relative(hidden, found.outputs[0]) == float("inf")
+    )
 
 
 def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):
-    monkeypatch.setattr(job.runner.graphs[job.runner.slot].tables[Cell(4, T)], "replay", lambda: None)
+    monkeypatch.setattr(
+        job.runner.graphs[job.runner.slot].tables[Cell(4, T)], "replay", lambda: None
+    )
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.[13] "):
         audit(job.runner, pack(NOW), deterministic=True)
 
@@ -124,12 +150,18 @@ def test_graphs_that_read_another_slot_are_found(monkeypatch):
 
 
 def test_a_leak_that_eager_has_too_is_found(monkeypatch):
-    """Both sides compute the same, so only the rows of one document under changing neighbours can tell."""
+    """Both sides compute the same, so only the rows of one document under changing neighbours can
+    tell.
+    """
     model = tiny_model("-")
     true = model.layers[0].mixer.forward
-    monkeypatch.setattr(model.layers[0].mixer, "forward", lambda x, packed: true(x + x.sum(0) * 1e-2, packed))
+    monkeypatch.setattr(
+        model.layers[0].mixer, "forward", lambda x, packed: true(x + x.sum(0) * 1e-2, packed)
+    )
     job = Job(model, graphs=True).capture()
-    with pytest.raises(AuditMismatchError, match=r"layers\.0 document 2 sees others: its outputs moved"):
+    with pytest.raises(
+        AuditMismatchError, match=r"layers\.0 document 2 sees others: its outputs moved"
+    ):
         audit(job.runner, pack(NOW), deterministic=True)
 
 
@@ -143,7 +175,9 @@ def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
         weight.main_grad[0].zero_()
 
     monkeypatch.setattr(captured._backward, "replay", replay)
-    with pytest.raises(AuditMismatchError, match=r"layers\.2 .*gradients of mixer\.fc1\.weight differ"):
+    with pytest.raises(
+        AuditMismatchError, match=r"layers\.2 .*gradients of mixer\.fc1\.weight differ"
+    ):
         audit(job.runner, pack(NOW), deterministic=True)
     with pytest.raises(AuditMismatchError):
         audit(job.runner, pack(NOW), deterministic=False)

@@ -1,4 +1,6 @@
-"""Contexts in which users run captured modules, and what happens to their graphs: right, or refused."""
+"""Contexts in which users run captured modules, and what happens to their graphs: right, or
+refused.
+"""
 
 import copy
 import pickle
@@ -16,7 +18,8 @@ from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 from megatron_packed.packed.capacity import Ladder
 
-# ------------------------------------------------------------------------------------------------------------- contexts
+# -------------------------------------------------------------------------------------------------------------
+# contexts
 
 
 def test_autocast_runs_eagerly():
@@ -41,7 +44,9 @@ def test_inference_mode_replays_and_leaves_training_possible():
 
 
 def test_evaluation_with_gradients_runs_eagerly():
-    """Graphs are those of training mode; without gradients the outputs are what counts, and are the same."""
+    """Graphs are those of training mode; without gradients the outputs are what counts, and are the
+    same.
+    """
     modal = Foreign(lambda self, hidden, computed, packed: computed * (2 if self.training else 3))
     chain = Chain(modal).capture()
     modal.eval()
@@ -64,7 +69,10 @@ def test_a_frozen_beginning_is_refused():
             return output, self.buffers.grads.clone()
 
     chain = Frozen(Foreign(), Foreign()).capture()
-    assert "module 0 not captured for up to 4 documents: its input asks for no gradient" in chain.said[0]
+    assert (
+        "module 0 not captured for up to 4 documents: its input asks for no gradient"
+        in chain.said[0]
+    )
     assert chain.runner.counters.captures == 3
     chain.check(replays=False)
     assert chain.modules[1].forward.name not in str(chain.runner.counters.module_fallbacks)
@@ -89,7 +97,9 @@ def test_weights_tied_to_an_eager_module_get_both_gradients():
 def test_numbers_drawn_on_the_host_are_refused_too():
     noisy = Foreign(lambda self, hidden, computed, packed: computed * torch.rand(()))
     chain = Chain(noisy)
-    chain.engine.random_state = lambda device: torch.zeros(1)  # of the device, where nothing was drawn
+    chain.engine.random_state = lambda device: torch.zeros(
+        1
+    )  # of the device, where nothing was drawn
     chain.capture()
     assert "it draws random numbers" in chain.said[0]
 
@@ -104,7 +114,8 @@ def test_moving_the_generator_on_and_using_nothing_of_it_is_no_reason_to_refuse(
     assert chain.runner.counters.captures == 1 + 2
 
 
-# ---------------------------------------------------------------------------------------------------------- life cycle
+# ----------------------------------------------------------------------------------------------------------
+# life cycle
 
 
 def test_an_interrupted_capture_leaves_everything_eager():
@@ -122,7 +133,9 @@ def test_an_interrupted_capture_leaves_everything_eager():
         with pytest.raises(KeyboardInterrupt):
             chain.capture()
         chain.check()
-        assert chain.runner.counters.fallbacks == {"no graphs": 3} and all(graph.gone for graph in chain.engine.graphs)
+        assert chain.runner.counters.fallbacks == {"no graphs": 3} and all(
+            graph.gone for graph in chain.engine.graphs
+        )
         chain.engine.capture = true
         chain.capture().check()
         assert chain.runner.counters.replays == 3
@@ -130,20 +143,35 @@ def test_an_interrupted_capture_leaves_everything_eager():
 
 def test_warm_ups_come_before_all_captures_and_once():
     """An eager pass has no room beside graphs' memory; a refusal does not repeat it."""
-    chain = Chain(Foreign(), Foreign(lambda self, hidden, computed, packed: (computed, None)), Foreign(),
-                  ladder=Ladder.of([4, 12], T), warmup_steps=2)  # fmt: skip
+    chain = Chain(
+        Foreign(),
+        Foreign(lambda self, hidden, computed, packed: (computed, None)),
+        Foreign(),
+        ladder=Ladder.of([4, 12], T),
+        warmup_steps=2,
+    )
     graphs_at_pass = []
     chain.engine.fail_at = {2}
-    chain.runner.capture(lambda m: graphs_at_pass.append(len(chain.engine.graphs)) or chain.drive(m), full_of)
+    chain.runner.capture(
+        lambda m: graphs_at_pass.append(len(chain.engine.graphs)) or chain.drive(m), full_of
+    )
     assert graphs_at_pass == [0] * 4
     assert sum("module 1 not captured" in line for line in chain.said) == 1  # one reason, said once
-    assert sum("module 2 not captured for up to 12 documents: OutOfMemoryError" in line for line in chain.said) == 1
+    assert (
+        sum(
+            "module 2 not captured for up to 12 documents: OutOfMemoryError" in line
+            for line in chain.said
+        )
+        == 1
+    )
     chain.check(replays=False)
 
 
 def test_a_module_has_the_graphs_of_one_runner():
     chain = Chain(Foreign()).capture()
-    with pytest.raises(ValueError, match="module 0 has the graphs of another runner; close that one first"):
+    with pytest.raises(
+        ValueError, match="module 0 has the graphs of another runner; close that one first"
+    ):
         Chain(chain.modules[0])
     chain.check()
     chain.runner.close()
@@ -152,9 +180,16 @@ def test_a_module_has_the_graphs_of_one_runner():
 
 def test_a_module_and_its_part_are_not_both_captured():
     outer = nn.Sequential(Foreign())
-    options = {"total_tokens": T, "ladder": ONE, "device": torch.device("cpu"), "engine": RecordingEngine()}
+    options = {
+        "total_tokens": T,
+        "ladder": ONE,
+        "device": torch.device("cpu"),
+        "engine": RecordingEngine(),
+    }
     for modules in ({"outer": outer, "inner": outer[0]}, {"inner": outer[0], "outer": outer}):
-        with pytest.raises(ValueError, match=r"inner is \(a part of\) outer; capture one of the two"):
+        with pytest.raises(
+            ValueError, match=r"inner is \(a part of\) outer; capture one of the two"
+        ):
             GraphRunner(modules, **options)
     with pytest.raises(ValueError, match=r"two is \(a part of\) one"):
         GraphRunner({"one": outer, "two": outer}, **options)
@@ -203,7 +238,11 @@ def test_a_gradient_that_moved_is_noticed():
 
 
 def test_a_buffer_that_is_gone_or_new_is_noticed():
-    module = Foreign(lambda self, hidden, computed, packed: computed if self.shift is None else computed + self.shift)
+    module = Foreign(
+        lambda self, hidden, computed, packed: (
+            computed if self.shift is None else computed + self.shift
+        )
+    )
     module.register_buffer("shift", None)
     chain = Chain(module).capture()
     module.shift = torch.ones(D)
@@ -244,9 +283,19 @@ def test_the_router_alone_with_a_bias_that_moves(names):
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     jobs = [Job(tiny_model("M*-E", **options)), Job(tiny_model("M*-E", **options))]
     model = jobs[1].model
-    modules = {f"layers.{n}": model.layers[n].mixer.router if n == 3 else model.layers[n] for n in sorted(names)}
-    jobs[1].runner = GraphRunner(modules, total_tokens=T, ladder=LADDER, device=torch.device("cpu"),
-                                 tables=model.tables, check=model.check, engine=jobs[1].engine)  # fmt: skip
+    modules = {
+        f"layers.{n}": model.layers[n].mixer.router if n == 3 else model.layers[n]
+        for n in sorted(names)
+    }
+    jobs[1].runner = GraphRunner(
+        modules,
+        total_tokens=T,
+        ladder=LADDER,
+        device=torch.device("cpu"),
+        tables=model.tables,
+        check=model.check,
+        engine=jobs[1].engine,
+    )
     jobs[1].capture()
     for lengths in (FIRST, [T], [5] * 12, FIRST):
         jobs[1].engine.scramble()
@@ -258,7 +307,9 @@ def test_the_router_alone_with_a_bias_that_moves(names):
 
 
 class Counting(Foreign):
-    """Counts its calls in a buffer, which graphs write as they write anything, and lets the count into its result."""
+    """Counts its calls in a buffer, which graphs write as they write anything, and lets the count
+    into its result.
+    """
 
     def __init__(self):
         super().__init__()

@@ -9,7 +9,8 @@ from torch import nn
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.capture import same_memory
 
-# ------------------------------------------------------------------------------------------------------ what it returns
+# ------------------------------------------------------------------------------------------------------
+# what it returns
 
 RETURNED = {
     "the same twice": lambda self, hidden, computed, packed: (computed, computed),
@@ -44,13 +45,18 @@ def test_several_elements_in_one_place_become_writable():
     packed = chain.place()
     with torch.no_grad():
         hidden = torch.randn(T, D)
-        assert torch.equal(chain.modules[2](hidden, packed), chain.modules[2].forward.forward(hidden, packed))
+        assert torch.equal(
+            chain.modules[2](hidden, packed), chain.modules[2].forward.forward(hidden, packed)
+        )
 
 
 @pytest.mark.parametrize("result", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
 def test_memory_that_is_not_the_modules_own_is_refused(result):
     chain = Chain(Foreign(), Foreign(result), Foreign()).capture()
-    assert "module 1 not captured for up to 4 documents: it returns memory that is not its own" in chain.said[0]
+    assert (
+        "module 1 not captured for up to 4 documents: it returns memory that is not its own"
+        in chain.said[0]
+    )
     assert chain.runner.counters.captures == 1 + 2 * 2
     chain.check(replays=False)
     audit(chain.runner, pack(FIRST, ladder=ONE), deterministic=True)
@@ -72,11 +78,14 @@ def test_a_result_that_does_not_depend_on_the_input_is_refused():
     assert chain.runner.counters.captures == 3
 
 
-# ------------------------------------------------------------------------------------------------- how it is called
+# -------------------------------------------------------------------------------------------------
+# how it is called
 
 
 def test_keywords_are_refused_and_still_work():
-    keywords = Chain(Foreign(), call=lambda module, hidden, packed: module(hidden=hidden, packed=packed)).capture()
+    keywords = Chain(
+        Foreign(), call=lambda module, hidden, packed: module(hidden=hidden, packed=packed)
+    ).capture()
     assert "with keywords" in keywords.said[0]
     keywords.check(replays=False)
 
@@ -86,7 +95,9 @@ def test_a_module_called_without_its_metadata_does_not_take_the_slots():
     chain.place()
     module, hidden = chain.modules[0], hidden_states()
     assert torch.equal(module(hidden), module.forward.forward(hidden))
-    assert chain.runner.counters.module_fallbacks == {"module 0: called with other arguments than in the warm-up": 1}
+    assert chain.runner.counters.module_fallbacks == {
+        "module 0: called with other arguments than in the warm-up": 1
+    }
 
 
 def test_metadata_made_from_the_slots_is_refused_by_its_name():
@@ -113,7 +124,11 @@ def test_after_the_capture_nothing_lies_in_the_slot():
 
 
 def test_a_module_that_the_warm_up_did_not_run():
-    chain = Chain(Foreign(), Foreign(), call=lambda m, hidden, packed: hidden if m.skipped else m(hidden, packed))
+    chain = Chain(
+        Foreign(),
+        Foreign(),
+        call=lambda m, hidden, packed: hidden if m.skipped else m(hidden, packed),
+    )
     chain.modules[1].skipped = True
     chain.capture()
     chain.modules[1].skipped = False
@@ -137,7 +152,9 @@ def test_running_again_before_the_backward_keeps_the_activations(between):
 
 
 def test_graphs_are_captured_in_the_order_of_calls_whatever_the_order_of_names():
-    """Else a replay would write over activations: graphs share memory by the order of their captures."""
+    """Else a replay would write over activations: graphs share memory by the order of their
+    captures.
+    """
 
     class Backwards(Chain):
         def forward(self, hidden, packed):
@@ -151,7 +168,9 @@ def test_graphs_are_captured_in_the_order_of_calls_whatever_the_order_of_names()
     numbers = [chain.engine.graphs.index(graph) for graph in chain.engine.log[-7:]]
     assert numbers == list(range(7))
     last, middle, first = (module.forward.captured[ONE.cells[0]] for module in chain.modules)
-    assert same_memory(first.outputs[0], middle.input) and same_memory(middle.outputs[0], last.input)
+    assert same_memory(first.outputs[0], middle.input) and same_memory(
+        middle.outputs[0], last.input
+    )
 
 
 OUT_OF_TURN = "it runs again in this micro-batch, or in another order than in the warm-up"
@@ -179,7 +198,9 @@ def test_backwards_in_another_order_are_an_error():
     packed, hidden = chain.place(), hidden_states()
     results = [module(hidden * 1, packed) for module in chain.modules]
     results[0].sum().backward()
-    with pytest.raises(RuntimeError, match=r"after that of a module in front of it.*one backward, of all losses"):
+    with pytest.raises(
+        RuntimeError, match=r"after that of a module in front of it.*one backward, of all losses"
+    ):
         results[1].sum().backward()
 
 
@@ -190,7 +211,9 @@ def test_a_step_that_broke_off_leaves_nothing_behind():
 
 
 def test_a_hook_that_came_later_does_not_spoil_the_module_before():
-    """The second input was the first output; now it is not, and its place holds what a backward needs."""
+    """The second input was the first output; now it is not, and its place holds what a backward
+    needs.
+    """
     squared = lambda self, hidden, computed, packed: computed.exp()  # noqa: E731 - saves its output
     chain = Chain(Foreign(squared), Foreign(squared)).capture()
     first, second = (module.forward.captured[ONE.cells[0]] for module in chain.modules)
@@ -211,9 +234,13 @@ def test_two_ways_from_one_output_add_their_gradients():
     Fork(Foreign(), Foreign(), Foreign()).capture().check()
 
 
-@pytest.mark.parametrize("shaped", [lambda leaf: leaf, lambda leaf: leaf.view(T, D), lambda leaf: leaf.t().t()])
+@pytest.mark.parametrize(
+    "shaped", [lambda leaf: leaf, lambda leaf: leaf.view(T, D), lambda leaf: leaf.t().t()]
+)
 def test_a_leaf_keeps_its_gradient_over_micro_batches(shaped):
-    """Autograd would take the static gradient itself for ``leaf.grad``, and the next replay would write over it."""
+    """Autograd would take the static gradient itself for ``leaf.grad``, and the next replay would
+    write over it.
+    """
     chain, leaf = Chain(Foreign()), nn.Parameter(hidden_states().detach())
     module = chain.modules[0]
 

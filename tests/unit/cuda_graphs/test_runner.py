@@ -1,4 +1,6 @@
-"""Replay equals eager on changing packs, with a stand-in for capture: which memory, which order, which path."""
+"""Replay equals eager on changing packs, with a stand-in for capture: which memory, which order,
+which path.
+"""
 
 from itertools import pairwise
 
@@ -12,7 +14,11 @@ from megatron_packed.config.model import ModelConfig
 from megatron_packed.cuda_graphs.capture import CapturedModule, same_memory
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.runner import GraphRunner
-from megatron_packed.cuda_graphs.slots import HostFactError, StaleMetadataError, StaticPackedSeqParams
+from megatron_packed.cuda_graphs.slots import (
+    HostFactError,
+    StaleMetadataError,
+    StaticPackedSeqParams,
+)
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capacity import Cell, Ladder
@@ -25,15 +31,29 @@ LADDER = Ladder.of([4, 12, T], T)
 def tiny_model(pattern="M*-EM*", **changes) -> HybridModel:
     config = ModelConfig(
         **{
-            "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-            "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
-            "mamba_num_groups": 2, "mamba_chunk_size": 8, "num_experts": 5 if "E" in pattern else None,
-            "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1 if "E" in pattern else 0.0,
-            "normalization": "RMSNorm", "add_bias_linear": False, "squared_relu": True, "init_method_std": 0.2,
-            "position_embedding_type": "rope", "make_vocab_size_divisible_by": 16,
+            "hybrid_layer_pattern": pattern,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "mamba_state_dim": 16,
+            "mamba_num_groups": 2,
+            "mamba_chunk_size": 8,
+            "num_experts": 5 if "E" in pattern else None,
+            "moe_ffn_hidden_size": 16,
+            "moe_aux_loss_coeff": 0.1 if "E" in pattern else 0.0,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "squared_relu": True,
+            "init_method_std": 0.2,
+            "position_embedding_type": "rope",
+            "make_vocab_size_divisible_by": 16,
         }
         | changes
-    )  # fmt: skip
+    )
     return HybridModel(config, vocab_size=VOCAB, max_positions=T, seed=7).train()
 
 
@@ -50,7 +70,9 @@ def pack(lengths, seed=0, ladder=LADDER, **options):
 
 
 def random_packs(count, seed=0):
-    """Lengths of packs: one document, all of length 1, a full cell, tails, and whatever chance brings."""
+    """Lengths of packs: one document, all of length 1, a full cell, tails, and whatever chance
+    brings.
+    """
     random = np.random.default_rng(seed)
     packs = [[T], [1] * T, [1] * 4, [1] * 12, [60], [2, 3], [16, 16, 16, 16]]
     while len(packs) < count:
@@ -71,11 +93,23 @@ class Job:
         self.said = []
         self.runner = None
         if graphs:
-            modules = {f"layers.{n}": layer for n, layer in enumerate(model.layers) if names is None or n in names}
+            modules = {
+                f"layers.{n}": layer
+                for n, layer in enumerate(model.layers)
+                if names is None or n in names
+            }
             self.runner = GraphRunner(
-                modules, total_tokens=T, ladder=ladder, device=torch.device("cpu"), tables=model.tables,
-                check=model.check, engine=self.engine, warmup_steps=2, say=self.said.append, **options,
-            )  # fmt: skip
+                modules,
+                total_tokens=T,
+                ladder=ladder,
+                device=torch.device("cpu"),
+                tables=model.tables,
+                check=model.check,
+                engine=self.engine,
+                warmup_steps=2,
+                say=self.said.append,
+                **options,
+            )
 
     def capture(self):
         self.runner.capture(self.drive, lambda cell: full_of(cell))
@@ -90,7 +124,13 @@ class Job:
         """Losses and the gradients of one micro-batch."""
         self.buffers.zero_grad()
         output = self.drive(micro_batch if self.runner is None else self.runner.place(micro_batch))
-        values = [output.loss, output.loss_sum, output.aux_loss, output.per_token_loss_T, output.tokens_per_expert]
+        values = [
+            output.loss,
+            output.loss_sum,
+            output.aux_loss,
+            output.per_token_loss_T,
+            output.tokens_per_expert,
+        ]
         return [value.detach().clone() for value in values] + [self.buffers.grads.clone()]
 
 
@@ -119,7 +159,9 @@ def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memo
         micro_batch = pack(lengths, seed=number)
         before = len(graphed.engine.log)
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
-        assert len(graphed.engine.log) - before == 1 + 2 * 6  # tables, six layers forward and backward
+        assert (
+            len(graphed.engine.log) - before == 1 + 2 * 6
+        )  # tables, six layers forward and backward
     counters = graphed.runner.counters
     assert counters.replays >= 50 and counters.hit_rate == 1.0 and not counters.module_fallbacks
 
@@ -135,9 +177,19 @@ def test_the_comparison_sees_what_a_replay_does_not_refresh(jobs):
 
 def test_each_pack_replays_the_smallest_cell_that_holds_it(jobs):
     runner = jobs[1].runner
-    for lengths, capacity in (([T], 4), ([16] * 4, 4), ([5] * 5, 12), ([5] * 12, 12), ([1] * 13, T), ([1] * T, T)):
+    for lengths, capacity in (
+        ([T], 4),
+        ([16] * 4, 4),
+        ([5] * 5, 12),
+        ([5] * 12, 12),
+        ([1] * 13, T),
+        ([1] * T, T),
+    ):
         assert runner.place(pack(lengths)).packed.cell == Cell(capacity, T)
-    sizes = [runner.place(pack(lengths)).packed.cu_seqlens.shape[0] for lengths in ([T], [5] * 5, [1] * 30)]
+    sizes = [
+        runner.place(pack(lengths)).packed.cu_seqlens.shape[0]
+        for lengths in ([T], [5] * 5, [1] * 30)
+    ]
     assert sizes == [6, 14, T + 2]
 
 
@@ -146,7 +198,12 @@ def test_all_capacities_and_layers_read_the_same_memory(jobs):
     seen = set()
     for lengths in ([T], [5] * 9, [1] * 40):
         packed = job.runner.place(pack(lengths)).packed
-        seen.add(tuple(getattr(packed, name).data_ptr() for name in ("seq_idx", "position_ids", "valid", "cu_seqlens")))
+        seen.add(
+            tuple(
+                getattr(packed, name).data_ptr()
+                for name in ("seq_idx", "position_ids", "valid", "cu_seqlens")
+            )
+        )
     assert len(seen) == 1
     slot = job.runner.slot.buffer
     addresses = next(iter(seen))
@@ -160,7 +217,11 @@ def test_neighbours_share_memory_and_nothing_is_copied_between_them(jobs):
         for one, following in pairwise(captured):
             assert same_memory(one.outputs[0], following.input)
             assert same_memory(one.grad_outputs[0], following.grad_input)
-    inputs = {module.captured[cell].input.data_ptr() for cell in LADDER.cells for module in runner.modules[:1]}
+    inputs = {
+        module.captured[cell].input.data_ptr()
+        for cell in LADDER.cells
+        for module in runner.modules[:1]
+    }
     assert len(inputs) == 1  # the first module's input is one place for all cells
 
 
@@ -188,7 +249,9 @@ def test_a_pack_beyond_the_largest_cell_runs_eagerly_with_identical_results():
 def test_strict_makes_a_fallback_an_error():
     job = Job(tiny_model("M*"), graphs=True, ladder=Ladder.of([2], T), strict=True).capture()
     job.step(pack([30, 34], ladder=Ladder.of([2], T)))
-    with pytest.raises(GraphFallbackError, match=r"more than 2 documents.*--cuda-graph-max-packed-seqs"):
+    with pytest.raises(
+        GraphFallbackError, match=r"more than 2 documents.*--cuda-graph-max-packed-seqs"
+    ):
         job.step(pack([1, 2, 3], ladder=Ladder.of([2], T)))
 
 
@@ -204,7 +267,9 @@ def test_captured_modules_among_eager_ones(names):
 
 @pytest.mark.parametrize("number", [0, 1, 4, 7, 12, 20])
 def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
-    """Capture 0 is the first cell's tables; 1 to 6 its forwards, 7 to 12 its backwards, 20 in the second cell."""
+    """Capture 0 is the first cell's tables; 1 to 6 its forwards, 7 to 12 its backwards, 20 in the
+    second cell.
+    """
     eager = Job(tiny_model())
     graphed = Job(tiny_model(), graphs=True, engine=RecordingEngine({number})).capture()
     for seed, lengths in enumerate(random_packs(12)):
@@ -217,11 +282,16 @@ def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
         assert counters.fallbacks == {"no graphs for its capacity": counters.fallbacks.total()}
         assert counters.fallbacks.total() > 0 and counters.replays > 0
     else:
-        assert counters.fallbacks.total() == 0 and len({key.split(":")[0] for key in counters.module_fallbacks}) == 1
+        assert (
+            counters.fallbacks.total() == 0
+            and len({key.split(":")[0] for key in counters.module_fallbacks}) == 1
+        )
 
 
 def test_strict_makes_a_failed_capture_an_error():
-    with pytest.raises(GraphFallbackError, match=r"layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"):
+    with pytest.raises(
+        GraphFallbackError, match=r"layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"
+    ):
         Job(tiny_model(), graphs=True, engine=RecordingEngine({2}), strict=True).capture()
 
 
@@ -271,7 +341,10 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
         return graphed.drive(micro_batch)
 
     graphed.runner.capture(drive, full_of)
-    assert "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate" in graphed.said[1]
+    assert (
+        "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate"
+        in graphed.said[1]
+    )
     for lengths in ([5] * 9, [30, 34], [1] * 40):
         assert_equal(graphed.step(pack(lengths)), eager.step(pack(lengths)))
     counters = graphed.runner.counters
@@ -279,19 +352,29 @@ def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
 
 
 def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
-    """Between neighbours one's output is the other's input, forward and backward; E layers have losses beside it."""
+    """Between neighbours one's output is the other's input, forward and backward; E layers have
+    losses beside it.
+    """
     names = {(key[0], *key[1:-3]) for key in jobs[1].runner.graphs[jobs[1].runner.slot].outside}
     dense = {name for name in names if name[1:] in (("input",), ("grad", 0))}
     assert dense == {("layers.0", "input"), (f"layers.{len(jobs[1].model.layers) - 1}", "grad", 0)}
 
 
 def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(monkeypatch):
-    """Hidden states that the last captured module returns may be read after the backward pass; those between not."""
+    """Hidden states that the last captured module returns may be read after the backward pass;
+    those between not.
+    """
     job = Job(tiny_model("M*-E"), graphs=True, ladder=Ladder.of([4], T))
     given_back, at_the_end = set(), []
     true = CapturedModule.adopt_forward
-    monkeypatch.setattr(job.engine, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor)
-    monkeypatch.setattr(CapturedModule, "adopt_forward", lambda self: at_the_end.append(set(given_back)) or true(self))
+    monkeypatch.setattr(
+        job.engine, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor
+    )
+    monkeypatch.setattr(
+        CapturedModule,
+        "adopt_forward",
+        lambda self: at_the_end.append(set(given_back)) or true(self),
+    )
     job.capture()
     captured = [module.captured[job.runner.ladder.cells[0]] for module in job.runner.modules]
     outputs = [one.outputs[0].data_ptr() for one in captured]
@@ -304,7 +387,9 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
 def test_dropout_is_refused_by_name():
     model = tiny_model(hidden_dropout=0.1)
     job = Job(model, graphs=True, names={1}, ladder=Ladder.of([4], T)).capture()
-    assert job.said[0].startswith("layers.1 not captured for up to 4 documents: it draws random numbers")
+    assert job.said[0].startswith(
+        "layers.1 not captured for up to 4 documents: it draws random numbers"
+    )
     assert job.runner.counters.captures == 0
 
 
@@ -317,7 +402,9 @@ def test_two_micro_batches_in_flight_are_an_error(jobs):
         first.sum().backward()
     whole = job.model(job.runner.place(pack([T])))
     job.runner.place(pack([30, 34]))
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must be done, forward and backward"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation|must be done, forward and backward"
+    ):
         whole.loss.backward()
 
 
@@ -353,7 +440,10 @@ def test_evaluation_replays_and_leaves_gradients_alone(jobs):
         found, wanted = graphed.model(graphed.runner.place(micro_batch)), eager.model(micro_batch)
     graphed.model.train(), eager.model.train()
     assert_equal(found, wanted)
-    assert graphed.runner.counters.replays == replays + 1 and not graphed.runner.counters.module_fallbacks
+    assert (
+        graphed.runner.counters.replays == replays + 1
+        and not graphed.runner.counters.module_fallbacks
+    )
     assert torch.equal(graphed.buffers.grads, before)
 
 
@@ -415,8 +505,15 @@ class Foreign(nn.Module):
 def foreign_job(module, **options):
     FlatBuffers(module)
     said = []
-    runner = GraphRunner({"theirs": module}, total_tokens=T, ladder=LADDER, device=torch.device("cpu"),
-                         engine=RecordingEngine(), say=said.append, **options)  # fmt: skip
+    runner = GraphRunner(
+        {"theirs": module},
+        total_tokens=T,
+        ladder=LADDER,
+        device=torch.device("cpu"),
+        engine=RecordingEngine(),
+        say=said.append,
+        **options,
+    )
 
     def drive(micro_batch):
         hidden = torch.ones(T, 8, requires_grad=True)
@@ -452,7 +549,17 @@ def test_a_module_that_asks_for_a_fact_of_one_pack_is_not_captured():
 def test_parameters_without_main_grad_are_refused():
     module = Foreign()
     said = []
-    runner = GraphRunner({"theirs": module}, total_tokens=T, ladder=LADDER, device=torch.device("cpu"),
-                         engine=RecordingEngine(), say=said.append)  # fmt: skip
-    runner.capture(lambda m: module(torch.ones(T, 8, requires_grad=True), m.packed).sum().backward(), full_of)
-    assert "theirs not captured for up to 64 documents: it has parameters without main_grad" in said[0]
+    runner = GraphRunner(
+        {"theirs": module},
+        total_tokens=T,
+        ladder=LADDER,
+        device=torch.device("cpu"),
+        engine=RecordingEngine(),
+        say=said.append,
+    )
+    runner.capture(
+        lambda m: module(torch.ones(T, 8, requires_grad=True), m.packed).sum().backward(), full_of
+    )
+    assert (
+        "theirs not captured for up to 64 documents: it has parameters without main_grad" in said[0]
+    )

@@ -1,4 +1,6 @@
-"""Two micro-batches in flight, each in a slot of its own: whatever the order of forwards and backwards, as eager."""
+"""Two micro-batches in flight, each in a slot of its own: whatever the order of forwards and
+backwards, as eager.
+"""
 
 import pytest
 import torch
@@ -15,12 +17,16 @@ PACKS = [[10, 20], [5, 6, 7], [T], [1] * 4, [30, 34]]
 
 
 def schedules(count, left=None, in_flight=()):
-    """All orders of ``count`` forwards, each followed by its backward, with at most two micro-batches in flight."""
+    """All orders of ``count`` forwards, each followed by its backward, with at most two
+    micro-batches in flight.
+    """
     left = range(count) if left is None else left
     if not left and not in_flight:
         yield []
     if left and len(in_flight) < 2:
-        yield from ([("F", left[0]), *rest] for rest in schedules(count, left[1:], (*in_flight, left[0])))
+        yield from (
+            [("F", left[0]), *rest] for rest in schedules(count, left[1:], (*in_flight, left[0]))
+        )
     for number in in_flight:
         others = tuple(other for other in in_flight if other != number)
         yield from ([("B", number), *rest] for rest in schedules(count, left, others))
@@ -42,7 +48,9 @@ def dirty(monkeypatch):
         return true(self, micro_batch, cell)
 
     monkeypatch.setattr(Slot, "fill", fill)
-    return lambda runner: engines.update({slot: graphs.engine for slot, graphs in runner.graphs.items()})
+    return lambda runner: engines.update(
+        {slot: graphs.engine for slot, graphs in runner.graphs.items()}
+    )
 
 
 def run(chain, schedule, place):
@@ -58,7 +66,10 @@ def run(chain, schedule, place):
             output = outputs.pop(number)
             output.square().sum().backward()
             found[number] = [output.detach().clone(), hidden[number].grad]
-    return [*(tensor for number in sorted(found) for tensor in found[number]), chain.buffers.grads.clone()]
+    return [
+        *(tensor for number in sorted(found) for tensor in found[number]),
+        chain.buffers.grads.clone(),
+    ]
 
 
 def without_metadata(*positions):
@@ -78,7 +89,9 @@ def chain_of(count, positions=(), **options):
     return chain.capture()
 
 
-@pytest.mark.parametrize("positions", [(), (1,), (0, 2)], ids=["all with metadata", "middle without", "ends without"])
+@pytest.mark.parametrize(
+    "positions", [(), (1,), (0, 2)], ids=["all with metadata", "middle without", "ends without"]
+)
 def test_every_order_of_five_micro_batches_equals_eager(dirty, positions):
     chain, eager = chain_of(3, positions), chain_of(3, positions, num_slots=1)
     eager.runner.close()
@@ -86,9 +99,16 @@ def test_every_order_of_five_micro_batches_equals_eager(dirty, positions):
     tried = list(schedules(5))
     assert len(tried) == 81 and parsed("F1 F2 B1 B2 F3 B3 F4 F5 B5 B4") in tried
     for schedule in tried:
-        assert_equal(run(chain, schedule, chain.runner.place), run(eager, schedule, lambda micro_batch: micro_batch))
+        assert_equal(
+            run(chain, schedule, chain.runner.place),
+            run(eager, schedule, lambda micro_batch: micro_batch),
+        )
     counters = chain.runner.counters
-    assert counters.replays == 5 * len(tried) and not counters.module_fallbacks and counters.fallbacks.total() == 0
+    assert (
+        counters.replays == 5 * len(tried)
+        and not counters.module_fallbacks
+        and counters.fallbacks.total() == 0
+    )
 
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 B1", "F1 F2 B1 F3 B2 F4 B4 F5 B5 B3"])
@@ -106,7 +126,11 @@ def test_a_model_with_two_micro_batches_in_flight_equals_eager(dirty, text):
             if what == "F":
                 output = job.model(place(pack(lists[number], seed=number)))
                 losses[number] = output.loss
-                found += [output.loss_sum.clone(), output.per_token_loss_T.clone(), output.tokens_per_expert.clone()]
+                found += [
+                    output.loss_sum.clone(),
+                    output.per_token_loss_T.clone(),
+                    output.tokens_per_expert.clone(),
+                ]
             else:
                 losses.pop(number).backward()
         results.append([*found, job.buffers.grads.clone()])
@@ -129,17 +153,23 @@ def test_three_in_flight_overwrite_the_oldest_and_that_is_an_error():
 
 
 def test_both_may_be_placed_before_either_runs():
-    """Also with a module in the middle that takes no metadata: its hidden states lie in the slot of its micro-batch."""
+    """Also with a module in the middle that takes no metadata: its hidden states lie in the slot of
+    its micro-batch.
+    """
     chain = chain_of(3, (1,))
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
-    first, second = (chain.runner.place(pack(PACKS[number], seed=number, ladder=ONE)) for number in (0, 1))
+    first, second = (
+        chain.runner.place(pack(PACKS[number], seed=number, ladder=ONE)) for number in (0, 1)
+    )
     placed = iter([first, second])
     assert_equal(run(chain, parsed("F1 F2 B1 B2"), lambda _: next(placed)), wanted)
     assert not chain.runner.counters.module_fallbacks
 
 
 def test_two_forwards_module_by_module():
-    """A module without metadata belongs to the micro-batch in whose slot its hidden states lie, not to the last one."""
+    """A module without metadata belongs to the micro-batch in whose slot its hidden states lie, not
+    to the last one.
+    """
     chain = chain_of(3, (1,))
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
     chain.buffers.zero_grad()
@@ -160,14 +190,19 @@ def test_a_micro_batch_that_has_not_run_yet_keeps_its_slot():
     chain = chain_of(2)
     wanted = run(chain, parsed("F2 B2 F3 B3 F1 B1"), chain.runner.place)
     waiting = chain.runner.place(pack(PACKS[0], seed=0, ladder=ONE))
-    place = lambda micro_batch: waiting if micro_batch.packed.num_seqs == 2 else chain.runner.place(micro_batch)  # noqa: E731
+
+    def place(micro_batch):
+        return waiting if micro_batch.packed.num_seqs == 2 else chain.runner.place(micro_batch)
+
     assert_equal(run(chain, parsed("F2 B2 F3 B3 F1 B1"), place), wanted)
 
 
 def test_a_first_module_without_metadata_cannot_tell_and_the_next_one_says_so():
     chain = chain_of(2, (0,))
     first, _ = (chain.runner.place(pack(lengths, ladder=ONE)) for lengths in PACKS[:2])
-    with pytest.raises(InFlightError, match=r"metadata of .* in slot 0 and hidden states .* in slot 1.*place each"):
+    with pytest.raises(
+        InFlightError, match=r"metadata of .* in slot 0 and hidden states .* in slot 1.*place each"
+    ):
         chain.forward(hidden_states(), first.packed)
 
 
@@ -210,9 +245,13 @@ def test_slots_share_neither_memory_nor_pool_and_the_counters_show_both():
     assert two.runner.counters.memory_mib == 2 * one.runner.counters.memory_mib
     slots = two.runner.slots.slots
     for cell in LADDER.cells:
-        first, second = ([module.forward.in_slot(slot)[cell] for module in two.modules] for slot in slots)
-        addresses = [{t.data_ptr() for one in graphs for t in (one.input, *one.outputs, one.grad_input)}
-                     for graphs in (first, second)]  # fmt: skip
+        first, second = (
+            [module.forward.in_slot(slot)[cell] for module in two.modules] for slot in slots
+        )
+        addresses = [
+            {t.data_ptr() for one in graphs for t in (one.input, *one.outputs, one.grad_input)}
+            for graphs in (first, second)
+        ]
         assert not addresses[0] & addresses[1]
     assert two.runner.graphs[slots[0]].engine is not two.runner.graphs[slots[1]].engine
     two.runner.close()
@@ -222,7 +261,10 @@ def test_slots_share_neither_memory_nor_pool_and_the_counters_show_both():
 def test_a_capture_that_fails_in_one_slot_leaves_the_other_its_graphs(monkeypatch):
     monkeypatch.setattr(RecordingEngine, "another", lambda self: RecordingEngine({2}))
     chain = chain_of(2)
-    assert any("module 1 not captured" in line for line in chain.said) and "in slot 1" in chain.said[-1]
+    assert (
+        any("module 1 not captured" in line for line in chain.said)
+        and "in slot 1" in chain.said[-1]
+    )
     found = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
     assert sum(chain.runner.counters.module_fallbacks.values()) == 1
     chain.runner.close()
@@ -237,7 +279,14 @@ def test_the_audit_looks_at_every_slot(monkeypatch):
 
 def test_a_runner_without_a_slot_is_refused():
     with pytest.raises(ValueError, match=r"num_slots \(0\) must be 1 or more"):
-        GraphRunner({}, total_tokens=T, ladder=ONE, device=torch.device("cpu"), engine=RecordingEngine(), num_slots=0)
+        GraphRunner(
+            {},
+            total_tokens=T,
+            ladder=ONE,
+            device=torch.device("cpu"),
+            engine=RecordingEngine(),
+            num_slots=0,
+        )
 
 
 def test_graphs_are_captured_again_in_every_slot():

@@ -1,4 +1,6 @@
-"""Layers captured by TransformerEngine's make_graphed_callables (a stand-in here) replay what they compute."""
+"""Layers captured by TransformerEngine's make_graphed_callables (a stand-in here) replay what they
+compute.
+"""
 
 import ast
 import gc
@@ -27,8 +29,13 @@ def by_engine(*modules, made=None, kind=Chain, **options):
 
 @pytest.mark.shows("graphs: transformer_engine", "one process")
 def test_replay_equals_eager_and_gradients_reach_main_grad_once():
-    """Losses, every gradient, and nothing in ``grad``, over cells and dirty memory; experts return several tensors."""
-    eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, made_by=stand_in()[0]).capture()
+    """Losses, every gradient, and nothing in ``grad``, over cells and dirty memory; experts return
+    several tensors.
+    """
+    eager, graphed = (
+        Job(tiny_model()),
+        Job(tiny_model(), graphs=True, made_by=stand_in()[0]).capture(),
+    )
     assert graphed.engine.lendings == graphed.engine.stream_taken == 3
     assert graphed.runner.counters.captures == 3 * (1 + 2 * 6), graphed.said
     for number, lengths in enumerate(random_packs(15)):
@@ -40,17 +47,24 @@ def test_replay_equals_eager_and_gradients_reach_main_grad_once():
 
 
 def test_what_is_derived_from_metadata_is_there_before_modules_run(monkeypatch):
-    """On a GPU a capture computes nothing, and the warm-up that TransformerEngine does itself reads tables."""
+    """On a GPU a capture computes nothing, and the warm-up that TransformerEngine does itself reads
+    tables.
+    """
     seen = []
     true = RecordingEngine.lent
-    monkeypatch.setattr(RecordingEngine, "lent", lambda self: seen.append(list(self.log)) or true(self))
+    monkeypatch.setattr(
+        RecordingEngine, "lent", lambda self: seen.append(list(self.log)) or true(self)
+    )
     job = Job(tiny_model("M*"), graphs=True, made_by=stand_in()[0]).capture()
     tables = list(job.runner.graphs[job.runner.slot].tables.values())
     assert [log[-1] for log in seen] == tables and len(tables) == 3
 
 
 def test_gradients_of_several_micro_batches_add_up():
-    eager, graphed = Job(tiny_model("M*-")), Job(tiny_model("M*-"), graphs=True, made_by=stand_in()[0]).capture()
+    eager, graphed = (
+        Job(tiny_model("M*-")),
+        Job(tiny_model("M*-"), graphs=True, made_by=stand_in()[0]).capture(),
+    )
     for job, place in ((eager, lambda micro_batch: micro_batch), (graphed, graphed.runner.place)):
         job.buffers.zero_grad()
         for seed, lengths in enumerate([[T], [5] * 9, [1] * 40]):
@@ -68,7 +82,10 @@ def test_every_module_reads_in_a_place_of_its_own():
 
 
 def test_evaluation_replays_in_inference_mode_too():
-    eager, graphed = Job(tiny_model("M*-")), Job(tiny_model("M*-"), graphs=True, made_by=stand_in()[0]).capture()
+    eager, graphed = (
+        Job(tiny_model("M*-")),
+        Job(tiny_model("M*-"), graphs=True, made_by=stand_in()[0]).capture(),
+    )
     graphed.step(pack(FIRST))
     before = graphed.buffers.grads.clone()
     for context in (torch.no_grad, torch.inference_mode):
@@ -76,7 +93,9 @@ def test_evaluation_replays_in_inference_mode_too():
         with context():
             assert_equal(graphed.model(graphed.runner.place(pack(FIRST))), eager.model(pack(FIRST)))
         graphed.model.train(), eager.model.train()
-    assert torch.equal(graphed.buffers.grads, before) and not graphed.runner.counters.module_fallbacks
+    assert (
+        torch.equal(graphed.buffers.grads, before) and not graphed.runner.counters.module_fallbacks
+    )
     assert_equal(graphed.step(pack(SECOND)), eager.step(pack(SECOND)))
 
 
@@ -101,7 +120,9 @@ def test_a_leaf_keeps_a_gradient_of_its_own():
         hidden = hidden_states(len(lengths))
         chain.modules[0](hidden, chain.place(lengths)).sum().backward()
         leaves.append((hidden.grad, hidden.grad.clone()))
-    assert all(torch.equal(*both) for both in leaves) and not torch.equal(leaves[0][0], leaves[1][0])
+    assert all(torch.equal(*both) for both in leaves) and not torch.equal(
+        leaves[0][0], leaves[1][0]
+    )
 
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 F3 B1 F4 B4 F5 B3 B5"])
@@ -122,7 +143,8 @@ def test_the_audit_compares_and_finds():
         audit(chain.runner, pack(FIRST, ladder=ONE), deterministic=True)
 
 
-# ------------------------------------------------------------------------------------------------- what it cannot take
+# -------------------------------------------------------------------------------------------------
+# what it cannot take
 
 
 def raises_under_capture(self, hidden, computed, packed):
@@ -151,8 +173,14 @@ def raises_in_captured_backward(self, hidden, computed, packed):
 TROUBLES = {
     "its forward": (raises_under_capture, "RuntimeError: operation not permitted"),
     "its backward": (raises_in_captured_backward, "OutOfMemoryError: Tried to allocate"),
-    "its strides": (lambda self, hidden, computed, packed: computed.t().contiguous().t(), "forgets strides"),
-    "no dependence": (lambda self, hidden, computed, packed: computed.detach(), "must depend on its input"),
+    "its strides": (
+        lambda self, hidden, computed, packed: computed.t().contiguous().t(),
+        "forgets strides",
+    ),
+    "no dependence": (
+        lambda self, hidden, computed, packed: computed.detach(),
+        "must depend on its input",
+    ),
 }
 
 
@@ -164,7 +192,10 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
     if trouble == "no dependence":  # in the warm-up gradients flow past it
         middle.register_forward_hook(lambda module, inputs, output: output + inputs[0] * 1)
     chain = by_engine(Foreign(), middle, Foreign(), made=made)
-    assert chain.said[0].startswith("module 1 not captured for up to 4 documents: ") and reason in chain.said[0]
+    assert (
+        chain.said[0].startswith("module 1 not captured for up to 4 documents: ")
+        and reason in chain.said[0]
+    )
     assert chain.runner.counters.captures == 1 + 2 * 2 and told == [1]
     assert gc.isenabled() and "__call__" not in vars(transformer_engine._Closed)
     assert all(parameter.grad is None for parameter in chain.modules.parameters())
@@ -193,8 +224,12 @@ def test_what_a_failed_capture_leaves_behind_is_tidied_up():
 
 
 @pytest.mark.parametrize("passes_wait", [False, True])
-def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wait_in_it(passes_wait):
-    """They could not be told: each is in the middle of the pass. A capture that finds none can be left out."""
+def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wait_in_it(
+    passes_wait,
+):
+    """They could not be told: each is in the middle of the pass. A capture that finds none can be
+    left out.
+    """
     failing = Foreign(lambda self, hidden, computed, packed: raises_no_memory(computed, packed))
     if passes_wait:
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
@@ -219,13 +254,18 @@ def test_a_parameter_whose_gradient_would_come_back_is_refused():
     parameter = chain.modules[1].weight
     parameter._post_accumulate_grad_hooks.clear()
     chain.capture()
-    assert "module 1 not captured" in chain.said[0] and "no hook that adds their gradient to main_grad" in chain.said[0]
+    assert (
+        "module 1 not captured" in chain.said[0]
+        and "no hook that adds their gradient to main_grad" in chain.said[0]
+    )
     assert chain.runner.counters.captures == 1 + 2 * 1
 
 
 def test_without_transformer_engine_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(ValueError, match=r"TransformerEngine does not import .*; pip install .*, or give local"):
+    with pytest.raises(
+        ValueError, match=r"TransformerEngine does not import .*; pip install .*, or give local"
+    ):
         transformer_engine.maker()
 
 
@@ -233,11 +273,15 @@ def test_one_that_does_not_fit_torch_is_refused_too(monkeypatch, tmp_path):
     (tmp_path / "transformer_engine.py").write_text("raise AttributeError")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    with pytest.raises(ValueError, match=r"TransformerEngine does not import \(AttributeError:\); pip install"):
+    with pytest.raises(
+        ValueError, match=r"TransformerEngine does not import \(AttributeError:\); pip install"
+    ):
         transformer_engine.maker()
 
 
-@pytest.mark.parametrize("lacking", [(), ("_order",), ("pool", "capture_time_hooks"), ("set_capture_end",)])
+@pytest.mark.parametrize(
+    "lacking", [(), ("_order",), ("pool", "capture_time_hooks"), ("set_capture_end",)]
+)
 def test_a_transformer_engine_without_an_option_is_refused_by_its_version(monkeypatch, lacking):
     def capture(modules, sample_args, **options): ...
 
@@ -248,7 +292,10 @@ def test_a_transformer_engine_without_an_option_is_refused_by_its_version(monkey
     graph.make_graphed_callables = capture
     if "set_capture_end" not in lacking:
         graph.set_capture_end = print
-    package, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    package, pytorch = (
+        types.ModuleType("transformer_engine"),
+        types.ModuleType("transformer_engine.pytorch"),
+    )
     package.__version__, package.pytorch, pytorch.graph = "2.3.0", pytorch, graph
     for module in (package, pytorch, graph):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -256,7 +303,10 @@ def test_a_transformer_engine_without_an_option_is_refused_by_its_version(monkey
         assert transformer_engine.maker() == (capture, print)
         return
     named = " and no ".join(lacking)
-    with pytest.raises(ValueError, match=f"TransformerEngine 2.3.0 has no {named}; install a newer one, or give local"):
+    with pytest.raises(
+        ValueError,
+        match=f"TransformerEngine 2.3.0 has no {named}; install a newer one, or give local",
+    ):
         transformer_engine.maker()
 
 

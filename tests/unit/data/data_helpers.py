@@ -13,13 +13,27 @@ from megatron_packed.data.errors import BadLine
 from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_packed.data.tokenizer import ByteTokenizer
 
-CORPUS = ["Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "] * 20
+CORPUS = [
+    "Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "
+] * 20
 
 AWKWARD = [
-    "", " ", "a", "  Hello  there, \t how\n\n\nare you?  ", "don't STOPNow 12345 x_y/z\r\n!?\n/", "é e\u0301 ﬁ",
-    "日本語のテキスト", "😀👩‍👩‍👧‍👦 \u200b\u00a0\u3000\ufeff", "\x01\x7f\x80", "a<s>b</s> <unk><pad><SPECIAL_10>",
-    "hello<|im_end|>\n<|im_start|>the", "<b>bold</b>▁under▁", "x" * 3000, " \n" * 500, "\U0010ffff\ue000",
-]  # fmt: skip
+    "",
+    " ",
+    "a",
+    "  Hello  there, \t how\n\n\nare you?  ",
+    "don't STOPNow 12345 x_y/z\r\n!?\n/",
+    "é e\u0301 ﬁ",
+    "日本語のテキスト",
+    "😀👩‍👩‍👧‍👦 \u200b\u00a0\u3000\ufeff",
+    "\x01\x7f\x80",
+    "a<s>b</s> <unk><pad><SPECIAL_10>",
+    "hello<|im_end|>\n<|im_start|>the",
+    "<b>bold</b>▁under▁",
+    "x" * 3000,
+    " \n" * 500,
+    "\U0010ffff\ue000",
+]
 """Texts that tokenizers stumble over."""
 
 
@@ -30,7 +44,9 @@ def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> H
     return HuggingFaceTokenizer(directory)
 
 
-def byte_level(special_tokens=("</s>", "<|im_start|>", "<|im_end|>"), corpus=CORPUS) -> tokenizers.Tokenizer:
+def byte_level(
+    special_tokens=("</s>", "<|im_start|>", "<|im_end|>"), corpus=CORPUS
+) -> tokenizers.Tokenizer:
     """As GPT-2, Llama 3 and Qwen: pieces can be encoded one by one."""
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,14 +55,19 @@ def byte_level(special_tokens=("</s>", "<|im_start|>", "<|im_end|>"), corpus=COR
     engine.train_from_iterator(
         corpus,
         trainers.BpeTrainer(
-            vocab_size=400, initial_alphabet=alphabet, special_tokens=list(special_tokens), show_progress=False
+            vocab_size=400,
+            initial_alphabet=alphabet,
+            special_tokens=list(special_tokens),
+            show_progress=False,
         ),
     )
     return engine
 
 
 def metaspace(special_tokens=("<s>", "</s>")) -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral: a space is put before what is encoded, so pieces cannot be encoded one by one."""
+    """As Llama 2 and Mistral: a space is put before what is encoded, so pieces cannot be encoded
+    one by one.
+    """
     engine = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     engine.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -54,7 +75,10 @@ def metaspace(special_tokens=("<s>", "</s>")) -> tokenizers.Tokenizer:
     engine.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(
-            vocab_size=300, initial_alphabet=alphabet, special_tokens=["<unk>", *special_tokens], show_progress=False
+            vocab_size=300,
+            initial_alphabet=alphabet,
+            special_tokens=["<unk>", *special_tokens],
+            show_progress=False,
         ),
     )
     return engine
@@ -67,12 +91,20 @@ def conversation(*turns: str, **fields) -> str:
     return json.dumps({"messages": messages, **fields})
 
 
-def open_lines(tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, **options) -> TokenizedDataset:
+def open_lines(
+    tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, **options
+) -> TokenizedDataset:
     """The tokenised form of ``lines`` with the built-in template."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     tokenizer = tokenizer or ByteTokenizer()
-    options = {"max_bad_fraction": 1.0, "num_threads": 1, "show": False, "cache_root": tmp_path / "cache", **options}
+    options = {
+        "max_bad_fraction": 1.0,
+        "num_threads": 1,
+        "show": False,
+        "cache_root": tmp_path / "cache",
+        **options,
+    }
     return open_dataset([path], tokenizer, TemplateFormat(None, tokenizer), sft=sft, **options)
 
 

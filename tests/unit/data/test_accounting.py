@@ -1,4 +1,6 @@
-"""Targets are accounted for to the target: by brute force over every policy, also where documents came shortened."""
+"""Targets are accounted for to the target: by brute force over every policy, also where documents
+came shortened.
+"""
 
 from dataclasses import dataclass, field
 
@@ -34,7 +36,9 @@ class Masks:
 
     def count_targets(self, documents, starts, lengths) -> np.ndarray:
         places = zip(documents, starts, lengths, strict=True)
-        return np.array([int(self.masks[d][s + 1 : s + n].sum()) for d, s, n in places], dtype=np.int64)
+        return np.array(
+            [int(self.masks[d][s + 1 : s + n].sum()) for d, s, n in places], dtype=np.int64
+        )
 
 
 PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
@@ -46,7 +50,11 @@ PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
     [
         ("truncate", 11, {"kept": 1, "truncated": 2, "split": 0, "dropped": 0, "none": 0}),
         ("truncate", 10, {"kept": 0, "truncated": 3, "split": 0, "dropped": 0, "none": 1}),
-        ("split", 10, {"kept": 2, "truncated": 0, "split": 1, "dropped": 0, "none": 0}),  # the piece begins with one
+        (
+            "split",
+            10,
+            {"kept": 2, "truncated": 0, "split": 1, "dropped": 0, "none": 0},
+        ),  # the piece begins with one
         ("split", 9, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
         ("drop", 12, {"kept": 0, "truncated": 0, "split": 0, "dropped": 3, "none": 1}),
         ("error", 13, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
@@ -54,9 +62,13 @@ PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
 )
 def test_targets_of_one_document(policy, longest, expected):
     none = expected.pop("none")
-    segments, targets = cut_documents(Masks([PROMPT_AND_ANSWER]), longest, policy, only_with_targets=False)
+    segments, targets = cut_documents(
+        Masks([PROMPT_AND_ANSWER]), longest, policy, only_with_targets=False
+    )
     named = {f"targets_{name}": number for name, number in expected.items()}
-    assert segments.targets == TargetCounts(documents_in=1, targets_in=3, documents_without_targets=none, **named)
+    assert segments.targets == TargetCounts(
+        documents_in=1, targets_in=3, documents_without_targets=none, **named
+    )
     assert targets.sum() == expected["kept"]
 
 
@@ -71,7 +83,10 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
         tokens, counts = segments.counts, segments.targets
         assert counts.targets_in == data.source_targets.sum()
         assert counts.targets_in == (
-            counts.targets_kept + counts.targets_truncated + counts.targets_split + counts.targets_dropped
+            counts.targets_kept
+            + counts.targets_truncated
+            + counts.targets_split
+            + counts.targets_dropped
         )
         pieces = list(zip(segments.document, segments.start, segments.length, strict=True))
         in_packs = [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces]
@@ -81,7 +96,10 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
         assert counts.documents_without_targets == (of_documents == 0).sum()
         assert tokens.tokens_in == data.source_lengths.sum()
         assert tokens.tokens_in == (
-            tokens.tokens_kept + tokens.tokens_truncated + tokens.tokens_dropped + tokens.tokens_without_targets
+            tokens.tokens_kept
+            + tokens.tokens_truncated
+            + tokens.tokens_dropped
+            + tokens.tokens_without_targets
         )
         assert tokens.tokens_kept == segments.length.sum()
         assert (0 in in_packs) is not only_with_targets
@@ -94,7 +112,9 @@ def test_pieces_without_a_target_are_left_out_and_counted():
     """Split into 5, 5 and 3: of the first document the answer alone is left, of the second nothing."""
     data = Masks([PROMPT_AND_ANSWER, np.zeros(4, int), np.array([0, 1])])
     segments, targets = cut_documents(data, 5, "split", only_with_targets=True)
-    pieces = zip(segments.document.tolist(), segments.start.tolist(), segments.length.tolist(), strict=True)
+    pieces = zip(
+        segments.document.tolist(), segments.start.tolist(), segments.length.tolist(), strict=True
+    )
     assert list(pieces) == [(0, 10, 3), (2, 0, 2)]
     assert targets.tolist() == [2, 1]
     counts = segments.counts

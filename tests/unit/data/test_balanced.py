@@ -29,7 +29,9 @@ def test_order_is_longest_first_up_to_the_jitter():
     lengths = np.random.default_rng(0).integers(1, 5000, 500)
     order = long_first_order(lengths, key())
     assert sorted(order.tolist()) == list(range(500))
-    later = np.maximum.accumulate(lengths[order][::-1])[::-1]  # the longest that comes at this place or after it
+    later = np.maximum.accumulate(lengths[order][::-1])[
+        ::-1
+    ]  # the longest that comes at this place or after it
     ratio = (1 + JITTER / 2) / (1 - JITTER / 2) * 1.01
     assert (later <= lengths[order] * ratio).all()
     assert not np.array_equal(order, long_first_order(lengths, KeyedRandom(1, "test")))
@@ -42,7 +44,10 @@ def test_longest_first_goes_into_the_emptiest_bin(cap):
         lengths = rng.integers(1, 900, min(40, num_bins * cap))
         tokens, counts, expected = [0] * num_bins, [0] * num_bins, np.empty(lengths.size, int)
         for document in long_first_order(lengths, key()).tolist():
-            emptiest = min((bin for bin in range(num_bins) if counts[bin] < cap), key=lambda bin: (tokens[bin], bin))
+            emptiest = min(
+                (bin for bin in range(num_bins) if counts[bin] < cap),
+                key=lambda bin: (tokens[bin], bin),
+            )
             expected[document] = emptiest
             tokens[emptiest] += int(lengths[document])
             counts[emptiest] += 1
@@ -67,9 +72,13 @@ def test_best_fit_goes_into_the_fullest_bin_where_it_fits(cap):
         assert best_fit(lengths, 100, cap).tolist() == expected
 
 
-@pytest.mark.parametrize(("per_bin", "cap"), [(3, 3), (6, 6), (6, 20), (30, 30), (100, 104), (2 * SLOTS, 4 * SLOTS)])
+@pytest.mark.parametrize(
+    ("per_bin", "cap"), [(3, 3), (6, 6), (6, 20), (30, 30), (100, 104), (2 * SLOTS, 4 * SLOTS)]
+)
 def test_exchange_fills_bins_that_random_assignment_overfills(per_bin, cap):
-    """Documents in bins at random, 1 % of slack: afterwards (nearly) every bin fits, and none has more than the cap."""
+    """Documents in bins at random, 1 % of slack: afterwards (nearly) every bin fits, and none has
+    more than the cap.
+    """
     rng = np.random.default_rng(per_bin)
     num_bins = 40
     lengths = rng.integers(20, 900, num_bins * per_bin)
@@ -102,12 +111,16 @@ def test_exchange_leaves_full_bins_alone():
 def test_leave_over_takes_the_shortest_document_that_is_enough():
     lengths = np.array([6, 3, 4, 9, 5, 9, 9])
     bin_of = np.array([0, 0, 0, 1, 1, 2, 2])
-    # bin 0 has 13, 3 too many: the 3 goes. Bin 1 has 14, 4 too many: the 5 goes. Bin 2 has 18: one of the 9s goes.
+    # bin 0 has 13, 3 too many: the 3 goes. Bin 1 has 14, 4 too many: the 5 goes. Bin 2 has 18: one
+    # of the 9s goes.
     left = leave_over(lengths, bin_of, 3, 10)
     assert left.tolist()[:5] == [0, LEFT_OVER, 0, 1, LEFT_OVER]
     assert sorted(left.tolist()[5:]) == [LEFT_OVER, 2]
-    # 4 too many by tokens where no single document is enough: the longest first, then the shortest that is enough.
-    assert leave_over(np.array([3, 3, 2, 2, 2]), np.zeros(5, int), 1, 7).tolist().count(LEFT_OVER) == 2
+    # 4 too many by tokens where no single document is enough: the longest first, then the shortest
+    # that is enough.
+    assert (
+        leave_over(np.array([3, 3, 2, 2, 2]), np.zeros(5, int), 1, 7).tolist().count(LEFT_OVER) == 2
+    )
 
 
 def test_balance_never_overfills_whatever_it_is_asked():

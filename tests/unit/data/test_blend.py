@@ -1,4 +1,6 @@
-"""Weighted blends: shares of tokens, even reading of every source, and plans that are functions of seed and epoch."""
+"""Weighted blends: shares of tokens, even reading of every source, and plans that are functions of
+seed and epoch.
+"""
 
 from fractions import Fraction
 
@@ -31,7 +33,9 @@ def test_shares_of_tokens_and_even_reading() -> None:
         counts += np.bincount(drawn, minlength=len(LENGTHS))
         for number in range(3):
             of_source = counts[number == SOURCE]
-            assert of_source.max() - of_source.min() <= 1  # no document twice before all others once
+            assert (
+                of_source.max() - of_source.min() <= 1
+            )  # no document twice before all others once
     assert np.array_equal(blend().epoch(11), epochs[11])  # without those before it
     assert not np.array_equal(blend(seed=8).epoch(0), epochs[0])
 
@@ -57,7 +61,10 @@ def test_a_plan_of_a_blend() -> None:
     assert far.epoch >= 5
     same = plan.step(200)
     assert all(np.array_equal(a, b) for x, y in zip(far.packs, same.packs) for a, b in zip(x, y))
-    hashes = [PackPlan(segments, LENGTHS - 1, blend=b, **made).hash for b in (None, blend(), blend(WEIGHTS[::-1]))]
+    hashes = [
+        PackPlan(segments, LENGTHS - 1, blend=b, **made).hash
+        for b in (None, blend(), blend(WEIGHTS[::-1]))
+    ]
     assert len(set(hashes)) == 3
     evaluation = plan.evaluation()
     assert sum(evaluation.documents_per_pack) == len(blend().epoch(0))

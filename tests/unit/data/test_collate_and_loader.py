@@ -1,4 +1,6 @@
-"""Packs by hand, and micro-batches as a function of (plan, step): killed anywhere, on any number of ranks."""
+"""Packs by hand, and micro-batches as a function of (plan, step): killed anywhere, on any number of
+ranks.
+"""
 
 import json
 import threading
@@ -29,19 +31,33 @@ def pieces_of(dataset, policy="split"):
 
 def plan_of(dataset, dp_size=1, cls=PackPlan, packs_per_step=4, alignment=1, **options):
     packer = Packer(slots=SLOTS, method="balanced", window=64, alignment=alignment)
-    return cls(*pieces_of(dataset), packer=packer, packs_per_step=packs_per_step, dp_size=dp_size, seed=5, **options)
+    return cls(
+        *pieces_of(dataset),
+        packer=packer,
+        packs_per_step=packs_per_step,
+        dp_size=dp_size,
+        seed=5,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> TokenizedDataset:
     random = np.random.default_rng(1)
-    lines = [json.dumps({"prompt": f"{n}:" * random.integers(1, 4), "completion": "ab" * random.integers(1, 50)})
-             for n in range(300)]  # fmt: skip
+    lines = [
+        json.dumps(
+            {"prompt": f"{n}:" * random.integers(1, 4), "completion": "ab" * random.integers(1, 50)}
+        )
+        for n in range(300)
+    ]
     return open_lines(tmp_path_factory.mktemp("data"), lines)
 
 
 def test_a_pack_by_hand(tmp_path):
-    lines = [json.dumps({"prompt": "ab", "completion": "cd"}), json.dumps({"prompt": "", "completion": "xyz"})]
+    lines = [
+        json.dumps({"prompt": "ab", "completion": "cd"}),
+        json.dumps({"prompt": "", "completion": "xyz"}),
+    ]
     data = open_lines(tmp_path, lines)
     segments = Segments.cut(data.lengths, 12, "error")
     batch = collate(data, segments, [1, 0], total_tokens=12, capacity=3, scales=(0.5, 0.25))
@@ -84,7 +100,9 @@ def test_an_empty_pack_is_all_tail(dataset):
 
 def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
     plan = plan_of(dataset, dp_size=2)
-    loaders = [Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, ladder=ROOMY) for rank in range(2)]
+    loaders = [
+        Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, ladder=ROOMY) for rank in range(2)
+    ]
     for step in range(12):
         batches = [batch for loader in loaders for batch in loader.micro_batches(step)]
         assert len(batches) == 4
@@ -106,28 +124,40 @@ def test_every_micro_batch_has_the_size_of_the_smallest_cell_that_holds_it(datas
         Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, ladder=ladder) as sized,
     ):
         for step in range(len(plan)):
-            for exact, batch in zip(plain.micro_batches(step), sized.micro_batches(step), strict=True):
+            for exact, batch in zip(
+                plain.micro_batches(step), sized.micro_batches(step), strict=True
+            ):
                 cell = ladder.cell_for(exact.packed.num_seqs, exact.packed.max_seqlen)
                 size = cell or Cell(exact.packed.capacity, exact.packed.max_seqlen)
-                assert (batch.packed.capacity, batch.packed.max_seqlen) == (size.capacity, size.max_seqlen)
+                assert (batch.packed.capacity, batch.packed.max_seqlen) == (
+                    size.capacity,
+                    size.max_seqlen,
+                )
                 for name in ("tokens", "labels", "loss_mask", "scales"):
                     assert torch.equal(getattr(batch, name), getattr(exact, name))
                 for name in ("seq_idx", "position_ids", "valid"):
                     assert torch.equal(getattr(batch.packed, name), getattr(exact.packed, name))
-                assert batch.packed.document_lengths.tolist() == exact.packed.document_lengths.tolist()
+                assert (
+                    batch.packed.document_lengths.tolist() == exact.packed.document_lengths.tolist()
+                )
                 seen.add(cell)
     assert seen == {*ladder.cells, None}
 
 
 def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
-    """The smallest that holds the micro-batches of all of them; beyond the ladder all have room beyond it."""
+    """The smallest that holds the micro-batches of all of them; beyond the ladder all have room
+    beyond it.
+    """
     plan = plan_of(dataset, cls=EvaluationPlan, dp_size=2)
     ladder = Ladder.of([1, 2], SLOTS)
     seen = set()
     with ExitStack() as stack:
         options = {"total_tokens": SLOTS, "ladder": ladder}
         alone, alike = (
-            [stack.enter_context(Loader(dataset, plan, dp_rank=rank, alike=together, **options)) for rank in range(2)]
+            [
+                stack.enter_context(Loader(dataset, plan, dp_rank=rank, alike=together, **options))
+                for rank in range(2)
+            ]
             for together in (False, True)
         )
         for step in range(len(plan)):
@@ -136,7 +166,11 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
             for *exact, first, second in zip(*own, *common, strict=True):
                 most = max(batch.packed.num_seqs for batch in exact)
                 cell = ladder.cell_for(most, SLOTS)
-                assert first.packed.capacity == second.packed.capacity == (cell.capacity if cell else most)
+                assert (
+                    first.packed.capacity
+                    == second.packed.capacity
+                    == (cell.capacity if cell else most)
+                )
                 for one, other in zip(exact, (first, second), strict=True):
                     assert torch.equal(one.tokens, other.tokens)
                     seen.add((one.packed.capacity, other.packed.capacity))
@@ -146,7 +180,9 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
 def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):
     data = open_lines(tmp_path, [json.dumps({"text": "abc"})], sft=False)
     ladder = Ladder((Cell(1, SLOTS // 2), Cell(1, SLOTS)))
-    with Loader(data, plan_of(data, packs_per_step=1), dp_rank=0, total_tokens=SLOTS, ladder=ladder) as loader:
+    with Loader(
+        data, plan_of(data, packs_per_step=1), dp_rank=0, total_tokens=SLOTS, ladder=ladder
+    ) as loader:
         packed = loader.micro_batches(0)[0].packed
     assert (packed.document_lengths.tolist(), packed.capacity, packed.max_seqlen) == ([4], 1, SLOTS)
 
@@ -158,28 +194,45 @@ def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
     assert not any((batch.packed.cu_seqlens % 8).any() for batch in batches)
     assert {batch.packed.total_tokens for batch in batches} == {SLOTS}
     for name in ("tokens", "labels", "loss_mask"):  # every document once, and nothing else counts
-        seen = torch.cat([getattr(batch, name)[batch.packed.valid] for batch in batches]).sort().values
-        whole = [collate(dataset, plan.segments, [n], total_tokens=SLOTS) for n in range(len(plan.segments))]
-        assert torch.equal(seen, torch.cat([getattr(pack, name)[pack.packed.valid] for pack in whole]).sort().values)
+        seen = (
+            torch.cat([getattr(batch, name)[batch.packed.valid] for batch in batches]).sort().values
+        )
+        whole = [
+            collate(dataset, plan.segments, [n], total_tokens=SLOTS)
+            for n in range(len(plan.segments))
+        ]
+        assert torch.equal(
+            seen,
+            torch.cat([getattr(pack, name)[pack.packed.valid] for pack in whole]).sort().values,
+        )
         assert not any(getattr(batch, name)[~batch.packed.valid].any() for batch in batches)
 
 
-# -------------------------------------------------------------------------------------------------------------- resume
+# --------------------------------------------------------------------------------------------------------------
+# resume
 
 
 def packs_of(loaders, step):
-    """The step's packs over all ranks, as sorted bytes: how they are dealt to ranks is another matter."""
-    return sorted(batch.buffer.numpy().tobytes() for loader in loaders for batch in loader.micro_batches(step))
+    """The step's packs over all ranks, as sorted bytes: how they are dealt to ranks is another
+    matter.
+    """
+    return sorted(
+        batch.buffer.numpy().tobytes() for loader in loaders for batch in loader.micro_batches(step)
+    )
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset):
-    with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, ladder=ROOMY, prefetch=0) as loader:
+    with Loader(
+        dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, ladder=ROOMY, prefetch=0
+    ) as loader:
         return [packs_of([loader], step) for step in range(80)]  # over two epochs
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(dataset, uninterrupted, seed):
+def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(
+    dataset, uninterrupted, seed
+):
     random = np.random.default_rng(seed)
     step, seen = 0, []
     while step < len(uninterrupted):
@@ -205,10 +258,15 @@ def test_every_document_comes_once_an_epoch(dataset):
         for epoch in range(2):
             start = sum(len(plan.epoch(earlier)) for earlier in range(epoch))
             tokens = np.concatenate(
-                [loader.micro_batches(start + n)[0].tokens.numpy() for n in range(len(plan.epoch(epoch)))]
+                [
+                    loader.micro_batches(start + n)[0].tokens.numpy()
+                    for n in range(len(plan.epoch(epoch)))
+                ]
             )
             real = np.concatenate([dataset.document(n)[0] for n in range(len(dataset))])
-            assert np.bincount(tokens)[1:].tolist() == np.bincount(real)[1:].tolist()  # 0 is the tail
+            assert (
+                np.bincount(tokens)[1:].tolist() == np.bincount(real)[1:].tolist()
+            )  # 0 is the tail
 
 
 def test_a_step_is_the_same_however_it_is_reached(dataset):
@@ -231,7 +289,8 @@ def test_a_finite_plan_is_gone_through_again_and_again(dataset):
             loader.micro_batches(len(plan))
 
 
-# --------------------------------------------------------------------------------------------------------- the thread
+# ---------------------------------------------------------------------------------------------------------
+# the thread
 
 
 def test_micro_batches_are_prepared_ahead_up_to_the_depth_and_not_twice(dataset, monkeypatch):
@@ -254,7 +313,9 @@ def test_micro_batches_are_prepared_ahead_up_to_the_depth_and_not_twice(dataset,
 
 
 def test_an_error_in_the_thread_reaches_the_consumer(tmp_path):
-    data = open_lines(tmp_path, [json.dumps({"text": chr(97 + n) * 50}) for n in range(40)], sft=False)
+    data = open_lines(
+        tmp_path, [json.dumps({"text": chr(97 + n) * 50}) for n in range(40)], sft=False
+    )
     path, plan = data.directory / "tokens.bin", plan_of(data)
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with Loader(TokenizedDataset(data.directory), plan, dp_rank=0, total_tokens=SLOTS) as loader:

@@ -40,6 +40,9 @@ def test_against_counting_pairs():
         for _ in range(2):
             cuts = np.sort(rng.choice(np.arange(1, 30), 8, replace=False))
             groups.append([group.tolist() for group in np.split(rng.permutation(30), cuts)])
-        first, second = ({frozenset(pair) for group in epoch for pair in combinations(group, 2)} for epoch in groups)
+        first, second = (
+            {frozenset(pair) for group in epoch for pair in combinations(group, 2)}
+            for epoch in groups
+        )
         met = companions(packs_of(*groups[0]), packs_of(*groups[1]))
         assert (met.pairs, met.again) == (len(first), len(first & second))

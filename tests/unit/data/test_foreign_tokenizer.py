@@ -1,4 +1,6 @@
-"""Tokenizers in processes of their own: same tokens, and files that make a library panic, abort or run without end."""
+"""Tokenizers in processes of their own: same tokens, and files that make a library panic, abort or
+run without end.
+"""
 
 import json
 import time
@@ -41,8 +43,10 @@ def test_it_encodes_as_the_class_does(made):
             ids.tolist() for ids in here.encode_batch(TEXTS, special=special)
         ]
         for text in TEXTS:
-            for mine, its in zip(here.encode_with_offsets(text, special=special),
-                                 there.encode_with_offsets(text, special=special)):  # fmt: skip
+            for mine, its in zip(
+                here.encode_with_offsets(text, special=special),
+                there.encode_with_offsets(text, special=special),
+            ):
                 assert mine.dtype == its.dtype and mine.tolist() == its.tolist()
     ids = here.encode(TEXTS[2], special=True)
     there.close()  # it stays usable
@@ -58,7 +62,9 @@ def test_dropout_of_merges_is_off(made):
     assert {there.encode("a plain text, a plain text").tobytes() for _ in range(20)} == {
         here.encode("a plain text, a plain text").tobytes()
     }
-    assert there.fingerprint != here.fingerprint  # what was tokenised with dropout is not taken from a cache
+    assert (
+        there.fingerprint != here.fingerprint
+    )  # what was tokenised with dropout is not taken from a cache
     there.close()
 
 
@@ -66,13 +72,24 @@ def test_dropout_of_merges_is_off(made):
     "parts",
     [
         {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}},  # panics
-        {"model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "x"}},  # bare Exception
-        {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}},
-         {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}}},
+        {
+            "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "x"}
+        },  # bare Exception
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "[X]", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
         {"normalizer": {"type": "Prepend", "prepend": "a" * 50_000_000}},  # without end
     ],
     ids=["panic", "exception", "template", "endless"],
-)  # fmt: skip
+)
 def test_files_that_break_their_library_are_one_sentence(made, parts, capfd):
     started = time.monotonic()
     with pytest.raises(DataError, match=r"tmp|pytest") as raised:
@@ -89,7 +106,12 @@ def test_text_that_breaks_the_library_is_a_bad_line(made):
             "type": "Sequence",
             "pretokenizers": [
                 {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": True,
+                    "use_regex": True,
+                },
             ],
         }
     )
@@ -116,5 +138,8 @@ def test_slow_requests_have_one_budget():
     budget.failed(2.0, "why")
     budget.succeeded(4.0, 100)
     budget.failed(2.0, "why")
-    with pytest.raises(DataError, match=r"the template took 12 s of CPU time for 4 slow conversations, and 10 s are"):
+    with pytest.raises(
+        DataError,
+        match=r"the template took 12 s of CPU time for 4 slow conversations, and 10 s are",
+    ):
         budget.succeeded(4.0, 100)

@@ -1,4 +1,6 @@
-"""Megatron's indexed data sets: the same samples and the same bytes as megatron-core, and nothing damaged is read."""
+"""Megatron's indexed data sets: the same samples and the same bytes as megatron-core, and nothing
+damaged is read.
+"""
 
 import os
 import random
@@ -11,7 +13,13 @@ import pytest
 
 from megatron_packed.data import indexed
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.indexed import IndexedFile, checksums_path, index_path, token_type, tokens_path
+from megatron_packed.data.indexed import (
+    IndexedFile,
+    checksums_path,
+    index_path,
+    token_type,
+    tokens_path,
+)
 from megatron_packed.data.indexed_documents import IndexedDocuments
 from megatron_packed.data.indexed_writer import IndexedWriter
 
@@ -20,13 +28,17 @@ DOCUMENTS = {
     "uint16": [[[1, 2, 65499]], [[7]], [[9, 8, 7, 6], [5]], [[]], [[3, 3, 3]]],
     "int32": [[[1, 2, 65499, 2**31 - 1]], [[0, 0], [1], [2, 2]], [[4] * 40]],
 }
-"""What megatron-core wrote into the prepared files (`indexed/make.py`): tokens by document and sequence."""
+"""What megatron-core wrote into the prepared files (`indexed/make.py`): tokens by document and
+sequence.
+"""
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str) -> Path:
     with IndexedWriter(prefix, dtype) as writer:
         for sequences in documents:
-            writer.add_document(np.array([*chain(*sequences)], np.int64), [len(tokens) for tokens in sequences])
+            writer.add_document(
+                np.array([*chain(*sequences)], np.int64), [len(tokens) for tokens in sequences]
+            )
     return prefix
 
 
@@ -35,7 +47,9 @@ def read(prefix: Path, *, map_tokens: bool = True) -> list[list[list[int]]]:
     ends = file.document_index.tolist()
     documents = [[file.sequence(n).tolist() for n in range(*pair)] for pair in pairwise(ends)]
     places = file.document_starts()
-    assert [file.tokens(*pair).tolist() for pair in pairwise(places)] == [[*chain(*d)] for d in documents]
+    assert [file.tokens(*pair).tolist() for pair in pairwise(places)] == [
+        [*chain(*d)] for d in documents
+    ]
     return documents
 
 
@@ -47,28 +61,41 @@ def test_files_of_megatron_core_are_read_and_written_alike(name: str, tmp_path: 
     for path in (index_path, tokens_path):
         assert path(ours).read_bytes() == path(PREPARED / name).read_bytes()
     assert read(ours) == DOCUMENTS[name]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.bin", f"{name}.crc32c", f"{name}.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{name}.bin",
+        f"{name}.crc32c",
+        f"{name}.idx",
+    ]
 
 
 def test_megatron_core_reads_what_we_write(tmp_path: Path) -> None:
     try:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
-    except Exception as error:  # an installed one that lacks its GPU libraries raises whatever it likes
+    except (
+        Exception
+    ) as error:  # an installed one that lacks its GPU libraries raises whatever it likes
         pytest.skip(f"megatron-core cannot be imported: {error}")
     draw = np.random.default_rng(3)
-    documents = [[draw.integers(0, 300, size).tolist() for size in draw.integers(0, 50, 3)] for _ in range(200)]
+    documents = [
+        [draw.integers(0, 300, size).tolist() for size in draw.integers(0, 50, 3)]
+        for _ in range(200)
+    ]
     prefix = write(tmp_path / "ours", documents, token_type(300).name)
     theirs, ours = IndexedDataset(str(prefix)), IndexedFile(prefix)
     assert len(theirs) == len(ours) == 600 and theirs.index.dtype == ours.dtype
     assert theirs.document_indices.tolist() == ours.document_index.tolist()
     for number in range(len(theirs)):
         np.testing.assert_array_equal(theirs[number], ours.sequence(number))
-        np.testing.assert_array_equal(theirs.get(number, offset=len(theirs[number]) // 2),
-                                      ours.sequence(number, len(theirs[number]) // 2, -(-len(theirs[number]) // 2)))
+        np.testing.assert_array_equal(
+            theirs.get(number, offset=len(theirs[number]) // 2),
+            ours.sequence(number, len(theirs[number]) // 2, -(-len(theirs[number]) // 2)),
+        )
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """The bytes with a bit flipped, a field replaced, a stretch removed, doubled or zeroed, or the end cut off."""
+    """The bytes with a bit flipped, a field replaced, a stretch removed, doubled or zeroed, or the
+    end cut off.
+    """
     at, way = draw.randrange(len(data)), draw.randrange(6)
     end = min(at + draw.choice((1, 2, 4, 8, 12)), len(data))
     if way == 0:
@@ -86,14 +113,21 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 def test_five_hundred_damaged_indexes(with_checksums: bool, tmp_path: Path) -> None:
     """Without checksums for documents of one sequence each, as usual; with them for any."""
     draw = random.Random(with_checksums)
-    documents = [[[draw.randrange(300) for _ in range(draw.randrange(1, 9))] for _ in range(1 + 2 * with_checksums)]
-                 for _ in range(24)]  # fmt: skip
+    documents = [
+        [
+            [draw.randrange(300) for _ in range(draw.randrange(1, 9))]
+            for _ in range(1 + 2 * with_checksums)
+        ]
+        for _ in range(24)
+    ]
     prefix = write(tmp_path / "d", documents, "uint16")
     if not with_checksums:
         checksums_path(prefix).unlink()
     whole, refused = index_path(prefix).read_bytes(), 0
     for _ in range(500):
-        data = whole if draw.random() < 0.9 else whole[: draw.choice((20, 34))]  # headers alone, too
+        data = (
+            whole if draw.random() < 0.9 else whole[: draw.choice((20, 34))]
+        )  # headers alone, too
         data = damaged(data, draw)
         index_path(prefix).write_bytes(data)
         try:
@@ -124,7 +158,9 @@ def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
             IndexedFile(prefix, map_tokens=map_tokens).tokens(start, stop)
     tokens_path(prefix).write_bytes(data[:-4])
     for _ in range(2):  # with the checksums and without
-        with pytest.raises(DataError, match=r"799996 bytes, but the sequences of d\.idx take 800000"):
+        with pytest.raises(
+            DataError, match=r"799996 bytes, but the sequences of d\.idx take 800000"
+        ):
             IndexedFile(prefix, map_tokens=map_tokens)
         checksums_path(prefix).unlink(missing_ok=True)
 
@@ -134,7 +170,9 @@ def test_the_type_of_tokens_is_that_of_megatrons_tools() -> None:
 
 
 def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little a read gives; a file that is cut off meanwhile is an error, where a map would end the process."""
+    """However little a read gives; a file that is cut off meanwhile is an error, where a map would
+    end the process.
+    """
     prefix = write(tmp_path / "d", [[list(range(1000))]], "uint16")
     checksums_path(prefix).unlink()
     file, pread = IndexedFile(prefix, map_tokens=False), os.pread
@@ -143,7 +181,9 @@ def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert file.fingerprint() == IndexedFile(prefix).fingerprint()
     os.truncate(tokens_path(prefix), 1001)
     assert file.sequence(0, 0, 500).tolist() == list(range(500))
-    with pytest.raises(DataError, match=r"d\.bin ends at byte 1001, and did not when it was opened"):
+    with pytest.raises(
+        DataError, match=r"d\.bin ends at byte 1001, and did not when it was opened"
+    ):
         file.sequence(0)
 
 
@@ -185,8 +225,9 @@ def test_a_writer_that_ends_in_between_leaves_no_index_of_other_tokens(
         assert read(write(prefix, [[[3, 4]]], "uint16")) == [[[3, 4]]]
 
 
-
-@pytest.mark.parametrize(("code", "name"), [(1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")])
+@pytest.mark.parametrize(
+    ("code", "name"), [(1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")]
+)
 def test_the_code_of_every_type(code: int, name: str, tmp_path: Path) -> None:
     """As the format numbers them, with the extremes of each type."""
     limits = np.iinfo(name)
@@ -213,7 +254,9 @@ FAULTS = {
     "has 139 bytes, but 6 sequences and 4 document entries take 138": lambda data: data.append(0),
     "has 33 bytes, fewer than the 34": lambda data: data.__delitem__(slice(33, None)),
     "says that sequence 1 has -1 tokens": changed(LENGTHS + 4, "<i", -1),
-    "sequence 2 begins at byte 20, but the lengths before it end at byte 16": changed(STARTS + 16, "<q", 20),
+    "sequence 2 begins at byte 20, but the lengths before it end at byte 16": changed(
+        STARTS + 16, "<q", 20
+    ),
     r"d\.bin has 48 bytes, but the sequences of d\.idx take 52": changed(LENGTHS + 20, "<i", 3),
     "documents go from sequence 1 to 6": changed(ENTRIES, "<q", 1),
     "documents go from sequence 0 to 5": changed(ENTRIES + 24, "<q", 5),
@@ -243,7 +286,9 @@ def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert read(prefix) == documents
         checksums_path(prefix).unlink(missing_ok=True)
     data = bytearray(index_path(prefix).read_bytes())
-    struct.pack_into("<q", data, len(data) - 16, 7)  # an empty last document, and two sequences in the one before it
+    struct.pack_into(
+        "<q", data, len(data) - 16, 7
+    )  # an empty last document, and two sequences in the one before it
     index_path(prefix).write_bytes(data)
     with pytest.raises(DataError, match="says that document 5 is not one sequence"):
         IndexedFile(prefix)
@@ -254,7 +299,9 @@ def test_checksums_that_are_damaged_themselves(tmp_path: Path) -> None:
     whole = checksums_path(prefix).read_bytes()
     for data in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], whole + whole[:4], b""):
         checksums_path(prefix).write_bytes(data)
-        with pytest.raises(DataError, match=r"d\.crc32c is damaged, or holds the checksums of other files"):
+        with pytest.raises(
+            DataError, match=r"d\.crc32c is damaged, or holds the checksums of other files"
+        ):
             IndexedFile(prefix)
 
 

@@ -1,4 +1,6 @@
-"""10,000 hostile lines: no crash, no hang, and counts that equal the generator's own to the line and token."""
+"""10,000 hostile lines: no crash, no hang, and counts that equal the generator's own to the line
+and token.
+"""
 
 import gzip
 import json
@@ -34,14 +36,22 @@ WORDS = [
 
 
 class Lines:
-    """Makes lines and knows what should become of each: a reason, "blank", or the texts that are trained."""
+    """Makes lines and knows what should become of each: a reason, "blank", or the texts that are
+    trained.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.makers = [getattr(self, name) for name in dir(Lines) if name.startswith(("good_", "bad_", "blank_"))]
+        self.makers = [
+            getattr(self, name)
+            for name in dir(Lines)
+            if name.startswith(("good_", "bad_", "blank_"))
+        ]
 
     def text(self, low=1, high=6) -> str:
-        return "w" + " ".join(self.random.choice(WORDS) for _ in range(self.random.randint(low, high)))
+        return "w" + " ".join(
+            self.random.choice(WORDS) for _ in range(self.random.randint(low, high))
+        )
 
     def dump(self, value) -> bytes:
         return json.dumps(value, ensure_ascii=self.random.random() < 0.5).encode()
@@ -52,7 +62,10 @@ class Lines:
             messages.append({"role": "system", "content": self.text()})
         for _ in range(self.random.randint(1, 3)):
             messages.append(
-                {"role": self.random.choice(["user", "tool"]), "content": self.random.choice(["", self.text()])}
+                {
+                    "role": self.random.choice(["user", "tool"]),
+                    "content": self.random.choice(["", self.text()]),
+                }
             )
             answer = {"role": "assistant", "content": self.text()}
             trained += answer["content"] + "<|im_end|>"
@@ -73,9 +86,9 @@ class Lines:
 
     def good_prompt(self):
         completion = self.text()
-        return self.dump({"prompt": self.random.choice(["", self.text()]), "completion": completion}), [
-            completion + "<|endoftext|>"
-        ]
+        return self.dump(
+            {"prompt": self.random.choice(["", self.text()]), "completion": completion}
+        ), [completion + "<|endoftext|>"]
 
     def good_with_marks_around(self):
         line, trained = self.good_conversation()
@@ -103,7 +116,9 @@ class Lines:
         return line[:-2] + wrong + line[-2:], "invalid_utf8"
 
     def bad_utf16(self):
-        return '{"prompt": "a", "completion": "b"}'.encode("utf-16").replace(b"\n", b""), "invalid_utf8"
+        return '{"prompt": "a", "completion": "b"}'.encode("utf-16").replace(
+            b"\n", b""
+        ), "invalid_utf8"
 
     def bad_surrogate(self):
         return b'{"prompt": "a", "completion": "\\ud83d"}', "lone_surrogate"
@@ -118,8 +133,13 @@ class Lines:
     def bad_deep(self):
         depth = self.random.choice([124, 800, 3000])  # parsed by every Python, by some, by none
         call = b'{"a":' * depth + b"1" + b"}" * depth
-        line = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [%s]}]}' % call
-        return line, "too_deep" if depth > 124 else ["\n<tool_call>\n" + json.dumps(json.loads(call)) + TOOL_END]
+        line = (
+            b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [%s]}]}'
+            % call
+        )
+        return line, "too_deep" if depth > 124 else [
+            "\n<tool_call>\n" + json.dumps(json.loads(call)) + TOOL_END
+        ]
 
     def bad_constant(self):
         return b'{"prompt": "a", "completion": "b", "score": NaN}', "nan_literal"
@@ -135,17 +155,23 @@ class Lines:
         return self.dump(value), "json_array" if isinstance(value, list) else "not_an_object"
 
     def bad_fields(self):
-        return self.dump(self.random.choice([{}, {"message": []}, {"completion": "a"}])), "no_known_field"
+        return self.dump(
+            self.random.choice([{}, {"message": []}, {"completion": "a"}])
+        ), "no_known_field"
 
     def bad_type(self):
         messages, _ = self.messages()
-        field, value = self.random.choice([("content", 1), ("content", None), ("role", None), ("role", ["user"])])
+        field, value = self.random.choice(
+            [("content", 1), ("content", None), ("role", None), ("role", ["user"])]
+        )
         self.random.choice(messages)[field] = value
         return self.dump({"messages": messages}), "wrong_type"
 
     def bad_role(self):
         messages, _ = self.messages()
-        self.random.choice(messages)["role"] = self.random.choice(["bot", "", "ASSISTANT", "developer", "<|im_end|>"])
+        self.random.choice(messages)["role"] = self.random.choice(
+            ["bot", "", "ASSISTANT", "developer", "<|im_end|>"]
+        )
         return self.dump({"messages": messages}), "unknown_role"
 
     def bad_empty(self):
@@ -153,7 +179,9 @@ class Lines:
 
     def bad_silence(self):
         messages, _ = self.messages()
-        return self.dump({"messages": [*messages, {"role": "assistant", "content": " "}]}), "empty_assistant"
+        return self.dump(
+            {"messages": [*messages, {"role": "assistant", "content": " "}]}
+        ), "empty_assistant"
 
     def bad_without_assistant(self):
         return self.dump({"messages": [{"role": "user", "content": self.text()}]}), "no_assistant"
@@ -169,7 +197,10 @@ class Lines:
 
     def bad_completion(self):
         return self.random.choice(
-            [(b'{"prompt": "a"}', "missing_completion"), (b'{"prompt": "a", "completion": ""}', "empty_completion")]
+            [
+                (b'{"prompt": "a"}', "missing_completion"),
+                (b'{"prompt": "a", "completion": ""}', "empty_completion"),
+            ]
         )
 
 
@@ -210,16 +241,25 @@ def test_ten_thousand_hostile_lines(tmp_path):
         show=False,
     )
     report = dataset.report
-    assert (report.lines, report.good, report.blank) == (10_001, expected.pop("good"), expected.pop("blank"))
+    assert (report.lines, report.good, report.blank) == (
+        10_001,
+        expected.pop("good"),
+        expected.pop("blank"),
+    )
     assert report.bad == expected
     assert report.lines == report.good + report.blank + report.num_bad
     assert min(report.good, *report.bad.values()) >= 1
     # every trained character of every document, in order
     assert len(dataset) == report.documents == len(trained)
-    assert (report.tokens, report.target_tokens) == (dataset.lengths.sum(), dataset.target_counts.sum())
+    assert (report.tokens, report.target_tokens) == (
+        dataset.lengths.sum(),
+        dataset.target_counts.sum(),
+    )
     for number, text in enumerate(trained):
         tokens, targets = dataset.document(number)
-        assert tokenizer.decode(tokens[targets == 1]) in (text, text[1:]), number  # nothing predicts a first token
+        assert tokenizer.decode(tokens[targets == 1]) in (text, text[1:]), (
+            number
+        )  # nothing predicts a first token
     # the quarantine names each bad line once, in order, and is plain ASCII
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     entries = [json.loads(line) for line in quarantine.read_text("ascii").splitlines()]
@@ -235,14 +275,21 @@ def test_random_damage_to_good_lines_never_crashes(tmp_path):
         line = bytearray(maker.good_conversation()[0])
         for _ in range(damage.randint(1, 4)):
             at = damage.randrange(len(line))
-            line[at : at + damage.randint(0, 2)] = damage.randbytes(damage.randint(0, 2)).replace(b"\n", b"")
+            line[at : at + damage.randint(0, 2)] = damage.randbytes(damage.randint(0, 2)).replace(
+                b"\n", b""
+            )
             line = line or bytearray(b"x")
         lines.append(bytes(line))
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     tokenizer = ByteTokenizer()
     dataset = open_dataset(
-        [path], tokenizer, TemplateFormat(None, tokenizer), sft=True, max_bad_fraction=1.0, show=False
+        [path],
+        tokenizer,
+        TemplateFormat(None, tokenizer),
+        sft=True,
+        max_bad_fraction=1.0,
+        show=False,
     )
     report = dataset.report
     assert report.lines == 3000 == report.good + report.blank + report.num_bad
@@ -251,7 +298,9 @@ def test_random_damage_to_good_lines_never_crashes(tmp_path):
 
 def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
     good, bad = '{"prompt": "a", "completion": "b"}', "{"
-    with pytest.raises(DataError, match=r"2 of 20 lines are unusable \(10.00%: 2 malformed_json\)") as caught:
+    with pytest.raises(
+        DataError, match=r"2 of 20 lines are unusable \(10.00%: 2 malformed_json\)"
+    ) as caught:
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.0999)
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert str(quarantine) in str(caught.value)
@@ -259,8 +308,12 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
     assert re.search(first, str(caught.value))
     assert [json.loads(line)["line"] for line in quarantine.read_text().splitlines()] == [19, 21]
     dataset = open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)
-    assert len(dataset) == 18 and re.search(f"{first}.*; all: {re.escape(str(quarantine))}$", dataset.sentences()[-1])
-    with pytest.raises(DataError, match="more than --max-bad-fraction"):  # also when the cache is there already
+    assert len(dataset) == 18 and re.search(
+        f"{first}.*; all: {re.escape(str(quarantine))}$", dataset.sentences()[-1]
+    )
+    with pytest.raises(
+        DataError, match="more than --max-bad-fraction"
+    ):  # also when the cache is there already
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.05)
 
 

@@ -1,4 +1,6 @@
-"""Random numbers that are a function of a key: golden values, since data order must survive any upgrade."""
+"""Random numbers that are a function of a key: golden values, since data order must survive any
+upgrade.
+"""
 
 import numpy as np
 
@@ -15,13 +17,24 @@ def test_golden_values():
 
 
 def test_key_and_seed_give_different_streams():
-    keys = [(1, "a", 0), (1, "a", 1), (1, "b", 0), (2, "a", 0), (1, "a"), (11, "a", 0), (1, "a1", 0), (-1, "a", 0)]
+    keys = [
+        (1, "a", 0),
+        (1, "a", 1),
+        (1, "b", 0),
+        (2, "a", 0),
+        (1, "a"),
+        (11, "a", 0),
+        (1, "a1", 0),
+        (-1, "a", 0),
+    ]
     assert len({KeyedRandom(*key).words(4).tobytes() for key in keys}) == len(keys)
     assert KeyedRandom(1, "a", 0).words(4).tobytes() == KeyedRandom(1, "a", 0).words(4).tobytes()
 
 
 def test_permutation_is_uniform():
-    """Every element at every place about equally often: 24 orders of 4, chi-squared with 23 degrees of freedom."""
+    """Every element at every place about equally often: 24 orders of 4, chi-squared with 23 degrees
+    of freedom.
+    """
     random = KeyedRandom(0, "test")
     orders: dict[tuple[int, ...], int] = {}
     for _ in range(2400):

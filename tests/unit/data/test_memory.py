@@ -30,7 +30,9 @@ def tokenise_in_threads(file: Path) -> None:
 
 
 def index(file: Path) -> None:
-    options = PreprocessOptions(append_eod=True, workers=1, max_bad_fraction=0.0, show_progress=False)
+    options = PreprocessOptions(
+        append_eod=True, workers=1, max_bad_fraction=0.0, show_progress=False
+    )
     preprocess([file], file.with_name("out"), ByteTokenizer, options)
 
 

@@ -1,4 +1,6 @@
-"""The pack plan: one stream of packs over epochs, the same on every rank and for every number of ranks."""
+"""The pack plan: one stream of packs over epochs, the same on every rank and for every number of
+ranks.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,8 +22,15 @@ SQUARES = PackCost(per_token=0.0, per_squared_length=1.0)
 
 
 def plan(**changes) -> PackPlan:
-    values = {"segments": SEGMENTS, "targets": TARGETS, "packer": PACKER, "packs_per_step": 8, "dp_size": 2, "seed": 7,
-              "cost": SQUARES}  # fmt: skip
+    values = {
+        "segments": SEGMENTS,
+        "targets": TARGETS,
+        "packer": PACKER,
+        "packs_per_step": 8,
+        "dp_size": 2,
+        "seed": 7,
+        "cost": SQUARES,
+    }
     return PackPlan(**{**values, **changes})
 
 
@@ -35,11 +44,17 @@ def as_sets(step):
 
 def test_the_stream_is_one_epoch_after_the_other():
     ours = plan()
-    stream = [pack.tolist() for epoch in range(4) for pack in PACKER.pack(SEGMENTS.length, 7, epoch)]
+    stream = [
+        pack.tolist() for epoch in range(4) for pack in PACKER.pack(SEGMENTS.length, 7, epoch)
+    ]
     steps = len(stream) // 8
-    assert steps * 8 % len(ours.epoch(0)), "a step must span two epochs for this test to mean anything"
+    assert steps * 8 % len(ours.epoch(0)), (
+        "a step must span two epochs for this test to mean anything"
+    )
     for step in range(steps):
-        assert as_sets(ours.step(step)) == sorted(sorted(pack) for pack in stream[8 * step : 8 * step + 8])
+        assert as_sets(ours.step(step)) == sorted(
+            sorted(pack) for pack in stream[8 * step : 8 * step + 8]
+        )
 
 
 def test_a_step_may_be_longer_than_an_epoch():
@@ -66,7 +81,9 @@ def test_independent_of_the_number_of_ranks(method):
 
 
 def test_any_step_first():
-    """A plan asked for step 60 at once, or backwards, says what one that went through all steps says."""
+    """A plan asked for step 60 at once, or backwards, says what one that went through all steps
+    says.
+    """
     in_order = plan()
     steps = [in_order.step(step) for step in range(61)]
     backwards = plan()
@@ -79,9 +96,14 @@ def test_any_step_first():
 
 @pytest.mark.parametrize("sizes", [[8] * 10 + [24] * 5 + [6] * 40, [9] * 17 + [24] * 5 + [2] * 99])
 def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
-    """Changed within an epoch or at its end, up and down: nothing twice, nothing left out, wherever a run resumes."""
+    """Changed within an epoch or at its end, up and down: nothing twice, nothing left out, wherever
+    a run resumes.
+    """
     epochs = [PACKER.pack(SEGMENTS.length, 7, epoch) for epoch in range(4)]
-    stream, ends = [pack.tolist() for packs in epochs for pack in packs], np.cumsum([len(packs) for packs in epochs])
+    stream, ends = (
+        [pack.tolist() for packs in epochs for pack in packs],
+        np.cumsum([len(packs) for packs in epochs]),
+    )
     seen, at, ours = [], 0, plan()
     for step, size in enumerate(sizes):
         if size != ours.packs_per_step or step % 20 == 0:  # a change, or the same again
@@ -147,7 +169,9 @@ def test_known_epoch_starts_spare_the_earlier_epochs_and_change_nothing(monkeypa
     expected = full.step(late)
     starts = full.epoch_starts
     assert starts[0] == 0
-    assert np.diff(starts).tolist() == [len(PACKER.pack(SEGMENTS.length, 7, epoch)) for epoch in range(len(starts) - 1)]
+    assert np.diff(starts).tolist() == [
+        len(PACKER.pack(SEGMENTS.length, 7, epoch)) for epoch in range(len(starts) - 1)
+    ]
     resumed = plan(packer=CountingPacker(slots=500, window=64), epoch_starts=starts)
     assert as_sets(resumed.step(late)) == as_sets(expected)
     assert set(CountingPacker.epochs) <= {expected.epoch, expected.epoch + 1}
@@ -155,7 +179,9 @@ def test_known_epoch_starts_spare_the_earlier_epochs_and_change_nothing(monkeypa
 
 @pytest.mark.parametrize("room", [1, 4, 1000])
 def test_a_plan_that_keeps_to_its_room(monkeypatch, room):
-    """Only epochs with a fuller pack change, and a first epoch that is known and keeps to it is not packed again."""
+    """Only epochs with a fuller pack change, and a first epoch that is known and keeps to it is not
+    packed again.
+    """
     monkeypatch.setattr(CountingPacker, "epochs", [])
     free = plan(packer=CountingPacker(slots=500, window=64))
     most = [int(free.epoch(epoch).documents_per_pack.max()) for epoch in (1, 2, 0)]
@@ -172,7 +198,12 @@ def test_a_plan_that_keeps_to_its_room(monkeypatch, room):
 
 def test_a_lower_limit_already_keeps_to_any_room():
     limited = plan(packer=replace(PACKER, max_documents=3))
-    assert limited.keeping_to(3).hash == limited.keeping_to(9).hash == limited.hash != limited.keeping_to(2).hash
+    assert (
+        limited.keeping_to(3).hash
+        == limited.keeping_to(9).hash
+        == limited.hash
+        != limited.keeping_to(2).hash
+    )
 
 
 def test_epoch_starts_of_another_plan_are_refused():
@@ -199,10 +230,14 @@ def test_no_target_at_all_gives_scale_zero():
 
 
 def test_work_is_dealt_out_evenly():
-    """Micro-batch i weighs about the same on all ranks; the ranks' sums differ by at most the heaviest pack."""
+    """Micro-batch i weighs about the same on all ranks; the ranks' sums differ by at most the
+    heaviest pack.
+    """
     ours = plan(packs_per_step=32, dp_size=4)
     for step in range(6):
-        work = np.array([[(SEGMENTS.length[p] ** 2).sum() for p in rank] for rank in ours.step(step).packs])
+        work = np.array(
+            [[(SEGMENTS.length[p] ** 2).sum() for p in rank] for rank in ours.step(step).packs]
+        )
         assert (np.sort(work.ravel())[::-1].reshape(8, 4) == np.sort(work.T, axis=1)[:, ::-1]).all()
         assert np.ptp(work.sum(axis=1)) <= work.max()
 
@@ -223,7 +258,9 @@ def test_the_imbalance_of_an_epoch_is_that_of_its_steps():
     steps = len(ours.epoch(0)) // 8
     assert ours.dp_imbalance().tolist() == [ours.step(step).dp_imbalance for step in range(steps)]
     few = plan(packs_per_step=1000, dp_size=4)
-    assert few.dp_imbalance().shape == (1,), "an epoch shorter than a step is filled up with empty packs"
+    assert few.dp_imbalance().shape == (1,), (
+        "an epoch shorter than a step is filled up with empty packs"
+    )
 
 
 def test_the_cost_moves_packs_between_ranks_only():
@@ -247,7 +284,9 @@ def test_evaluation_covers_every_piece_once_and_is_filled_up_with_empty_packs():
     assert [step.global_packs for step in steps] == [12] * (packs // 12) + [packs % 12]
     assert all(len(rank) == 3 for step in steps for rank in step.packs)
     last = [[pieces.size for pieces in rank] for rank in steps[-1].packs]
-    assert all(sizes == sorted(sizes, key=lambda size: size == 0) for sizes in last)  # empty packs come last
+    assert all(
+        sizes == sorted(sizes, key=lambda size: size == 0) for sizes in last
+    )  # empty packs come last
     assert steps[-1].scales[1] == 1 / (packs % 12)
     assert sum(step.global_targets for step in steps) == TARGETS.sum()
 
@@ -267,10 +306,17 @@ def test_evaluation_is_the_same_every_time_and_may_be_cut_short():
 
 def test_one_small_document_still_gives_every_rank_its_pack():
     segments = Segments.cut(np.array([3]), 500)
-    evaluation = PackPlan(segments, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4).evaluation()
+    evaluation = PackPlan(
+        segments, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4
+    ).evaluation()
     step = evaluation.step(0)
     assert len(evaluation) == 1
-    assert [[pieces.tolist() for pieces in rank] for rank in step.packs] == [[[0]], [[]], [[]], [[]]]
+    assert [[pieces.tolist() for pieces in rank] for rank in step.packs] == [
+        [[0]],
+        [[]],
+        [[]],
+        [[]],
+    ]
     assert (step.global_targets, step.global_packs, step.max_documents) == (2, 1, 1)
 
 
@@ -292,7 +338,11 @@ def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
         plan(targets=more),
     ]
     assert len({each.hash for each in [plan(), *others]}) == 1 + len(others)
-    assert plan(dp_size=8, targets=TARGETS.astype(np.int32)).hash == plan().hash == plan().evaluation().hash
+    assert (
+        plan(dp_size=8, targets=TARGETS.astype(np.int32)).hash
+        == plan().hash
+        == plan().evaluation().hash
+    )
 
 
 def test_golden_hash():
@@ -311,7 +361,10 @@ GOLDEN_HASH = "75f3ee079349e4ff"
         ({"dp_size": 3}, r"packs_per_step \(8\) is not a positive multiple of dp_size \(3\)"),
         ({"packs_per_step": 0}, r"packs_per_step \(0\)"),
         ({"targets": TARGETS[1:]}, "pieces come with"),
-        ({"segments": Segments.cut(np.zeros(0, int), 500), "targets": TARGETS[:0]}, "no document to pack"),
+        (
+            {"segments": Segments.cut(np.zeros(0, int), 500), "targets": TARGETS[:0]},
+            "no document to pack",
+        ),
     ],
 )
 def test_wrong_plans_are_refused(changes, message):

@@ -1,4 +1,6 @@
-"""Packers: every document once, nothing overfull, full packs with few documents, a pure function of its inputs."""
+"""Packers: every document once, nothing overfull, full packs with few documents, a pure function of
+its inputs.
+"""
 
 import hashlib
 import time
@@ -37,7 +39,9 @@ def hard_sets() -> dict[str, np.ndarray]:
         "all 0.6 of a pack": np.full(3000, int(0.6 * SLOTS)),
         "all 0.4 of a pack": np.full(3000, int(0.4 * SLOTS)),
         "all just over a third": np.full(3000, SLOTS // 3 + 1),
-        "large and small": np.where(rng.random(9000) < 0.1, int(0.9 * SLOTS), rng.integers(1, 30, 9000)),
+        "large and small": np.where(
+            rng.random(9000) < 0.1, int(0.9 * SLOTS), rng.integers(1, 30, 9000)
+        ),
         "uniform": rng.integers(1, SLOTS + 1, 9000),
         "around a half": rng.integers(int(0.2 * SLOTS), int(0.8 * SLOTS), 9000),
         "one of each": np.arange(1, SLOTS + 1),
@@ -66,7 +70,9 @@ def test_every_document_once_and_nothing_overfull(method, name):
 
 
 def test_balanced_opens_as_few_packs_as_the_best_known_method_on_hard_sets():
-    """Where swaps have little to choose from, best fit decreasing is the yardstick: at most 1 % more packs."""
+    """Where swaps have little to choose from, best fit decreasing is the yardstick: at most 1 %
+    more packs.
+    """
     for name, lengths in hard_sets().items():
         ours = len(Packer(slots=SLOTS).pack(lengths, seed=1))
         yardstick = len(Packer(slots=SLOTS, method="best_fit_decreasing").pack(lengths, seed=1))
@@ -84,7 +90,9 @@ def fewest_packs(lengths: list[int], slots: int) -> int:
         if at == len(lengths):
             best = len(free)
             return
-        for bin in {room: number for number, room in enumerate(free) if room >= lengths[at]}.values():
+        for bin in {
+            room: number for number, room in enumerate(free) if room >= lengths[at]
+        }.values():
             place(at + 1, (*free[:bin], free[bin] - lengths[at], *free[bin + 1 :]))
         place(at + 1, (*free, slots - lengths[at]))
 
@@ -101,7 +109,9 @@ def test_balanced_against_the_optimum_of_small_sets():
     assert extra == 0
 
 
-@pytest.mark.parametrize(("make", "least_fill", "most"), [(long_tail, 0.995, 11), (dialogues, 0.999, 7)])
+@pytest.mark.parametrize(
+    ("make", "least_fill", "most"), [(long_tail, 0.995, 11), (dialogues, 0.999, 7)]
+)
 def test_full_packs_with_few_documents(make, least_fill, most):
     lengths = make(20_000)
     for epoch in range(2):
@@ -132,7 +142,9 @@ def test_documents_per_pack_are_weighed_against_fill(monkeypatch):
 
 
 def test_only_the_last_window_pays_for_a_remainder():
-    """Many windows of two or three packs each: without carrying over, every one of them would waste half a pack."""
+    """Many windows of two or three packs each: without carrying over, every one of them would waste
+    half a pack.
+    """
     lengths = dialogues(20_000)
     slots = 500_000
     packs = Packer(slots=slots).pack(lengths, seed=0)
@@ -161,7 +173,9 @@ def test_windows_are_not_smaller_than_asked_and_keep_to_themselves():
             bins[bin].append(document)
             free[bin] -= int(lengths[document])
         expected |= {frozenset(documents) for documents in bins}
-    packs = Packer(slots=SLOTS, method="best_fit_decreasing", window=3000).pack(lengths, seed=9, epoch=4)
+    packs = Packer(slots=SLOTS, method="best_fit_decreasing", window=3000).pack(
+        lengths, seed=9, epoch=4
+    )
     assert {frozenset(packs[pack].tolist()) for pack in range(len(packs))} == expected
 
 
@@ -200,27 +214,42 @@ GOLDEN = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_golden_packs(method):
-    """The same on every machine and version. Who means to change the packer changes `_FORMAT` in data/plan.py too."""
+    """The same on every machine and version. Who means to change the packer changes `_FORMAT` in
+    data/plan.py too.
+    """
     lengths = (np.arange(5000) * 7919) % 1900 + 20
     packs = Packer(slots=SLOTS, method=method, window=1000).pack(lengths, seed=1234, epoch=3)
-    digest = hashlib.sha256(packs.order.astype("<i8").tobytes() + packs.offsets.astype("<i8").tobytes())
+    digest = hashlib.sha256(
+        packs.order.astype("<i8").tobytes() + packs.offsets.astype("<i8").tobytes()
+    )
     assert digest.hexdigest()[:16] == GOLDEN[method]
 
 
 def test_companions_change_like_chance():
-    """Also where one window holds all the data, all lengths are different, and where best fit would repeat itself."""
+    """Also where one window holds all the data, all lengths are different, and where best fit would
+    repeat itself.
+    """
     rng = np.random.default_rng(0)
-    sets = [(long_tail(6000), SLOTS), (dialogues(9000), SLOTS), (rng.permutation(np.arange(50, 1050)), 4096)]
+    sets = [
+        (long_tail(6000), SLOTS),
+        (dialogues(9000), SLOTS),
+        (rng.permutation(np.arange(50, 1050)), 4096),
+    ]
     for lengths, slots in sets:
         packer = Packer(slots=slots)
-        met = [companions(packer.pack(lengths, 1, epoch), packer.pack(lengths, 1, epoch + 1)) for epoch in range(3)]
+        met = [
+            companions(packer.pack(lengths, 1, epoch), packer.pack(lengths, 1, epoch + 1))
+            for epoch in range(3)
+        ]
         again, chance = sum(pair.again for pair in met), sum(pair.by_chance for pair in met)
         assert again <= 1.3 * chance + 4 * chance**0.5, (again, chance)
         assert met[0].share < 0.02
 
 
 def test_packs_come_in_random_order():
-    """The nearly empty pack of the last window must not always come last, nor the long documents first."""
+    """The nearly empty pack of the last window must not always come last, nor the long documents
+    first.
+    """
     lengths = np.concatenate([np.full(50, SLOTS), np.ones(3, int)])
     places = set()
     for epoch in range(8):
@@ -230,7 +259,9 @@ def test_packs_come_in_random_order():
 
 
 def test_a_million_documents_in_ten_seconds():
-    """30,000 here, with the same time for each: at most 10 us, times 3 for a busy machine. See benchmarks/."""
+    """30,000 here, with the same time for each: at most 10 us, times 3 for a busy machine. See
+    benchmarks/.
+    """
     lengths = long_tail(30_000)
     packer = Packer(slots=SLOTS)
     seconds = []
@@ -269,7 +300,11 @@ def test_wrong_rules_are_refused(values, message):
 
 def test_from_config():
     config = PackingConfig(
-        seq_length=100, micro_batch_size=3, packing_method="sequential", packing_window=7, max_documents_per_pack=5
+        seq_length=100,
+        micro_batch_size=3,
+        packing_method="sequential",
+        packing_window=7,
+        max_documents_per_pack=5,
     )
     expected = Packer(slots=300, method="sequential", window=7, max_documents=5)
     assert Packer.from_config(config) == expected

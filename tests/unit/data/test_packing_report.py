@@ -28,9 +28,16 @@ def test_figures_and_books(method, policy):
     assert report.packs == len(packs)
     assert report.fill == sum(tokens) / (500 * len(packs))
     assert report.emptiest == min(tokens) / 500
-    assert (report.documents_p50, report.documents_max) == (counts[(len(counts) + 1) // 2 - 1], counts[-1])
-    assert report.documents_p50 <= report.documents_p90 <= report.documents_p99 <= report.documents_max
-    assert report.coverage == {size: sum(count <= size for count in counts) / len(counts) for size in (1, 3, 400)}
+    assert (report.documents_p50, report.documents_max) == (
+        counts[(len(counts) + 1) // 2 - 1],
+        counts[-1],
+    )
+    assert (
+        report.documents_p50 <= report.documents_p90 <= report.documents_p99 <= report.documents_max
+    )
+    assert report.coverage == {
+        size: sum(count <= size for count in counts) / len(counts) for size in (1, 3, 400)
+    }
     books = report.counts
     assert books.tokens_in == LENGTHS.sum()
     assert books.tokens_in == books.tokens_kept + books.tokens_truncated + books.tokens_dropped
@@ -52,7 +59,9 @@ def test_sentence_about_graphs():
     packs = packer.pack(segments.length, 0)
 
     def sentence(*capacities):
-        return PackingReport.of(segments, packs, packer, ladder=Ladder.of(capacities, 10)).sentences()[-1]
+        return PackingReport.of(
+            segments, packs, packer, ladder=Ladder.of(capacities, 10)
+        ).sentences()[-1]
 
     assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
     assert sentence(3) == "CUDA graphs: capacity 3 covers every pack."
@@ -68,7 +77,9 @@ def test_sentences_and_json():
     assert first == "2 packs of 10 slots, 100.00% full (the emptiest 100.0%), packed by balanced."
     assert second.startswith("Documents per pack: P50 1, P90 2, P99 2, most 2.")
     assert second.endswith("capacity of 1: 50.0%, 2: 100.0%.")
-    assert third.startswith("22 tokens of 3 documents in = 20 kept + 2 truncated (1 documents) + 0 dropped")
+    assert third.startswith(
+        "22 tokens of 3 documents in = 20 kept + 2 truncated (1 documents) + 0 dropped"
+    )
     assert json.loads(json.dumps(report.as_dict()))["counts"]["tokens_truncated"] == 2
 
 
@@ -77,11 +88,18 @@ def test_padding_of_aligned_documents_is_told_from_tails():
     segments = Segments.cut(np.array([3, 5, 10]), 16)
     packer = Packer(slots=16, alignment=4)
     report = PackingReport.of(segments, packer.pack(segments.length, 0), packer)
-    assert (report.packs, report.fill, report.padded_tokens, report.alignment_padding) == (2, 18 / 32, 14, 6)
+    assert (report.packs, report.fill, report.padded_tokens, report.alignment_padding) == (
+        2,
+        18 / 32,
+        14,
+        6,
+    )
     assert report.sentences()[-1] == (
         "Documents lie at multiples of 4 slots: 6 slots (18.75%) are padding behind documents, 8 are tails of packs."
     )
-    unaligned = PackingReport.of(segments, Packer(slots=16).pack(segments.length, 0), Packer(slots=16))
+    unaligned = PackingReport.of(
+        segments, Packer(slots=16).pack(segments.length, 0), Packer(slots=16)
+    )
     assert unaligned.alignment_padding == 0 and "multiples" not in " ".join(unaligned.sentences())
 
 
@@ -108,7 +126,14 @@ def test_committed_measurements_meet_the_goals():
         assert max(epoch["documents_max"] for epoch in row["epochs"]) <= most
         assert float(row["meet again %"]) <= 1.3 * float(row["by chance %"]) + 0.02
         assert float(row["s per 1M documents"]) < 10
-        cells = (row["data"], row["slots"], "balanced", row["packs"], row["fill %"], row["possible %"])
+        cells = (
+            row["data"],
+            row["slots"],
+            "balanced",
+            row["packs"],
+            row["fill %"],
+            row["possible %"],
+        )
         assert "| " + " | ".join(map(str, cells)) + " |" in documentation
 
 
@@ -117,18 +142,25 @@ def test_committed_books_balance():
     for row in measured:
         for epoch in row["epochs"]:
             books = epoch["counts"]
-            assert books["tokens_in"] == books["tokens_kept"] + books["tokens_truncated"] + books["tokens_dropped"]
+            assert (
+                books["tokens_in"]
+                == books["tokens_kept"] + books["tokens_truncated"] + books["tokens_dropped"]
+            )
             assert epoch["packs"] * epoch["slots"] == books["tokens_kept"] + epoch["padded_tokens"]
 
 
 def recorded_lengths(name):
-    """`gpt2_lengths.npz`: tokens of every document of the two sets, as `benchmarks/packing_report.py` counts them."""
+    """`gpt2_lengths.npz`: tokens of every document of the two sets, as
+    `benchmarks/packing_report.py` counts them.
+    """
     return np.load(Path(__file__).with_name("gpt2_lengths.npz"))[name].astype(np.int64)
 
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(name, slots):
-    """The table of docs/packing.md: no pack of the balanced packer is beyond them; of best fit decreasing some are."""
+    """The table of docs/packing.md: no pack of the balanced packer is beyond them; of best fit
+    decreasing some are.
+    """
     segments = Segments.cut(recorded_lengths(name), slots)
     row = [name, str(slots)]
     for method in ("balanced", "best_fit_decreasing"):

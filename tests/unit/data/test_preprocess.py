@@ -1,4 +1,6 @@
-"""JSONL to indexed data sets: exact counts whatever the lines hold, and the same files from any number of workers."""
+"""JSONL to indexed data sets: exact counts whatever the lines hold, and the same files from any
+number of workers.
+"""
 
 import gzip
 import json
@@ -60,7 +62,13 @@ def documents(prefix: str) -> list[list[int]]:
 
 
 def made(files: list[Path], prefix: Path, tokenizer=ByteTokenizer, **options):
-    options = {"max_bad_fraction": 1.0, "show_progress": False, "max_line_bytes": 2**17, "append_eod": True, **options}
+    options = {
+        "max_bad_fraction": 1.0,
+        "show_progress": False,
+        "max_line_bytes": 2**17,
+        "append_eod": True,
+        **options,
+    }
     return preprocess(files, prefix, tokenizer, PreprocessOptions(**options))
 
 
@@ -70,7 +78,9 @@ def test_fuzzed_lines_are_counted_exactly(tmp_path: Path) -> None:
         kind = draw.random()
         if kind < 0.5:
             texts.append(f"line {number} Ω\u2028😀"[: draw.randrange(1, 20)])
-            lines.append(json.dumps({"text": texts[-1], "id": number}, ensure_ascii=number % 2 == 0).encode())
+            lines.append(
+                json.dumps({"text": texts[-1], "id": number}, ensure_ascii=number % 2 == 0).encode()
+            )
         elif kind < 0.6:
             blank += 1
             lines.append(draw.choice([b"", b" \t", b"\r"]))
@@ -82,13 +92,23 @@ def test_fuzzed_lines_are_counted_exactly(tmp_path: Path) -> None:
     second = tmp_path / "b.jsonl.gz"
     second.write_bytes(gzip.compress(b"\n".join(lines[2000:])))
     report, [name] = made([first, second], tmp_path / "out" / "one")
-    assert (report.lines, report.blank, report.good, report.bad) == (3000, blank, len(texts), dict(counts))
+    assert (report.lines, report.blank, report.good, report.bad) == (
+        3000,
+        blank,
+        len(texts),
+        dict(counts),
+    )
     assert documents(name) == [[*text.encode(), END] for text in texts]
     assert report.tokens == IndexedFile(name).num_tokens and report.documents == len(texts)
-    listed = [json.loads(line) for line in (tmp_path / "out" / "one.quarantine.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "one.quarantine.jsonl").read_text().splitlines()
+    ]
     assert Counter(entry["reason"] for entry in listed) == counts
     where = [(entry["file"], entry["line"], entry["reason"]) for entry in listed]
-    every = [(str(first), number) for number in range(1, 2001)] + [(str(second), number) for number in range(1, 1001)]
+    every = [(str(first), number) for number in range(1, 2001)] + [
+        (str(second), number) for number in range(1, 1001)
+    ]
     assert where == [(*place, BAD[line]) for place, line in zip(every, lines) if line in BAD]
     sizes = [len(text.encode()) + 1 for text in texts]
     assert (report.tokens, report.target_tokens) == (sum(sizes), sum(sizes) - len(sizes))
@@ -100,8 +120,10 @@ def test_fuzzed_lines_are_counted_exactly(tmp_path: Path) -> None:
 
 def test_a_line_that_kills_or_hangs_its_worker_is_set_aside(tmp_path: Path) -> None:
     texts = ["one", "panic", "two", "kill", "three", "hang", "four"]
-    files = [write_lines(tmp_path / f"{n}.jsonl", [json.dumps({"text": text}).encode() for text in part])
-             for n, part in enumerate((texts, ["five"], ["kill"], ["six"] * 3))]  # fmt: skip
+    files = [
+        write_lines(tmp_path / f"{n}.jsonl", [json.dumps({"text": text}).encode() for text in part])
+        for n, part in enumerate((texts, ["five"], ["kill"], ["six"] * 3))
+    ]
     report, [name] = made(files, tmp_path / "out", Hostile, workers=2, line_seconds=1.0)
     assert report.bad == {"tokenizer_failed": 1, "killed_worker": 3}
     assert report.longest_document == len("three") + 1  # of the first chunk
@@ -114,7 +136,12 @@ def test_keys_and_end_of_document(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [line, b'{"title": "u"}', line])
     report, names = made([file], tmp_path / "out", keys=("title", "text"), append_eod=False)
     assert [documents(name) for name in names] == [[[*b"t"]] * 2, [[*b"abc"]] * 2]
-    assert (report.good, report.documents, report.tokens, report.bad) == (2, 4, 8, {"missing_key": 1})
+    assert (report.good, report.documents, report.tokens, report.bad) == (
+        2,
+        4,
+        8,
+        {"missing_key": 1},
+    )
     assert [Path(name).name for name in names] == ["out_title_document", "out_text_document"]
 
 

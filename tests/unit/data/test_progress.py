@@ -13,7 +13,9 @@ from megatron_packed.data.segments import Segments
 def plan(documents: int, **options) -> PackPlan:
     segments = Segments.cut(np.full(documents, 30), 64, "truncate")
     targets = np.full(documents, 29)
-    return PackPlan(segments, targets, packer=Packer(slots=64, window=100), packs_per_step=2, **options)
+    return PackPlan(
+        segments, targets, packer=Packer(slots=64, window=100), packs_per_step=2, **options
+    )
 
 
 def test_a_line_now_and_then_with_the_time_left(monkeypatch, capsys) -> None:
@@ -32,7 +34,9 @@ def test_packing_shows_how_far_it_is_where_somebody_waits(monkeypatch, capsys) -
     shown = plan(1000, show_progress=True)
     assert len(shown.epoch(0)) == len(plan(1000).epoch(0))
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"packing epoch 0: {share}0%" for share in range(1, 11)]
+    assert [line.split(",")[0] for line in lines] == [
+        f"packing epoch 0: {share}0%" for share in range(1, 11)
+    ]
     ahead = threading.Thread(target=shown.epoch, args=(1,))
     ahead.start()
     ahead.join()

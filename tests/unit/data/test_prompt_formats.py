@@ -1,4 +1,6 @@
-"""The formats of --sft-tokenizer-prompt-format: the tokens and targets that Megatron's SFTTokenizer makes."""
+"""The formats of --sft-tokenizer-prompt-format: the tokens and targets that Megatron's SFTTokenizer
+makes.
+"""
 
 import pytest
 from data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
@@ -35,7 +37,12 @@ BY_HAND = {
 def tokenizer(tmp_path):
     engine = byte_level(SPECIAL, [*CORPUS, "User Assistant System " * 40])
     return save_tokenizer(
-        tmp_path, engine, eos_token="</s>", unk_token="<unk>", chat_template=OWN, tokenizer_class="TokenizersBackend"
+        tmp_path,
+        engine,
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=OWN,
+        tokenizer_class="TokenizersBackend",
     )
 
 
@@ -52,18 +59,29 @@ def test_tokens_and_targets_by_hand(tokenizer, name):
         assert document.ids[: len(prompt)].tolist() == prompt
         assert marked(tokenizer, document).startswith(tokenizer.decode(prompt) + "[")
     completion = one(tokenizer, chat, PromptCompletion("a", "b"))
-    assert marked(tokenizer, completion) == "a[b</s>]"  # which Megatron does not read: as without a format
+    assert (
+        marked(tokenizer, completion) == "a[b</s>]"
+    )  # which Megatron does not read: as without a format
     chat.close()
 
 
 @pytest.mark.parametrize("name", PROMPT_FORMATS)
 def test_against_megatron_core(tokenizer, name):
     pytest.importorskip("transformers")
-    theirs = pytest.importorskip("megatron.core.tokenizers.text.libraries.sft_tokenizer", exc_type=ImportError)
+    theirs = pytest.importorskip(
+        "megatron.core.tokenizers.text.libraries.sft_tokenizer", exc_type=ImportError
+    )
     their_tokenizer = theirs.SFTTokenizer(str(tokenizer.path.parent), name)
     chat = chat_format(tokenizer, prompt_format=name)
-    for talk in (TALK, TALK[1:3], TALK[1:], [TALK[1], {"role": "assistant", "content": "日本 é😀 \n\n x"}]):
-        tokens, targets = their_tokenizer.tokenize_conversation(talk, return_target=True, add_generation_prompt=False)
+    for talk in (
+        TALK,
+        TALK[1:3],
+        TALK[1:],
+        [TALK[1], {"role": "assistant", "content": "日本 é😀 \n\n x"}],
+    ):
+        tokens, targets = their_tokenizer.tokenize_conversation(
+            talk, return_target=True, add_generation_prompt=False
+        )
         document = one(tokenizer, chat, Conversation(talk))
         assert document.ids.tolist() == tokens.tolist()
         assert document.targets[1:].tolist() == (targets != theirs.IGNORE_INDEX)[1:].tolist()
@@ -72,12 +90,17 @@ def test_against_megatron_core(tokenizer, name):
 
 
 def test_special_tokens_in_messages_count_only_where_no_template_is(tokenizer):
-    talk = [{"role": "user", "content": "a</s><SPECIAL_11>"}, {"role": "assistant", "content": "b</s>"}]
+    talk = [
+        {"role": "user", "content": "a</s><SPECIAL_11>"},
+        {"role": "assistant", "content": "b</s>"},
+    ]
     special = set(tokenizer.special_tokens.values())
     counts = {}
     for name in PROMPT_FORMATS:
         chat = chat_format(tokenizer, prompt_format=name)
-        counts[name] = sum(int(token) in special for token in one(tokenizer, chat, Conversation(talk)).ids)
+        counts[name] = sum(
+            int(token) in special for token in one(tokenizer, chat, Conversation(talk)).ids
+        )
         chat.close()
     assert counts == {"nemotron-h-aligned": 2, "nemotron-nano-v2": 3, "identity": 3, "default": 2}
 
@@ -98,11 +121,15 @@ def test_what_the_format_does_not_print_is_not_dropped_in_silence(tokenizer, nam
     chat = chat_format(tokenizer, prompt_format=name)
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
     for talk, tools in [
-        ([*TALK, call], None), ([*TALK[:3], {"role": "tool", "content": "1"}, TALK[4]], None), (TALK, [{"name": "f"}])
-    ]:  # fmt: skip
+        ([*TALK, call], None),
+        ([*TALK[:3], {"role": "tool", "content": "1"}, TALK[4]], None),
+        (TALK, [{"name": "f"}]),
+    ]:
         [outcome] = encode(tokenizer, chat, Conversation(talk, tools))
         assert isinstance(outcome, BadLine) and "this prompt format prints no tool" in str(outcome)
-    with pytest.raises(DataError, match=f"{name} needs the special tokens <SPECIAL_10>, <SPECIAL_11>"):
+    with pytest.raises(
+        DataError, match=f"{name} needs the special tokens <SPECIAL_10>, <SPECIAL_11>"
+    ):
         chat_format(ByteTokenizer(), prompt_format=name)
 
 
@@ -115,5 +142,13 @@ def test_formats_are_told_apart(tokenizer):
 
 def test_a_format_has_a_cache_of_its_own(tokenizer):
     """One template, other targets or another end: other tokens."""
-    assert len({TemplateFormat(None, tokenizer, trains_all=a, ends_documents=b).fingerprint
-                for a in (False, True) for b in (False, True)}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                TemplateFormat(None, tokenizer, trains_all=a, ends_documents=b).fingerprint
+                for a in (False, True)
+                for b in (False, True)
+            }
+        )
+        == 4
+    )

@@ -5,7 +5,13 @@ import json
 import pytest
 
 from megatron_packed.data.errors import REASONS, BadLine
-from megatron_packed.data.schema import Conversation, PromptCompletion, Text, parse_line, schema_name
+from megatron_packed.data.schema import (
+    Conversation,
+    PromptCompletion,
+    Text,
+    parse_line,
+    schema_name,
+)
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -84,7 +90,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("data", "reason"), BAD, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("data", "reason"), BAD, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(BAD)]
+)
 def test_a_bad_line_is_refused_with_its_reason(data, reason):
     with pytest.raises(BadLine) as caught:
         parse_line(data)
@@ -93,9 +101,27 @@ def test_a_bad_line_is_refused_with_its_reason(data, reason):
 
 
 def test_every_reason_of_a_line_is_covered():
-    elsewhere = {"line_too_long", "corrupt_gzip", "read_error", "no_trainable_token", "special_token_in_content"}
-    elsewhere |= {"token_across_boundary", "template_error", "template_prefix", "template_spans", "template_limit"}
-    preprocessing = {"missing_key", "tokenizer_failed", "tokenizer_limit", "not_a_token_number", "killed_worker"}
+    elsewhere = {
+        "line_too_long",
+        "corrupt_gzip",
+        "read_error",
+        "no_trainable_token",
+        "special_token_in_content",
+    }
+    elsewhere |= {
+        "token_across_boundary",
+        "template_error",
+        "template_prefix",
+        "template_spans",
+        "template_limit",
+    }
+    preprocessing = {
+        "missing_key",
+        "tokenizer_failed",
+        "tokenizer_limit",
+        "not_a_token_number",
+        "killed_worker",
+    }
     assert {reason for _, reason in BAD} | elsewhere | preprocessing == set(REASONS)
 
 
@@ -116,24 +142,39 @@ def test_good_lines():
 def test_sharegpt_and_alpaca_are_conversations():
     system = {"role": "system", "content": "s"}
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    sharegpt = [{"conversations": turns, "system": "s", "tools": ""},
-                {"conversations": [{"from": "system", "value": "s"}, *turns], "id": 7}]  # fmt: skip
+    sharegpt = [
+        {"conversations": turns, "system": "s", "tools": ""},
+        {"conversations": [{"from": "system", "value": "s"}, *turns], "id": 7},
+    ]
     for value in sharegpt:
         [sample] = parse_line(json.dumps(value).encode())
         assert sample == Conversation([system, USER, ASSISTANT], None, "sharegpt")
     [sample] = parse_line(b'{"instruction": "q", "input": "", "output": "a", "text": "q a"}')
     assert sample == Conversation([USER, ASSISTANT], None, "alpaca")
-    [sample] = parse_line(b'{"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q", "a"]]}')
-    assert sample.messages == [system, USER, ASSISTANT, {"role": "user", "content": "q\n\ni"}, ASSISTANT]
+    [sample] = parse_line(
+        b'{"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q", "a"]]}'
+    )
+    assert sample.messages == [
+        system,
+        USER,
+        ASSISTANT,
+        {"role": "user", "content": "q\n\ni"},
+        ASSISTANT,
+    ]
     [sample] = parse_line(b'{"instruction": "q", "context": "i", "response": "a", "category": "c"}')
     assert sample.messages == [{"role": "user", "content": "q\n\ni"}, ASSISTANT]
     assert schema_name(sample) == "alpaca"
 
 
-@pytest.mark.parametrize(("role", "names"), [
-    ("user", "human user"), ("assistant", "gpt chatgpt model assistant"),
-    ("tool", "tool function function_response observation"), ("system", "system"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        ("user", "human user"),
+        ("assistant", "gpt chatgpt model assistant"),
+        ("tool", "tool function function_response observation"),
+        ("system", "system"),
+    ],
+)
 def test_every_name_that_sharegpt_has_for_a_role(role, names):
     for name in names.split():
         turns = [{"from": name, "value": "x"}, {"from": "gpt", "value": "a"}]
@@ -144,14 +185,24 @@ def test_every_name_that_sharegpt_has_for_a_role(role, names):
 
 
 def test_of_fields_of_several_schemas_the_first_decides():
-    line = {"text": "t", "instruction": "i", "output": "o", "prompt": "p", "completion": "c",
-            "conversations": [{"from": "gpt", "value": "g"}], "messages": [ASSISTANT]}  # fmt: skip
+    line = {
+        "text": "t",
+        "instruction": "i",
+        "output": "o",
+        "prompt": "p",
+        "completion": "c",
+        "conversations": [{"from": "gpt", "value": "g"}],
+        "messages": [ASSISTANT],
+    }
     order = []
     while line:
         [sample] = parse_line(json.dumps(line).encode())
         order.append(schema_name(sample))
-        for field in {"prompt/completion": ("prompt", "completion"), "sharegpt": ("conversations",),
-                      "alpaca": ("instruction", "output")}.get(order[-1], (order[-1],)):  # fmt: skip
+        for field in {
+            "prompt/completion": ("prompt", "completion"),
+            "sharegpt": ("conversations",),
+            "alpaca": ("instruction", "output"),
+        }.get(order[-1], (order[-1],)):
             del line[field]
     assert order == ["messages", "sharegpt", "prompt/completion", "alpaca", "text"]
 

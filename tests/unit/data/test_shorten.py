@@ -1,4 +1,6 @@
-"""Over-long conversations and prompts keep their last answer: which turns, which tokens, and what is counted."""
+"""Over-long conversations and prompts keep their last answer: which turns, which tokens, and what
+is counted.
+"""
 
 import hashlib
 import json
@@ -53,7 +55,9 @@ def whole(sample, chat=CHATML, tokenizer=BYTES) -> EncodedDocument:
 
 
 def shorten(sample, limit: int, chat=CHATML, tokenizer=BYTES) -> EncodedDocument:
-    [outcome] = ShorteningEncoder(tokenizer=tokenizer, chat=chat, max_tokens=limit).encode([[sample]])
+    [outcome] = ShorteningEncoder(tokenizer=tokenizer, chat=chat, max_tokens=limit).encode(
+        [[sample]]
+    )
     assert not isinstance(outcome, BadLine), outcome
     [document] = outcome
     assert document.ids.dtype == np.int32 and document.targets.dtype == np.uint8
@@ -69,19 +73,28 @@ def latest(sample: Conversation, turns: int) -> Conversation:
 
 
 def same(document: EncodedDocument, expected: EncodedDocument) -> bool:
-    return document.ids.tolist() == expected.ids.tolist() and document.targets.tolist() == expected.targets.tolist()
+    return (
+        document.ids.tolist() == expected.ids.tolist()
+        and document.targets.tolist() == expected.targets.tolist()
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- whole turns
+# -------------------------------------------------------------------------------------------------------
+# whole turns
 
 
 @pytest.mark.parametrize("limit", [200, 300, 777, 1500])
 @pytest.mark.parametrize("kind", ["system", "no system", "tools"])
 def test_the_system_message_and_the_latest_turns_that_fit_stay(limit: int, kind: str) -> None:
-    sample = talk(system=None if kind == "no system" else "Be brief.", tools=TOOLS if kind == "tools" else None)
+    sample = talk(
+        system=None if kind == "no system" else "Be brief.",
+        tools=TOOLS if kind == "tools" else None,
+    )
     chat = TemplateFormat(WITH_TOOLS, BYTES) if kind == "tools" else CHATML
     document = shorten(sample, limit, chat)
-    kept = next(turns for turns in range(39, 0, -1) if len(whole(latest(sample, turns), chat).ids) <= limit)
+    kept = next(
+        turns for turns in range(39, 0, -1) if len(whole(latest(sample, turns), chat).ids) <= limit
+    )
     assert same(document, whole(latest(sample, kept), chat))
     assert len(whole(latest(sample, kept + 1), chat).ids) > limit
     before = whole(sample, chat)
@@ -94,7 +107,10 @@ def test_at_the_limit_and_one_token_beside_it() -> None:
     sizes = [len(whole(latest(sample, turns)).ids) for turns in range(1, 13)]
     for turns in range(2, 12):
         for beside, kept in ((-1, turns - 1), (0, turns), (1, turns)):
-            assert same(shorten(sample, sizes[turns - 1] + beside), whole(latest(sample, kept))), (turns, beside)
+            assert same(shorten(sample, sizes[turns - 1] + beside), whole(latest(sample, kept))), (
+                turns,
+                beside,
+            )
     assert shorten(sample, sizes[11]).cut is None  # it fits
     assert shorten(sample, sizes[11] - 1).cut.turns == 1
 
@@ -119,11 +135,14 @@ def test_calls_stay_with_their_results_and_a_turn_keeps_all_of_its_answers() -> 
     ]
     chat = TemplateFormat(WITH_TOOLS, BYTES)
     sample = Conversation([message("system", "Help."), *use, *use, *use], TOOLS)
-    of_turns = [whole(Conversation([sample.messages[0], *use * turns], TOOLS), chat) for turns in (1, 2)]
+    of_turns = [
+        whole(Conversation([sample.messages[0], *use * turns], TOOLS), chat) for turns in (1, 2)
+    ]
     sizes = [len(document.ids) for document in of_turns]
     for limit, turns in ((sizes[0], 1), (sizes[1] - 1, 1), (sizes[1], 2)):
         assert same(shorten(sample, limit, chat), of_turns[turns - 1])
-    # The last message calls, and the results follow: they go only where the turn does not fit with them.
+    # The last message calls, and the results follow: they go only where the turn does not fit with
+    # them.
     open_end = Conversation([*use, *use[:3]], TOOLS)
     last = Conversation(use[:3], TOOLS)
     size = len(whole(last, chat).ids)
@@ -154,7 +173,8 @@ def test_first_answers_without_a_question_and_users_who_write_twice() -> None:
     twice = Conversation([*messages[:3], message("user", "please"), messages[3]])
     assert same(shorten(twice, len(whole(twice).ids) - 1), whole(Conversation(twice.messages[2:])))
     assert same(
-        shorten(twice, len(whole(Conversation(twice.messages[2:])).ids) - 1), whole(Conversation(twice.messages[3:]))
+        shorten(twice, len(whole(Conversation(twice.messages[2:])).ids) - 1),
+        whole(Conversation(twice.messages[3:])),
     )
 
 
@@ -179,7 +199,9 @@ def test_few_renderings_find_the_turns(monkeypatch) -> None:
             return super().pieces(sample)
 
     pieces = TemplateFormat.pieces
-    monkeypatch.setattr(TemplateFormat, "pieces", lambda self, sample: rendered.append(1) or pieces(self, sample))
+    monkeypatch.setattr(
+        TemplateFormat, "pieces", lambda self, sample: rendered.append(1) or pieces(self, sample)
+    )
     for limit in range(300, 3000, 90):
         shorten(talk(80), limit)
     assert len(rendered) / 30 <= 1 + 1.5
@@ -189,32 +211,45 @@ def test_few_renderings_find_the_turns(monkeypatch) -> None:
     assert len(rendered) <= 1 + 4 + 9, len(rendered)
 
 
-# ---------------------------------------------------------------------------------------------------- inside a turn
+# ----------------------------------------------------------------------------------------------------
+# inside a turn
 
 ONE_TURN = Conversation(
-    [message("system", "Be nice."), message("user", "0123456789" * 4), message("assistant", "ok, then")]
+    [
+        message("system", "Be nice."),
+        message("user", "0123456789" * 4),
+        message("assistant", "ok, then"),
+    ]
 )
 SYSTEM = len("Be nice.") + 2 + len("system\n") + 1 + 1 + len("user\n")
-"""Tokens up to the content of the user: the system message, the line end after it, and the header of the user."""
+"""Tokens up to the content of the user: the system message, the line end after it, and the header
+of the user.
+"""
 HEADER, ANSWER = 1 + len("assistant\n"), len("ok, then") + 1 + 1 + 1
-"""Tokens of the answer's header; of the answer, the end of its turn, the line end and the end of the document."""
+"""Tokens of the answer's header; of the answer, the end of its turn, the line end and the end of
+the document.
+"""
 
 
 def test_a_last_turn_that_is_too_long_loses_the_front_of_its_prompt() -> None:
     text = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     for prompt in ("4567890123456789", "9"):
         document = shorten(ONE_TURN, SYSTEM + len(prompt) + 2 + HEADER + ANSWER)
-        assert marked(BYTES, document) == text.format(prompt) + "[ok, then<|im_end|>]\n[<|endoftext|>]"
+        assert (
+            marked(BYTES, document) == text.format(prompt) + "[ok, then<|im_end|>]\n[<|endoftext|>]"
+        )
         assert document.cut == Cut(len(whole(ONE_TURN).ids), 10, inside=True)
     for content in ("a123456789" * 4, "  <|im_end|>" * 4):
-        sample = Conversation([ONE_TURN.messages[0], message("user", content), ONE_TURN.messages[2]])
+        sample = Conversation(
+            [ONE_TURN.messages[0], message("user", content), ONE_TURN.messages[2]]
+        )
         document = shorten(sample, SYSTEM + 9 + 2 + HEADER + ANSWER)
         assert marked(BYTES, document).startswith(text.format(content[-9:])), content
     tail = text.format("").removeprefix("<|im_start|>system\nBe n")
     document = shorten(ONE_TURN, SYSTEM - 12 + HEADER + ANSWER)
-    assert marked(BYTES, document) == tail.replace("<|im_end|>\n<|im_start|>assistant", "<|im_start|>assistant") + (
-        "[ok, then<|im_end|>]\n[<|endoftext|>]"
-    )
+    assert marked(BYTES, document) == tail.replace(
+        "<|im_end|>\n<|im_start|>assistant", "<|im_start|>assistant"
+    ) + ("[ok, then<|im_end|>]\n[<|endoftext|>]")
 
 
 def test_an_answer_is_cut_at_its_end_and_only_where_it_alone_does_not_fit() -> None:
@@ -230,7 +265,9 @@ def test_an_answer_is_cut_at_its_end_and_only_where_it_alone_does_not_fit() -> N
 
 
 @pytest.mark.parametrize("refused", ["< 9", "in (5, 7)"])
-def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_are_cut(refused: str) -> None:
+def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_are_cut(
+    refused: str,
+) -> None:
     sample = talk(4)
     source = f"{{% if messages | length {refused} and not add_generation_prompt %}}{{{{ raise_exception('no') }}}}"
     source += "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}{% if m.role == 'assistant' %}"
@@ -241,13 +278,18 @@ def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_ar
     system = len("_system Be brief.__user ")
     document = shorten(sample, 250, chat)
     assert document.ids.tolist() == [*before.ids[:system], *before.ids[-(250 - system) :]]
-    assert document.targets.tolist() == [*before.targets[:system], *before.targets[-(250 - system) :]]
+    assert document.targets.tolist() == [
+        *before.targets[:system],
+        *before.targets[-(250 - system) :],
+    ]
     assert document.targets.sum() > whole(latest(talk(4), 1)).targets.sum()  # earlier answers, too
     assert document.cut == Cut(len(before.ids), int(before.targets.sum()), inside=True)
     chat.close()
 
 
-def test_an_answer_stays_whole_where_the_template_takes_only_the_whole_and_messages_follow_it() -> None:
+def test_an_answer_stays_whole_where_the_template_takes_only_the_whole_and_messages_follow_it() -> (
+    None
+):
     source = f"{{% if messages | length < 5 %}}{{{{ raise_exception('no') }}}}{{% endif %}}{NO_GENERATION_PROMPT}"
     messages = [*talk(2, system=None).messages, message("user", "thanks " * 30)]
     chat = TemplateFormat(source, BYTES)
@@ -258,7 +300,9 @@ def test_an_answer_stays_whole_where_the_template_takes_only_the_whole_and_messa
         document = shorten(Conversation(messages), limit, chat)
         assert document.ids.tolist() == ids[-limit:]
         assert document.targets.tolist() == [0, *targets[-limit:][1:]]
-        assert document.cut == Cut(len(before.ids), int(before.targets.sum()), turns=1, inside=limit == 40)
+        assert document.cut == Cut(
+            len(before.ids), int(before.targets.sum()), turns=1, inside=limit == 40
+        )
     chat.close()
 
 
@@ -286,27 +330,40 @@ def test_special_tokens_in_a_message_that_is_cut_stay_plain_text() -> None:
 
 @pytest.mark.parametrize("trains_all", [False, True])
 def test_formats_that_train_everything_and_have_no_end(trains_all: bool) -> None:
-    chat = TemplateFormat(None, BYTES, trains_all=True, ends_documents=True) if trains_all else IdentityFormat()
+    chat = (
+        TemplateFormat(None, BYTES, trains_all=True, ends_documents=True)
+        if trains_all
+        else IdentityFormat()
+    )
     sample = talk(5)
-    assert same(shorten(sample, len(whole(latest(sample, 2), chat).ids), chat), whole(latest(sample, 2), chat))
+    assert same(
+        shorten(sample, len(whole(latest(sample, 2), chat).ids), chat),
+        whole(latest(sample, 2), chat),
+    )
     before = whole(ONE_TURN, chat)
     answer = len("ok, then") + trains_all * 2
     for limit in range(2, len(before.ids)):
         kept = min(answer, limit - 1)
         document = shorten(ONE_TURN, limit, chat)
-        assert document.ids[-kept:].tolist() == before.ids[len(before.ids) - answer :][:kept].tolist(), limit
+        assert (
+            document.ids[-kept:].tolist() == before.ids[len(before.ids) - answer :][:kept].tolist()
+        ), limit
         assert document.targets[1:].all()
 
 
-# ------------------------------------------------------------------------- prompts, and tokenizers that do not split
+# ------------------------------------------------------------------------- prompts, and tokenizers
+# that do not split
 
 
 def test_a_prompt_loses_its_front_and_a_completion_its_end() -> None:
     sample, numbers = PromptCompletion("1 2 3 4 5 6 7", "11 12 13"), NullTokenizer(20)
     expected = {
-        10: [2, 3, 4, 5, 6, 7, 11, 12, 13, 19], 6: [6, 7, 11, 12, 13, 19], 5: [7, 11, 12, 13, 19], 4: [7, 11, 12, 13],
+        10: [2, 3, 4, 5, 6, 7, 11, 12, 13, 19],
+        6: [6, 7, 11, 12, 13, 19],
+        5: [7, 11, 12, 13, 19],
+        4: [7, 11, 12, 13],
         2: [7, 11],
-    }  # fmt: skip
+    }
     for limit, ids in expected.items():
         document = shorten(sample, limit, tokenizer=numbers)
         assert document.ids.tolist() == ids
@@ -320,7 +377,9 @@ def test_a_prefix_stays_and_a_tokenizer_that_does_not_split_is_cut_by_tokens(tmp
     from tokenizers import processors
 
     engine = byte_level(["<s>", "</s>"])
-    engine.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    engine.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer = save_tokenizer(tmp_path / "split", engine, eos_token="</s>", bos_token="<s>")
     sample = PromptCompletion("how are you today " * 9, "I am fine.")
     before = whole(sample, tokenizer=tokenizer)
@@ -332,18 +391,25 @@ def test_a_prefix_stays_and_a_tokenizer_that_does_not_split_is_cut_by_tokens(tmp
     before = whole(sample, tokenizer=unsplit)
     document = shorten(sample, 20, tokenizer=unsplit)
     assert document.ids.tolist() == before.ids[-20:].tolist()
-    assert document.targets.tolist() == before.targets[-20:].tolist() and document.targets.sum() == before.targets.sum()
+    assert (
+        document.targets.tolist() == before.targets[-20:].tolist()
+        and document.targets.sum() == before.targets.sum()
+    )
 
 
 def test_conversations_of_a_tokenizer_that_does_not_split(tmp_path) -> None:
-    tokenizer = save_tokenizer(tmp_path, metaspace(), eos_token="</s>", bos_token="<s>", chat_template=LLAMA_2)
+    tokenizer = save_tokenizer(
+        tmp_path, metaspace(), eos_token="</s>", bos_token="<s>", chat_template=LLAMA_2
+    )
     chat = TemplateFormat(LLAMA_2, tokenizer)
     turns = [message("user", "Hello how are you"), message("assistant", "I am fine")] * 9
     two = whole(Conversation(turns[:4]), chat, tokenizer)
     for beside, kept in ((-1, 1), (0, 2), (1, 2)):
         document = shorten(Conversation(turns), len(two.ids) + beside, chat, tokenizer)
         assert same(document, whole(Conversation(turns[: 2 * kept]), chat, tokenizer))
-    long = Conversation([message("system", "the user"), message("user", "how are you " * 20), turns[1]])
+    long = Conversation(
+        [message("system", "the user"), message("user", "how are you " * 20), turns[1]]
+    )
     before = whole(long, chat, tokenizer)
     document = shorten(long, 30, chat, tokenizer)
     head = len(tokenizer.encode("the user<s>[INST]", special=True))
@@ -352,24 +418,37 @@ def test_conversations_of_a_tokenizer_that_does_not_split(tmp_path) -> None:
     chat.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- data sets
+# -----------------------------------------------------------------------------------------------------------
+# data sets
 
 
 def test_long_prompts_keep_every_token_of_their_answers(tmp_path) -> None:
     """100 prompts of 7,000 tokens, answers of 30 words, packs of 2,048."""
     answers = [[number, *range(200, 229)] for number in range(100)]
-    lines = [json.dumps({"prompt": "5 " * 7000, "completion": " ".join(map(str, answer))}) for answer in answers]
+    lines = [
+        json.dumps({"prompt": "5 " * 7000, "completion": " ".join(map(str, answer))})
+        for answer in answers
+    ]
     dataset = open_lines(tmp_path, lines, tokenizer=NullTokenizer(300), shorten_to=2048)
     assert dataset.lengths.tolist() == [2048] * 100 and dataset.target_counts.tolist() == [31] * 100
-    assert dataset.source_lengths.tolist() == [7031] * 100 and dataset.source_targets.tolist() == [31] * 100
+    assert (
+        dataset.source_lengths.tolist() == [7031] * 100
+        and dataset.source_targets.tolist() == [31] * 100
+    )
     for number, answer in enumerate(answers):
         tokens, targets = dataset.document(number)
         assert tokens[-31:].tolist() == [*answer, 299] and targets.tolist() == [0] * 2017 + [1] * 31
     report = dataset.report
-    assert (report.shortened, report.cut_tokens, report.cut_targets, report.cut_turns) == (100, 100 * 4983, 0, 0)
+    assert (report.shortened, report.cut_tokens, report.cut_targets, report.cut_turns) == (
+        100,
+        100 * 4983,
+        0,
+        0,
+    )
     assert (report.cut_inside, report.cut_answers) == (100, 0)
     assert any(
-        "100 of them were longer and keep their last answer: 498300 tokens" in line for line in dataset.sentences()
+        "100 of them were longer and keep their last answer: 498300 tokens" in line
+        for line in dataset.sentences()
     )
 
 
@@ -378,11 +457,18 @@ def test_targets_of_turns_that_are_cut_away_are_counted(tmp_path) -> None:
     long = open_lines(tmp_path, lines)
     short = open_lines(tmp_path, lines, shorten_to=512)
     assert short.source_lengths.tolist() == long.lengths.tolist() == long.source_lengths.tolist()
-    assert short.source_targets.tolist() == long.target_counts.tolist() == long.source_targets.tolist()
+    assert (
+        short.source_targets.tolist() == long.target_counts.tolist() == long.source_targets.tolist()
+    )
     assert short.lengths.max() <= 512 < long.lengths.max()
     assert short.lengths[1] == long.lengths[1]
     lost = int((short.source_targets - short.target_counts).sum())
-    assert 0 < lost == short.report.cut_targets == long.report.target_tokens - short.report.target_tokens
+    assert (
+        0
+        < lost
+        == short.report.cut_targets
+        == long.report.target_tokens - short.report.target_tokens
+    )
     assert short.report.shortened == 2 and short.report.cut_turns % 2 == 0
     assert long.report.shortened == 0 and not any("longer" in line for line in long.sentences())
     for number in (0, 2):
@@ -394,10 +480,23 @@ def test_targets_of_turns_that_are_cut_away_are_counted(tmp_path) -> None:
 
 def test_the_limit_decides_the_cache_only_where_documents_are_shortened(tmp_path) -> None:
     lines = [conversation("q", "a" * 300)]
-    plain, longer, shorter = (open_lines(tmp_path, lines, shorten_to=limit) for limit in (None, 1000, 100))
+    plain, longer, shorter = (
+        open_lines(tmp_path, lines, shorten_to=limit) for limit in (None, 1000, 100)
+    )
     chat = TemplateFormat(None, BYTES).fingerprint
-    identity = [FORMAT, [file_identity(tmp_path / "data.jsonl")], BYTES.fingerprint, chat, True, MAX_LINE_BYTES]
-    assert plain.key == hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]  # as before there was a limit
+    identity = [
+        FORMAT,
+        [file_identity(tmp_path / "data.jsonl")],
+        BYTES.fingerprint,
+        chat,
+        True,
+        MAX_LINE_BYTES,
+    ]
+    assert (
+        plain.key == hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    )  # as before there was a limit
     assert [*plain.manifest["arrays"]] == ["tokens", "targets", "offsets", "target_counts"]
     assert len({plain.key, longer.key, shorter.key}) == 3
-    assert plain.content_hash == longer.content_hash != shorter.content_hash  # the same is trained on
+    assert (
+        plain.content_hash == longer.content_hash != shorter.content_hash
+    )  # the same is trained on

@@ -10,7 +10,9 @@ from megatron_packed.packed.capacity import DOCUMENT_COST
 
 
 def packing(documents, fill=0.5, squares=(4.0, 8.0), method="balanced"):
-    return Packing(method=method, documents=np.array(documents), squares=np.array(squares), fill=fill)
+    return Packing(
+        method=method, documents=np.array(documents), squares=np.array(squares), fill=fill
+    )
 
 
 def timed(capacity, work, ms):
@@ -21,20 +23,31 @@ def table(**changes):
     """Base 10 and 20 ms, 1 ms for each squared token; 50 ms eagerly, whatever the work."""
     points = [(size, work, base + work) for size, base in ((2, 10), (4, 20)) for work in (1, 3)]
     packs = [timed(*point) for point in (*points, (None, 5, 50.0), (None, 5, 50.0))]
-    return StepCosts(**{"tokens": 100, "update_ms": 6.0, "packs": tuple(packs), "device": "d", **changes})
+    return StepCosts(
+        **{"tokens": 100, "update_ms": 6.0, "packs": tuple(packs), "device": "d", **changes}
+    )
 
 
 def test_cost_by_a_table():
     """Packs of 2 and 4 documents: 10 + 4 and 20 + 8 ms, or 14 and 50 where the second has no graph."""
     for capacities, mean, eager in (((2, 4), 21.0, 0.0), ((2,), 32.0, 0.5)):
         found = expected(packing([2, 4]), capacities, table(), packs_per_step=3)
-        assert (found.micro_batch_ms, found.step_ms, found.eager_share) == (mean, 3 * mean + 6, eager)
+        assert (found.micro_batch_ms, found.step_ms, found.eager_share) == (
+            mean,
+            3 * mean + 6,
+            eager,
+        )
         assert found.tokens_per_second == pytest.approx(3 * 100 * 0.5 / ((3 * mean + 6) / 1e3))
-        assert found.relative == pytest.approx(mean / (10 + 6) / 0.5)  # a full pack in the smallest graph has 6
+        assert found.relative == pytest.approx(
+            mean / (10 + 6) / 0.5
+        )  # a full pack in the smallest graph has 6
 
 
 def test_cost_that_is_assumed():
-    for costs in (None, table(packs=table().packs[:4])):  # the second has no price for the pack without a graph
+    for costs in (
+        None,
+        table(packs=table().packs[:4]),
+    ):  # the second has no price for the pack without a graph
         found = expected(packing([2, 6]), (4,), costs, packs_per_step=3)
         assert found.relative == pytest.approx((1 + DOCUMENT_COST * (4 + 6) / 2) / 0.5)
         assert found.step_ms is found.tokens_per_second is None and found.eager_share == 0.5
@@ -52,16 +65,25 @@ def test_the_tail_of_a_pack_is_work_too():
 
 @pytest.mark.parametrize("more, first", [(TIE / 2, True), (TIE * 2, False)])
 def test_of_packers_that_nearly_tie_the_first_is_recommended(more, first):
-    dear, cheap = packing([2, 2], fill=0.5), packing([2, 2], fill=0.5 * (1 + more), method="sequential")
+    dear, cheap = (
+        packing([2, 2], fill=0.5),
+        packing([2, 2], fill=0.5 * (1 + more), method="sequential"),
+    )
     choice = recommended([dear, cheap], None, 1)
     assert choice.method == ("balanced" if first else "sequential")
     capped = flags_for(choice, "local")[-2:] == ["--max-documents-per-pack", "2"]
     assert capped is not first
 
 
-@pytest.mark.parametrize("changes", [
-    {"update_ms": -1.0}, {"packs": table().packs[4:]}, {"packs": (timed(2, 1, 0.0),)},
-], ids=["update", "no graph", "no time"])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"update_ms": -1.0},
+        {"packs": table().packs[4:]},
+        {"packs": (timed(2, 1, 0.0),)},
+    ],
+    ids=["update", "no graph", "no time"],
+)
 def test_tables_that_cannot_be(changes):
     with pytest.raises(ValueError, match="a table of step costs"):
         table(**changes)

@@ -15,7 +15,9 @@ from megatron_packed.data.sources import LineReader, expand_paths, file_identity
 
 def read(path, **options):
     return [
-        (line.number + n, line.data, line.reason) for line in LineReader(path, **options) for n in range(line.count)
+        (line.number + n, line.data, line.reason)
+        for line in LineReader(path, **options)
+        for n in range(line.count)
     ]
 
 
@@ -49,12 +51,22 @@ def test_blank_lines_in_a_row_are_one_step(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"\n" * 1000 + b" \r\nx\n\n\n \n\nlast\n \n\n")
     found = [(line.number, line.data, line.count) for line in LineReader(path)]
-    assert found == [(1, b"", 1001), (1002, b"x", 1), (1003, b"", 4), (1007, b"last", 1), (1008, b"", 2)]
+    assert found == [
+        (1, b"", 1001),
+        (1002, b"x", 1),
+        (1003, b"", 4),
+        (1007, b"last", 1),
+        (1008, b"", 2),
+    ]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "garbage behind"])
 def test_damaged_gzip_ends_with_one_bad_line(tmp_path, damage):
-    whole = bytearray(gzip.compress(os.urandom(1000) + b"\nsecond\nthird\n" + os.urandom(2**18).replace(b"\n", b".")))
+    whole = bytearray(
+        gzip.compress(
+            os.urandom(1000) + b"\nsecond\nthird\n" + os.urandom(2**18).replace(b"\n", b".")
+        )
+    )
     if damage == "cut":
         whole = whole[:-20000]
     elif damage == "flip":
@@ -76,25 +88,42 @@ def test_a_long_line_is_skipped_in_bounded_memory(tmp_path):
     lines = read(path, max_line_bytes=2**20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [(number, reason) for number, _, reason in lines] == [(1, None), (2, "line_too_long"), (3, None)]
+    assert [(number, reason) for number, _, reason in lines] == [
+        (1, None),
+        (2, "line_too_long"),
+        (3, None),
+    ]
     assert lines[1][1] == b"x" * 1024
     assert peak < 8 * 2**20
 
 
 def test_the_limit_is_exact(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 10 + b"\n" + b"x" * 11 + b"\n" + b"x" * 10)
-    assert [reason for _, _, reason in read(tmp_path / "a", max_line_bytes=10)] == [None, "line_too_long", None]
+    assert [reason for _, _, reason in read(tmp_path / "a", max_line_bytes=10)] == [
+        None,
+        "line_too_long",
+        None,
+    ]
     (tmp_path / "b").write_bytes(b' [{"text": "a data set that is one array, in one line"}]\n')
     assert [reason for _, _, reason in read(tmp_path / "b", max_line_bytes=10)] == ["json_array"]
 
 
 def test_paths_are_files_directories_and_patterns(tmp_path):
-    for name in ("b.jsonl", "a.jsonl.gz", "deep/c.jsonl", "x.txt", ".hidden/d.jsonl", "k.quarantine.jsonl"):
+    for name in (
+        "b.jsonl",
+        "a.jsonl.gz",
+        "deep/c.jsonl",
+        "x.txt",
+        ".hidden/d.jsonl",
+        "k.quarantine.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     found = [str(path.relative_to(tmp_path)) for path in expand_paths([tmp_path])]
     assert found == ["a.jsonl.gz", "b.jsonl", "deep/c.jsonl"]
-    assert [path.name for path in expand_paths([str(tmp_path / "*.txt"), tmp_path / "b.jsonl"])] == ["x.txt", "b.jsonl"]
+    assert [
+        path.name for path in expand_paths([str(tmp_path / "*.txt"), tmp_path / "b.jsonl"])
+    ] == ["x.txt", "b.jsonl"]
 
 
 def test_unusable_paths_are_refused_with_a_cure(tmp_path):

@@ -14,11 +14,17 @@ def random_costs(steps: int, packs: int) -> np.ndarray:
     """Costs of packs of documents with log-normal lengths, linear and quadratic parts mixed anyhow."""
     tokens = RNG.integers(100, 4097, (steps, packs))
     squares = (tokens * RNG.lognormal(6, 1, (steps, packs))).astype(np.int64)
-    return PackCost(per_token=1.0, per_squared_length=RNG.choice([0.0, 1e-3, 1.0])).of(tokens, squares)
+    return PackCost(per_token=1.0, per_squared_length=RNG.choice([0.0, 1e-3, 1.0])).of(
+        tokens, squares
+    )
 
 
 def sums(costs_SP, packs_SRB):
-    return np.take_along_axis(costs_SP, packs_SRB.reshape(len(costs_SP), -1), axis=1).reshape(packs_SRB.shape).sum(2)
+    return (
+        np.take_along_axis(costs_SP, packs_SRB.reshape(len(costs_SP), -1), axis=1)
+        .reshape(packs_SRB.shape)
+        .sum(2)
+    )
 
 
 @pytest.mark.parametrize(("packs", "ranks"), [(8, 2), (8, 8), (12, 4), (64, 8), (6, 1), (256, 64)])
@@ -41,8 +47,13 @@ def test_no_worse_than_back_and_forth_or_round_robin(packs, ranks):
 def test_micro_batches_of_ranks_weigh_alike():
     """Micro-batch i of all ranks: the packs of one turn, heaviest turn first."""
     costs = random_costs(50, 32)
-    by_turn = np.take_along_axis(costs, spread(costs, 4).packs_SRB.reshape(50, -1), axis=1).reshape(50, 4, 8)
-    assert (np.sort(by_turn, axis=1).swapaxes(1, 2)[:, :, ::-1].reshape(50, 32) == -np.sort(-costs, axis=1)).all()
+    by_turn = np.take_along_axis(costs, spread(costs, 4).packs_SRB.reshape(50, -1), axis=1).reshape(
+        50, 4, 8
+    )
+    assert (
+        np.sort(by_turn, axis=1).swapaxes(1, 2)[:, :, ::-1].reshape(50, 32)
+        == -np.sort(-costs, axis=1)
+    ).all()
 
 
 def test_either_way_may_be_the_better_and_steps_do_not_know_of_each_other():

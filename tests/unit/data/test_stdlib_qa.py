@@ -1,4 +1,6 @@
-"""The quickstart's data: made of docstrings, deterministic, split by object, and accepted by the reader."""
+"""The quickstart's data: made of docstrings, deterministic, split by object, and accepted by the
+reader.
+"""
 
 import importlib.util
 import json
@@ -51,7 +53,13 @@ def script():
 
 @pytest.fixture
 def library(tmp_path):
-    for name in ("shop/__init__.py", "test/inner.py", "site-packages/other.py", "not-a-module.py", "test_x.py"):
+    for name in (
+        "shop/__init__.py",
+        "test/inner.py",
+        "site-packages/other.py",
+        "not-a-module.py",
+        "test_x.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(MODULE)
     (tmp_path / "broken.py").write_text("def (")
@@ -62,11 +70,20 @@ def library(tmp_path):
 
 def test_what_is_read(script, library):
     items = {item.name: item for item in script.documented_items(library)}
-    assert list(items) == ["latin", "shop", "shop.Parrot", "shop.Parrot.speak", "shop.Parrot.colour", "shop.buy",
-                           "shop.copied"]  # fmt: skip
+    assert list(items) == [
+        "latin",
+        "shop",
+        "shop.Parrot",
+        "shop.Parrot.speak",
+        "shop.Parrot.colour",
+        "shop.buy",
+        "shop.copied",
+    ]
     assert items["latin"].doc == "Café."
     assert items["shop.Parrot"].signature == "class Parrot(object)"
-    assert items["shop.Parrot.speak"].signature == "def speak(self, words: str, *, loud=False) -> None"
+    assert (
+        items["shop.Parrot.speak"].signature == "def speak(self, words: str, *, loud=False) -> None"
+    )
     assert items["shop.buy"].signature == "async def buy(price, /, *coins)"
     assert items["shop.Parrot.colour"].kind == "property"
     assert items["shop.Parrot"].members == (
@@ -80,8 +97,15 @@ def test_questions_are_answered_by_the_docstrings_and_no_answer_is_given_twice(s
     items = list(script.documented_items(library))
     pairs = list(script.unique(pair for item in items for pair in script.questions(item)))
     text = json.dumps([pair.messages for pair in pairs])
-    assert "It has two paragraphs." in text and "Norwegian blue" in text and "Nobody asks" not in text
-    answers = [message["content"] for pair in pairs for message in pair.messages if message["role"] == "assistant"]
+    assert (
+        "It has two paragraphs." in text and "Norwegian blue" in text and "Nobody asks" not in text
+    )
+    answers = [
+        message["content"]
+        for pair in pairs
+        for message in pair.messages
+        if message["role"] == "assistant"
+    ]
     assert len(set(answers)) == len(answers)
     assert sum("Buy a parrot" in answer for answer in answers if answer.startswith("Buy")) <= 1
     for pair in pairs:
@@ -91,7 +115,9 @@ def test_questions_are_answered_by_the_docstrings_and_no_answer_is_given_twice(s
 
 def test_the_files_are_the_same_every_time_and_an_object_is_on_one_side(script, tmp_path):
     items = [
-        script.Item("function", f"m.f{n}", "m", f"def f{n}()", f"Does the thing number {n} for you.")
+        script.Item(
+            "function", f"m.f{n}", "m", f"def f{n}()", f"Does the thing number {n} for you."
+        )
         for n in range(900)
     ]
     pairs = list(script.unique(pair for item in items for pair in script.questions(item)))

@@ -1,4 +1,6 @@
-"""Parquet and Arrow: the same documents as from JSONL, bad rows by number, bounded memory, and what is refused."""
+"""Parquet and Arrow: the same documents as from JSONL, bad rows by number, bounded memory, and what
+is refused.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,9 @@ from megatron_packed.data.tokenizer import ByteTokenizer
 
 CONVERSATIONS = [json.loads(conversation("q", "a" * n)) for n in range(1, 400)]
 CONVERSATIONS[3]["messages"].append({"role": "assistant", "content": "not learned", "train": False})
-SHAREGPT = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": 7}] * 3
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": 7}
+] * 3
 ALPACA = [{"instruction": "q", "input": None, "output": "a"}] * 3
 PROMPTS = [{"prompt": "q", "completion": "é"}] * 3
 TEXTS = [{"text": "é" * n} for n in range(1, 9)]
@@ -33,7 +37,9 @@ def pa():
 
 
 def write(pa, path, rows, kind, **options):
-    """Writes ``rows`` as one of the kinds of files, or as Hugging Face's datasets does, in two files."""
+    """Writes ``rows`` as one of the kinds of files, or as Hugging Face's datasets does, in two
+    files.
+    """
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
     if kind == "parquet":
         from pyarrow import parquet
@@ -45,7 +51,9 @@ def write(pa, path, rows, kind, **options):
         middle = len(table) // 2
         for name, part in zip(names, (table[:middle], table[middle:])):
             write(pa, path / name, part, "stream")
-        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+        (path / "state.json").write_text(
+            json.dumps({"_data_files": [{"filename": name} for name in names]})
+        )
     else:
         make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
         with make(str(path), table.schema) as writer:
@@ -54,7 +62,9 @@ def write(pa, path, rows, kind, **options):
 
 
 def opened(path, cache, sft=True, **options):
-    return open_dataset([path], ByteTokenizer(), IdentityFormat(), sft=sft, cache_root=cache, show=False, **options)
+    return open_dataset(
+        [path], ByteTokenizer(), IdentityFormat(), sft=sft, cache_root=cache, show=False, **options
+    )
 
 
 @pytest.mark.shows("Data", lambda kind: "Parquet" if kind == "parquet" else "Hugging Face data set")
@@ -64,7 +74,9 @@ def test_documents_are_those_of_the_same_lines(pa, tmp_path, kind, rows):
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first = opened(lines, tmp_path / "cache", rows is not TEXTS)
-    second = opened(write(pa, tmp_path / "table", rows, kind), tmp_path / "cache", rows is not TEXTS)
+    second = opened(
+        write(pa, tmp_path / "table", rows, kind), tmp_path / "cache", rows is not TEXTS
+    )
     assert second.content_hash == first.content_hash and second.key != first.key
     assert second.report == replace(first.report, files=2 if kind == "saved" else 1)
 
@@ -87,7 +99,9 @@ def test_bad_rows_are_set_aside_by_file_and_row(pa, tmp_path):
 
 
 def test_a_table_is_never_in_memory_as_a_whole(pa, tmp_path):
-    rows = pa.table({"text": [f"{n:06d}" + "x" * 4000 for n in range(10_000)], "unused": ["y" * 4000] * 10_000})
+    rows = pa.table(
+        {"text": [f"{n:06d}" + "x" * 4000 for n in range(10_000)], "unused": ["y" * 4000] * 10_000}
+    )
     path = tmp_path / "a.parquet"
     from pyarrow import parquet
 
@@ -142,9 +156,18 @@ def test_directories(tmp_path):
     splits.write_text('{"splits": ["train"]}')
     assert expand_paths([split.parent]) == expand_paths([split]) == [split / "data-0.arrow"]
     splits.write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"holds the splits train, test; name one of them, for example .*saved/train"):
+    with pytest.raises(
+        DataError,
+        match=r"holds the splits train, test; name one of them, for example .*saved/train",
+    ):
         expand_paths([split.parent])
-    for state in ("{", "[]", "{}", '{"_data_files": []}', '{"_data_files": [{"filename": "../a"}]}'):
+    for state in (
+        "{",
+        "[]",
+        "{}",
+        '{"_data_files": []}',
+        '{"_data_files": [{"filename": "../a"}]}',
+    ):
         (split / "state.json").write_text(state)
         with pytest.raises(DataError, match="save the data set anew"):
             expand_paths([split])
@@ -157,8 +180,13 @@ def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
     file.write_bytes(b"PAR1")
     for path in (file, tmp_path, tmp_path / "*.parquet"):
         rule, cure = _input_data(str(path))
-        assert rule == "needs pyarrow, which is not installed" and "pip install 'megatron-packed[data]'" in cure
-        with pytest.raises(DataError, match=r"a.parquet needs pyarrow, which is not installed; pip install"):
+        assert (
+            rule == "needs pyarrow, which is not installed"
+            and "pip install 'megatron-packed[data]'" in cure
+        )
+        with pytest.raises(
+            DataError, match=r"a.parquet needs pyarrow, which is not installed; pip install"
+        ):
             expand_paths([path])
 
 
@@ -176,10 +204,14 @@ def test_a_huge_row_is_skipped_in_bounded_memory(pa, tmp_path):
         "before = peak(); lines = list(RowReader(Path(sys.argv[1]), 2**20, ['text']))\n"
         "print([line.reason for line in lines], peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "r.parquet")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "r.parquet")], capture_output=True, text=True
+    )
     reasons, _, grown = done.stdout.strip().rpartition(" ")
     assert reasons == "[None, 'line_too_long', None]", done.stderr
-    assert int(grown) < 3.5 * size  # pyarrow's page and column take three; as text and JSON it would be six
+    assert (
+        int(grown) < 3.5 * size
+    )  # pyarrow's page and column take three; as text and JSON it would be six
 
 
 def test_rows_are_taken_in_fewer_at_once_where_they_are_long(pa, tmp_path, monkeypatch):

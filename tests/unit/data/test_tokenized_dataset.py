@@ -1,4 +1,6 @@
-"""The cache: what it holds, that damage is found before it is used, and that any number of processes make it once."""
+"""The cache: what it holds, that damage is found before it is used, and that any number of
+processes make it once.
+"""
 
 import json
 import multiprocessing
@@ -41,13 +43,23 @@ def test_documents_lengths_and_counts(tmp_path):
     report = dataset.report
     assert (report.lines, report.good, report.documents, report.tokens) == (4, 4, 4, sum(lengths))
     assert (report.schemas, report.longest_document) == ({"text": 4}, 301)
-    assert "4 lines in 1 file: 4 used (4 text), 0 blank, 0 in quarantine" in report.lines_of_text(tmp_path)[0]
+    assert (
+        "4 lines in 1 file: 4 used (4 text), 0 blank, 0 in quarantine"
+        in report.lines_of_text(tmp_path)[0]
+    )
 
 
 def test_targets_of_pieces(tmp_path):
     dataset = open_lines(tmp_path, [conversation("qq", "aaa"), conversation("q", "a", "q", "aaaa")])
     masks = [dataset.target_mask(n) for n in range(2)]
-    pieces = [(0, 0, len(masks[0])), (1, 0, len(masks[1])), (1, 0, 31), (1, 31, 19), (1, 37, 1), (0, 22, 4)]
+    pieces = [
+        (0, 0, len(masks[0])),
+        (1, 0, len(masks[1])),
+        (1, 0, 31),
+        (1, 31, 19),
+        (1, 37, 1),
+        (0, 22, 4),
+    ]
     counts = dataset.count_targets(*(np.array(column) for column in zip(*pieces)))
     assert counts.tolist() == [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces]
     assert counts[:2].tolist() == dataset.target_counts.tolist() == [5, 8]
@@ -65,13 +77,15 @@ def test_threads_do_not_change_the_result(tmp_path, monkeypatch, threads):
     lines = [conversation(f"q{n}", f"a{n}") for n in range(200)] + ["{", ""]
     dataset = open_lines(tmp_path, lines, num_threads=threads)
     answers = [
-        ByteTokenizer().decode(t[m == 1], skip_special=True) for t, m in map(dataset.document, range(len(dataset)))
+        ByteTokenizer().decode(t[m == 1], skip_special=True)
+        for t, m in map(dataset.document, range(len(dataset)))
     ]
     assert answers == [f"a{n}" for n in range(200)]
     assert (dataset.report.blank, dataset.report.bad) == (1, {"malformed_json": 1})
 
 
-# ----------------------------------------------------------------------------------------------------------- one cache
+# -----------------------------------------------------------------------------------------------------------
+# one cache
 
 
 def built_once(tmp_path) -> list[Path]:
@@ -80,18 +94,24 @@ def built_once(tmp_path) -> list[Path]:
 
 def test_the_same_data_is_tokenised_once_and_other_options_again(tmp_path, monkeypatch):
     first = open_lines(tmp_path, LINES, sft=False)
-    monkeypatch.setattr("megatron_packed.data.dataset.build_arrays", None)  # building again would fail
+    monkeypatch.setattr(
+        "megatron_packed.data.dataset.build_arrays", None
+    )  # building again would fail
     assert open_lines(tmp_path, LINES, sft=False).key == first.key
     moved = tmp_path / "moved.jsonl"
     shutil.copy(tmp_path / "data.jsonl", moved)
     chat = TemplateFormat(None, ByteTokenizer())
-    again = open_dataset([moved], ByteTokenizer(), chat, sft=False, cache_root=tmp_path / "cache", show=False)
+    again = open_dataset(
+        [moved], ByteTokenizer(), chat, sft=False, cache_root=tmp_path / "cache", show=False
+    )
     assert again.key == first.key
     monkeypatch.undo()
     keys = {
         first.key,
         open_lines(tmp_path, LINES, sft=False, max_line_bytes=100).key,
-        open_dataset([moved], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=tmp_path / "cache").key,
+        open_dataset(
+            [moved], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=tmp_path / "cache"
+        ).key,
         open_lines(tmp_path, [*LINES, LINES[0]], sft=False).key,
     }
     assert len(keys) == len(built_once(tmp_path)) == 4
@@ -123,9 +143,15 @@ def _open_in_process(tmp_path, barrier, results):
     try:
         chat = TemplateFormat(None, ByteTokenizer())
         dataset = open_dataset(
-            [tmp_path / "data.jsonl"], ByteTokenizer(), chat, sft=False, cache_root=tmp_path / "cache", num_threads=1,
-            max_bad_fraction=0.5, show=False,
-        )  # fmt: skip
+            [tmp_path / "data.jsonl"],
+            ByteTokenizer(),
+            chat,
+            sft=False,
+            cache_root=tmp_path / "cache",
+            num_threads=1,
+            max_bad_fraction=0.5,
+            show=False,
+        )
         dataset.verify()
         results.put(("ok", dataset.key, int(dataset.lengths.sum())))
     except DataError as error:
@@ -136,7 +162,10 @@ def race(tmp_path, lines, processes=4):
     (tmp_path / "data.jsonl").write_text("".join(line + "\n" for line in lines))
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes), context.Queue()
-    workers = [context.Process(target=_open_in_process, args=(tmp_path, barrier, results)) for _ in range(processes)]
+    workers = [
+        context.Process(target=_open_in_process, args=(tmp_path, barrier, results))
+        for _ in range(processes)
+    ]
     for worker in workers:
         worker.start()
     answers = [results.get(timeout=60) for _ in workers]
@@ -201,14 +230,18 @@ def test_a_killed_writer_leaves_nothing_harmful(tmp_path, kill_at):
     path.write_text("\n".join(LINES))
     repository = str(Path(arrays.__file__).parents[2])
     writer = subprocess.Popen(
-        [sys.executable, "-c", SLOW_WRITER, path, root, kill_at], stdout=subprocess.PIPE, cwd=repository
+        [sys.executable, "-c", SLOW_WRITER, path, root, kill_at],
+        stdout=subprocess.PIPE,
+        cwd=repository,
     )
     assert writer.stdout.readline() == b"here\n"
     os.kill(writer.pid, signal.SIGKILL)
     writer.wait()
     writer.stdout.close()
     assert len([name for name in os.listdir(root) if ".tmp-" in name]) == 1
-    dataset = open_dataset([path], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=root, show=False)
+    dataset = open_dataset(
+        [path], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=root, show=False
+    )
     dataset.verify()
     assert dataset.lengths.sum() == sum(len(text.encode()) + 1 for text in TEXTS)
     assert not [name for name in os.listdir(root) if ".tmp-" in name]
@@ -227,11 +260,14 @@ def test_a_writer_on_another_node_is_left_alone_until_it_is_old(tmp_path):
     assert young.exists() and not old.exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- damage
+# --------------------------------------------------------------------------------------------------------------
+# damage
 
 
 def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
-    """One bit in each of many places of every file: the cache is refused when opened, or the read that meets it is."""
+    """One bit in each of many places of every file: the cache is refused when opened, or the read
+    that meets it is.
+    """
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 64)
     good = open_lines(tmp_path, LINES * 5, sft=False)
     expected = [good.document(n)[0].tolist() for n in range(len(good))]
@@ -257,7 +293,9 @@ def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
 
 
 def test_a_flip_is_found_by_the_read_that_meets_it_and_by_no_other(tmp_path):
-    texts = [json.dumps({"text": chr(97 + n) * 40_000}) for n in range(4)]  # over two blocks of tokens each
+    texts = [
+        json.dumps({"text": chr(97 + n) * 40_000}) for n in range(4)
+    ]  # over two blocks of tokens each
     dataset = open_lines(tmp_path, texts, sft=False)
     path = dataset.directory / "tokens.bin"
     raw = bytearray(path.read_bytes())
@@ -283,7 +321,9 @@ def test_a_damaged_cache_is_built_again(tmp_path, damage, capsys):
     else:
         path = dataset.directory / ("offsets.bin" if damage == "index" else "tokens.bin")
         raw = path.read_bytes()
-        path.write_bytes({"cut": raw[:-1], "longer": raw + b"\0", "index": bytes([raw[0] ^ 1]) + raw[1:]}[damage])
+        path.write_bytes(
+            {"cut": raw[:-1], "longer": raw + b"\0", "index": bytes([raw[0] ^ 1]) + raw[1:]}[damage]
+        )
     with pytest.raises(DataError, match=str(dataset.directory)):
         TokenizedDataset(dataset.directory)
     again = open_lines(tmp_path, LINES, sft=False, show=True)

@@ -1,4 +1,6 @@
-"""Tokenizers: special tokens only where a template put them, the end of a document, training a vocabulary."""
+"""Tokenizers: special tokens only where a template put them, the end of a document, training a
+vocabulary.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -55,7 +57,9 @@ def test_the_tokenizers_own_truncation_padding_and_prefix_stay_out_of_the_way(tm
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     tokenizer = save_tokenizer(tmp_path, engine, eos_token="</s>", bos_token="<s>")
-    assert tokenizer.decode(tokenizer.encode("Hello there, how are you")) == "Hello there, how are you"
+    assert (
+        tokenizer.decode(tokenizer.encode("Hello there, how are you")) == "Hello there, how are you"
+    )
     assert tokenizer.prefix_ids == (0,)
     assert tokenizer.template_variables == {"eos_token": "</s>", "bos_token": "<s>"}
 
@@ -64,7 +68,9 @@ def test_which_tokenizers_split_cleanly(tmp_path):
     assert save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>").splits_cleanly
     assert not save_tokenizer(tmp_path / "b", metaspace(), eos_token="</s>").splits_cleanly
     engine = byte_level()
-    engine.add_special_tokens([AddedToken("<|end|>", rstrip=True)])  # as Phi-3: swallows the line end after it
+    engine.add_special_tokens(
+        [AddedToken("<|end|>", rstrip=True)]
+    )  # as Phi-3: swallows the line end after it
     assert not save_tokenizer(tmp_path / "c", engine, eos_token="</s>").splits_cleanly
 
 
@@ -86,11 +92,20 @@ def test_the_end_of_a_document_is_configured_or_known_and_never_guessed(tmp_path
 @pytest.mark.shows("Tokenizer", "tokenizer.json")
 def test_a_bare_file_a_directory_and_damage(tmp_path):
     directory = save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>")
-    assert HuggingFaceTokenizer(tmp_path / "a" / "tokenizer.json").fingerprint == directory.fingerprint
-    assert save_tokenizer(tmp_path / "b", byte_level(), eos_token="<|im_end|>").fingerprint != directory.fingerprint
+    assert (
+        HuggingFaceTokenizer(tmp_path / "a" / "tokenizer.json").fingerprint == directory.fingerprint
+    )
+    assert (
+        save_tokenizer(tmp_path / "b", byte_level(), eos_token="<|im_end|>").fingerprint
+        != directory.fingerprint
+    )
     (tmp_path / "broken.json").write_text('{"version": "1.0"}')
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
-    for path, part in [("none", "does not exist"), ("broken.json", "not a tokenizer"), ("binary.json", "not UTF-8")]:
+    for path, part in [
+        ("none", "does not exist"),
+        ("broken.json", "not a tokenizer"),
+        ("binary.json", "not UTF-8"),
+    ]:
         with pytest.raises(DataError, match=part):
             HuggingFaceTokenizer(tmp_path / path)
     (tmp_path / "a" / "tokenizer_config.json").write_text("{")
@@ -101,8 +116,18 @@ def test_a_bare_file_a_directory_and_damage(tmp_path):
 def test_where_the_chat_template_comes_from(tmp_path):
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     assert save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>").chat_template is None
-    assert save_tokenizer(tmp_path / "b", byte_level(), eos_token="</s>", chat_template="X").chat_template == "X"
-    assert save_tokenizer(tmp_path / "c", byte_level(), eos_token="</s>", chat_template=named).chat_template == "D"
+    assert (
+        save_tokenizer(
+            tmp_path / "b", byte_level(), eos_token="</s>", chat_template="X"
+        ).chat_template
+        == "X"
+    )
+    assert (
+        save_tokenizer(
+            tmp_path / "c", byte_level(), eos_token="</s>", chat_template=named
+        ).chat_template
+        == "D"
+    )
     (tmp_path / "b" / "chat_template.jinja").write_text("file")
     assert HuggingFaceTokenizer(tmp_path / "b").chat_template == "file"
     with pytest.raises(DataError, match="called default"):
@@ -112,22 +137,43 @@ def test_where_the_chat_template_comes_from(tmp_path):
 @pytest.mark.shows("Tokenizer", "token numbers")
 def test_numbers_are_their_own_tokens():
     tokenizer = NullTokenizer(100)
-    assert tokenizer.encode("7 0\n 98  99 ").tolist() == [7, 0, 98, 99] and tokenizer.encode("").tolist() == []
-    assert tokenizer.decode([7, 99]) == "7 99" and tokenizer.decode([7, 99], skip_special=True) == "7"
+    assert (
+        tokenizer.encode("7 0\n 98  99 ").tolist() == [7, 0, 98, 99]
+        and tokenizer.encode("").tolist() == []
+    )
+    assert (
+        tokenizer.decode([7, 99]) == "7 99" and tokenizer.decode([7, 99], skip_special=True) == "7"
+    )
     assert (tokenizer.vocab_size, tokenizer.eod_id, NullTokenizer(100, 5).eod_id) == (100, 99, 5)
-    assert len({tokenizer.fingerprint, NullTokenizer(100, 5).fingerprint, NullTokenizer(101).fingerprint}) == 3
+    assert (
+        len(
+            {
+                tokenizer.fingerprint,
+                NullTokenizer(100, 5).fingerprint,
+                NullTokenizer(101).fingerprint,
+            }
+        )
+        == 3
+    )
     lines = [[Text(text)] for text in ("1 2", "100", "-1", "1.5", "two", "\u0663", "9" * 5000, "3")]
-    outcomes = SampleEncoder(tokenizer=tokenizer, chat=TemplateFormat(None, tokenizer)).encode(lines)
+    outcomes = SampleEncoder(tokenizer=tokenizer, chat=TemplateFormat(None, tokenizer)).encode(
+        lines
+    )
     assert [outcome.reason for outcome in outcomes[1:-1]] == ["not_a_token_number"] * 6
     assert [outcomes[place][0].ids.tolist() for place in (0, -1)] == [[1, 2, 99], [3, 99]]
     with pytest.raises(DataError, match="token 100 is outside"):
         tokenizer.decode([100])
 
 
-@pytest.mark.parametrize("make, package", [(TikTokenizer, "tiktoken"), (SentencePieceTokenizer, "sentencepiece")])
+@pytest.mark.parametrize(
+    "make, package", [(TikTokenizer, "tiktoken"), (SentencePieceTokenizer, "sentencepiece")]
+)
 def test_a_library_that_is_missing_or_too_old(monkeypatch, tmp_path, make, package):
     (tmp_path / "file").write_text("x")
-    for module, said in [(None, ", which is not installed"), (SimpleNamespace(), r" 0\.\S+ or newer: pip install -U")]:
+    for module, said in [
+        (None, ", which is not installed"),
+        (SimpleNamespace(), r" 0\.\S+ or newer: pip install -U"),
+    ]:
         monkeypatch.setitem(sys.modules, package, module)
         with pytest.raises(DataError, match=f"needs {package}{said}"):
             make(tmp_path / "file")
@@ -135,8 +181,14 @@ def test_a_library_that_is_missing_or_too_old(monkeypatch, tmp_path, make, packa
 
 def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
     tokenizer = ByteTokenizer()
-    assert (vocabulary(tokenizer, None), vocabulary(tokenizer, 260), vocabulary(tokenizer, 300)) == (260, 260, 300)
-    with pytest.raises(DataError, match="--vocab-size 259 has no room for the 260 entries of the tokenizer"):
+    assert (
+        vocabulary(tokenizer, None),
+        vocabulary(tokenizer, 260),
+        vocabulary(tokenizer, 300),
+    ) == (260, 260, 300)
+    with pytest.raises(
+        DataError, match="--vocab-size 259 has no room for the 260 entries of the tokenizer"
+    ):
         vocabulary(tokenizer, 259)
 
 
@@ -144,7 +196,10 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
 def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [conversation(f"{text} {n}", text) for n, text in enumerate(CORPUS)]
-    path.write_text("\n".join([*lines, "{"]) + '\n{"text": "zebra zebra"}\n{"prompt": "yak", "completion": "yak"}')
+    path.write_text(
+        "\n".join([*lines, "{"])
+        + '\n{"text": "zebra zebra"}\n{"prompt": "yak", "completion": "yak"}'
+    )
     first = train_bpe([path], 300, tmp_path / "one")
     second = train_bpe([path], 300, tmp_path / "two")
     assert first.fingerprint == second.fingerprint
@@ -157,7 +212,9 @@ def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
     assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == stamp
     assert train_bpe([path], 301, tmp_path / "one").path != first.path
     first.path.write_text("{")
-    assert train_bpe([path], 300, tmp_path / "one").fingerprint == second.fingerprint  # damaged: made again
+    assert (
+        train_bpe([path], 300, tmp_path / "one").fingerprint == second.fingerprint
+    )  # damaged: made again
     with pytest.raises(DataError, match="260"):
         train_bpe([path], 259, tmp_path / "one")
     path.write_text("{\n")
@@ -174,8 +231,16 @@ def test_gpt2_from_its_two_files(tmp_path):
     text = "Hello there,  how are\n\nyou? <|endoftext|> é😀"
     assert ours.encode(text).tolist() == whole.encode(text).tolist()
     assert ours.decode(ours.encode(text)) == text
-    assert (ours.vocab_size, ours.eod_id, ours.splits_cleanly) == (whole.vocab_size, whole.eod_id, True)
-    assert ours.encode("<|endoftext|>", special=True).tolist() == [ours.eod_id] != ours.encode("<|endoftext|>").tolist()
+    assert (ours.vocab_size, ours.eod_id, ours.splits_cleanly) == (
+        whole.vocab_size,
+        whole.eod_id,
+        True,
+    )
+    assert (
+        ours.encode("<|endoftext|>", special=True).tolist()
+        == [ours.eod_id]
+        != ours.encode("<|endoftext|>").tolist()
+    )
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     with pytest.raises(DataError, match="are no vocabulary and merges of GPT-2"):
         HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
@@ -185,13 +250,17 @@ def test_gpt2_from_its_two_files(tmp_path):
 
 
 def test_merges_of_gpt2_that_are_cut_off(tmp_path):
-    """Every text could be encoded still, by other tokens; special tokens that no merge makes are no such sign."""
+    """Every text could be encoded still, by other tokens; special tokens that no merge makes are no
+    such sign.
+    """
     engine = byte_level(["<|endoftext|>", *(f"<{n}>" for n in range(99))])
     engine.model.save(str(tmp_path))
     HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
     merges = (tmp_path / "merges.txt").read_text().splitlines()
     (tmp_path / "merges.txt").write_text("\n".join(merges[:-1]))
-    with pytest.raises(DataError, match=r"101 of the 400 .* made by none of the .* merges of .* it is cut off"):
+    with pytest.raises(
+        DataError, match=r"101 of the 400 .* made by none of the .* merges of .* it is cut off"
+    ):
         HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
 
 
@@ -199,5 +268,7 @@ def test_data_without_a_usable_line_says_why(tmp_path):
     """Not that there is no text, which the reader of a file full of it would not believe."""
     path = tmp_path / "chat.jsonl"
     path.write_text('\n{"question": "a", "answer": "b"}\n[]\n')
-    with pytest.raises(DataError, match=r"line 2: no_known_field: fields: question, answer \(a line needs"):
+    with pytest.raises(
+        DataError, match=r"line 2: no_known_field: fields: question, answer \(a line needs"
+    ):
         train_bpe([path], 512, tmp_path / "cache")

@@ -29,7 +29,9 @@ class MainGradLinear(torch.autograd.Function):
 
 
 class Mixed(nn.Module):
-    """bf16 and fp32, decayed and not, one frozen, one never used, sizes that are no multiple of anything."""
+    """bf16 and fp32, decayed and not, one frozen, one never used, sizes that are no multiple of
+    anything.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -63,8 +65,12 @@ def test_layout_orders_by_dtype_then_decay_and_aligns() -> None:
         ]
     )
     assert [(s.name, s.start, s.end) for s in layout.slots] == [
-        ("w", 0, 130), ("v", 192, 196), ("norm", 256, 261), ("router", 4096, 4117), ("a", 4160, 4161),
-    ]  # fmt: skip
+        ("w", 0, 130),
+        ("v", 192, 196),
+        ("norm", 256, 261),
+        ("router", 4096, 4117),
+        ("a", 4160, 4161),
+    ]
     assert [(r.part, r.decay, r.start, r.end) for r in layout.ranges] == [
         (BF16, True, 0, 256),
         (BF16, False, 256, 4096),
@@ -86,11 +92,22 @@ def test_weights_of_experts_have_parts_of_their_own_in_front() -> None:
         num_owners=3,
         num_expert_owners=2,
     )
-    assert [(s.name, s.start) for s in layout.slots] == [("fc1", 0), ("w", 8192), ("router", 8192 + 3 * 4096)]
+    assert [(s.name, s.start) for s in layout.slots] == [
+        ("fc1", 0),
+        ("w", 8192),
+        ("router", 8192 + 3 * 4096),
+    ]
     assert layout.expert_numel == 8192 and layout.numel == 8192 + 6 * 4096
     of_experts, low, high = layout.buckets
-    assert [bucket.part for bucket in layout.buckets] == [Part(torch.bfloat16, expert=True), BF16, FP32]
-    assert layout.owned_span(of_experts, 1) == (4096, 8192) and layout.owned_span(high, 0) == (20480, 24576)
+    assert [bucket.part for bucket in layout.buckets] == [
+        Part(torch.bfloat16, expert=True),
+        BF16,
+        FP32,
+    ]
+    assert layout.owned_span(of_experts, 1) == (4096, 8192) and layout.owned_span(high, 0) == (
+        20480,
+        24576,
+    )
     assert layout.owned_span(low, 2) == (8192 + 2 * 4096, 8192 + 3 * 4096)
     owned = layout.owned_ranges(rank=2, expert_rank=1)
     assert [(r.start, r.end) for r in owned] == [(4096, 8192), (16384, 20480), (28672, 32768)]
@@ -109,41 +126,73 @@ def test_shards_have_one_size_cut_parameters_and_cover_everything_once(num_owner
     for part in (BF16, FP32):
         [bucket] = [bucket for bucket in layout.buckets if bucket.part == part]
         spans = [layout.owned_span(bucket, rank) for rank in range(num_owners)]
-        assert {(end - start) % 4096 for start, end in spans} == {0} and len({e - s for s, e in spans}) == 1
-        assert [spans[0][0], *(end for _, end in spans)] == [*(start for start, _ in spans), layout.span(part)[1]]
+        assert {(end - start) % 4096 for start, end in spans} == {0} and len(
+            {e - s for s, e in spans}
+        ) == 1
+        assert [spans[0][0], *(end for _, end in spans)] == [
+            *(start for start, _ in spans),
+            layout.span(part)[1],
+        ]
     pieces = sorted((item for ranges in owned for item in ranges), key=lambda item: item.start)
     assert pieces[0].start == 0 and pieces[-1].end == layout.numel
     assert all(one.end == two.start for one, two in pairwise(pieces))
     for piece in pieces:
         assert any(
-            (r.part, r.decay) == (piece.part, piece.decay) and r.start <= piece.start and piece.end <= r.end
+            (r.part, r.decay) == (piece.part, piece.decay)
+            and r.start <= piece.start
+            and piece.end <= r.end
             for r in layout.ranges
         )
-    cuts = {layout.owned_span(bucket, rank)[0] for bucket in layout.buckets for rank in range(1, num_owners)}
-    assert num_owners == 1 or any(slot.start < cut < slot.end for slot in layout.slots for cut in cuts)
+    cuts = {
+        layout.owned_span(bucket, rank)[0]
+        for bucket in layout.buckets
+        for rank in range(1, num_owners)
+    }
+    assert num_owners == 1 or any(
+        slot.start < cut < slot.end for slot in layout.slots for cut in cuts
+    )
 
 
 def test_buckets_end_at_parameters_and_keep_small_ones_apart() -> None:
-    """Matrices of three layers, two to a bucket; norms come last. A part below the size is one bucket."""
+    """Matrices of three layers, two to a bucket; norms come last. A part below the size is one
+    bucket.
+    """
     matrices = [Described(f"w{n}", (50, 100), BF16, True) for n in range(3)]
     norms = [Described(f"n{n}", (100,), BF16, False) for n in range(3)]
     small = (("a", 5, True), ("b", 5, False), ("none", 0, False))
     scalars = [Described(name, (numel,), FP32, decay) for name, numel, decay in small]
     layout = FlatLayout.plan([*matrices, *norms, *scalars], num_owners=2, bucket_elements=6000)
-    names = [[slot.name for slot in layout.slots if slot.bucket == number] for number in range(len(layout.buckets))]
+    names = [
+        [slot.name for slot in layout.slots if slot.bucket == number]
+        for number in range(len(layout.buckets))
+    ]
     assert names == [["w0", "w1"], ["w2"], ["n0", "n1", "n2"], ["a", "b", "none"]]
-    assert [(b.start, b.end) for b in layout.buckets] == [(0, 16384), (16384, 24576), (24576, 32768), (32768, 40960)]
+    assert [(b.start, b.end) for b in layout.buckets] == [
+        (0, 16384),
+        (16384, 24576),
+        (24576, 32768),
+        (32768, 40960),
+    ]
     for slot in layout.slots:
         bucket = layout.buckets[slot.bucket]
         assert slot.part == bucket.part and bucket.start <= slot.start <= slot.end <= bucket.end
     assert [(r.start, r.end, r.bucket) for r in layout.ranges] == [
-        (0, 16384, 0), (16384, 24576, 1), (24576, 32768, 2), (32768, 32832, 3), (32832, 40960, 3),
-    ]  # fmt: skip
+        (0, 16384, 0),
+        (16384, 24576, 1),
+        (24576, 32768, 2),
+        (32768, 32832, 3),
+        (32832, 40960, 3),
+    ]
     assert [(r.start, r.end) for r in layout.owned_ranges(1)] == [
-        (8192, 16384), (20480, 24576), (28672, 32768), (36864, 40960),
-    ]  # fmt: skip
+        (8192, 16384),
+        (20480, 24576),
+        (28672, 32768),
+        (36864, 40960),
+    ]
     whole = FlatLayout.plan([*matrices, *norms, *scalars], num_owners=2)
-    assert len(whole.buckets) == 2 and [slot.name for slot in whole.slots] == [slot.name for slot in layout.slots]
+    assert len(whole.buckets) == 2 and [slot.name for slot in whole.slots] == [
+        slot.name for slot in layout.slots
+    ]
 
 
 def test_parameters_become_aligned_views_with_the_same_values() -> None:
@@ -157,7 +206,11 @@ def test_parameters_become_aligned_views_with_the_same_values() -> None:
     for slot in buffers.layout.slots:
         p = buffers.parameters[slot.name]
         view = buffers.param_view(slot)
-        assert view.data_ptr() == p.data_ptr() and p.data_ptr() % 128 == 0 and p.main_grad.data_ptr() % 128 == 0
+        assert (
+            view.data_ptr() == p.data_ptr()
+            and p.data_ptr() % 128 == 0
+            and p.main_grad.data_ptr() % 128 == 0
+        )
         assert p.main_grad.shape == p.shape and p.main_grad.dtype == torch.float32
         view.fill_(2.0)
         assert (p == 2).all()
@@ -186,7 +239,9 @@ def test_gradients_accumulate_in_float32_over_micro_batches(dtype: torch.dtype) 
 
 
 def test_a_layer_that_writes_main_grad_is_not_counted_twice() -> None:
-    """Tied: the weight is used by autograd (embedding) and by a layer that writes main_grad (output)."""
+    """Tied: the weight is used by autograd (embedding) and by a layer that writes main_grad
+    (output).
+    """
     embedding, output = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
     output.weight = embedding.weight
     model = nn.ModuleDict({"embedding": embedding, "output": output})
@@ -205,15 +260,23 @@ def test_addresses_are_fixed() -> None:
     buffers = FlatBuffers(module, extras={"loss": 1})
 
     def addresses() -> list[int]:
-        tensors = [*buffers.parameters.values(), *(p.main_grad for p in buffers.parameters.values())]
-        return [t.data_ptr() for t in [*tensors, buffers.extras["loss"], buffers.storage, *buffers.params.values()]]
+        tensors = [
+            *buffers.parameters.values(),
+            *(p.main_grad for p in buffers.parameters.values()),
+        ]
+        return [
+            t.data_ptr()
+            for t in [*tensors, buffers.extras["loss"], buffers.storage, *buffers.params.values()]
+        ]
 
     before = addresses()
     for _ in range(3):
         buffers.zero_grad()
         module(torch.randn(4, 5)).backward()
         buffers.all_reduce(ParallelGroups.single())
-    module.load_state_dict({name: torch.full_like(v, 0.5) for name, v in module.state_dict().items()})
+    module.load_state_dict(
+        {name: torch.full_like(v, 0.5) for name, v in module.state_dict().items()}
+    )
     assert (module.weight == 0.5).all()
     assert addresses() == before
     buffers.check_addresses()
@@ -224,7 +287,9 @@ def test_addresses_are_fixed() -> None:
 
 def test_zero_grad_clears_gradients_extras_and_counters() -> None:
     module = Mixed()
-    buffers = FlatBuffers(module, extras={"loss": 1, "none": 0, "flags": 3}, counters={"experts": 2})
+    buffers = FlatBuffers(
+        module, extras={"loss": 1, "none": 0, "flags": 3}, counters={"experts": 2}
+    )
     assert buffers.extras["flags"].shape == (3,) and buffers.extras["none"].shape == (0,)
     buffers.extras["flags"][1] = 4.0
     buffers.counters["experts"].add_(torch.tensor([1, 5]))
@@ -253,9 +318,15 @@ def test_counters_are_exact_above_two_to_the_24() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(2, 2, dtype=torch.float16), r"weight has dtype torch.float16; train in torch.bfloat16"),
+        (
+            lambda: nn.Linear(2, 2, dtype=torch.float16),
+            r"weight has dtype torch.float16; train in torch.bfloat16",
+        ),
         (lambda: nn.ReLU(), "no parameter that requires a gradient"),
-        (lambda: shared_memory(), "first and second are different Parameter objects over the same memory"),
+        (
+            lambda: shared_memory(),
+            "first and second are different Parameter objects over the same memory",
+        ),
     ],
 )
 def test_refusals_name_the_parameter(make, message: str) -> None:

@@ -22,17 +22,38 @@ class Config:
 
 
 def test_one_process_is_the_identity_without_a_process_group() -> None:
-    environment = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    environment = {
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "nowhere",
+        "MASTER_PORT": "1",
+    }
     for groups in (
         ParallelGroups.single(),
         ParallelGroups.create(Config(), "cpu", {}),
         ParallelGroups.create(Config(), "cpu", environment),
     ):
         assert not dist.is_initialized()
-        assert (groups.world_size, groups.rank, groups.dp_size, groups.dp_rank, groups.dp_group) == (1, 0, 1, 0, None)
-        assert (groups.tp_size, groups.cp_size, groups.ep_size, groups.dp_cp_size, groups.expert_dp_size) == (1,) * 5
+        assert (
+            groups.world_size,
+            groups.rank,
+            groups.dp_size,
+            groups.dp_rank,
+            groups.dp_group,
+        ) == (1, 0, 1, 0, None)
+        assert (
+            groups.tp_size,
+            groups.cp_size,
+            groups.ep_size,
+            groups.dp_cp_size,
+            groups.expert_dp_size,
+        ) == (1,) * 5
         tensor = torch.arange(3.0)
-        assert all_reduce_sum(tensor, groups.dp_group) is tensor and all_reduce_max(tensor, groups.dp_group) is tensor
+        assert (
+            all_reduce_sum(tensor, groups.dp_group) is tensor
+            and all_reduce_max(tensor, groups.dp_group) is tensor
+        )
         assert all_gather_json(5, groups) == [5]
         barrier(groups)
         assert groups.shutdown()
@@ -43,7 +64,11 @@ def test_one_process_is_the_identity_without_a_process_group() -> None:
 @pytest.mark.parametrize(
     ("config", "environment", "message"),
     [
-        (Config(), {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT are not set; start"),
+        (
+            Config(),
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT are not set; start",
+        ),
         (Config(), {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not an integer"),
         (Config(), {"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not in \[0, WORLD_SIZE 2\)"),
         (
@@ -51,7 +76,11 @@ def test_one_process_is_the_identity_without_a_process_group() -> None:
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
             "nccl needs CUDA devices, but the device is cpu; choose gloo",
         ),
-        (Config(distributed_backend="nccl"), {}, "nccl needs CUDA devices, but the device is cpu; choose gloo"),
+        (
+            Config(distributed_backend="nccl"),
+            {},
+            "nccl needs CUDA devices, but the device is cpu; choose gloo",
+        ),
         (
             Config(distributed_backend="mpi"),
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
@@ -59,7 +88,9 @@ def test_one_process_is_the_identity_without_a_process_group() -> None:
         ),
     ],
 )
-def test_wrong_environments_are_refused_before_anything_starts(config, environment, message) -> None:
+def test_wrong_environments_are_refused_before_anything_starts(
+    config, environment, message
+) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelGroups.create(config, "cpu", environment)
     assert not dist.is_initialized()
@@ -68,7 +99,8 @@ def test_wrong_environments_are_refused_before_anything_starts(config, environme
 def test_more_processes_than_devices_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        ValueError, match="local rank 1 wants CUDA device 1, but 1 are visible; start at most 1 processes"
+        ValueError,
+        match="local rank 1 wants CUDA device 1, but 1 are visible; start at most 1 processes",
     ):
         ParallelGroups.create(Config(), "cuda", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
 

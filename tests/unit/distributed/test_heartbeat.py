@@ -41,7 +41,9 @@ class Hangs:
         self.heard.set()
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["the host asks for it", "the host sits in the driver"])
+@pytest.mark.parametrize(
+    "asks", [True, False], ids=["the host asks for it", "the host sits in the driver"]
+)
 def test_a_device_that_never_comes(asks: bool) -> None:
     hangs = Hangs()
     with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
@@ -113,11 +115,15 @@ def test_a_host_that_takes_its_time() -> None:
         assert hangs.heard.wait(20 * PATIENCE)
 
 
-@pytest.mark.parametrize("waits", [barrier, lambda groups: all_gather_json("1", groups)], ids=["barrier", "gather"])
+@pytest.mark.parametrize(
+    "waits", [barrier, lambda groups: all_gather_json("1", groups)], ids=["barrier", "gather"]
+)
 def test_a_host_that_waits_for_hosts_again_and_again(
     waits: Callable[[ParallelGroups], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As between the captures of a slower rank: always at the same place, and each wait has its own timeout."""
+    """As between the captures of a slower rank: always at the same place, and each wait has its own
+    timeout.
+    """
 
     def sum_late(_: torch.Tensor) -> None:
         time.sleep(PATIENCE / 2)
@@ -191,8 +197,14 @@ def test_several_gpus_are_watched_as_long_as_collectives_may_take(
 @pytest.mark.parametrize(
     ("text", "lost"),
     [
-        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete", True),
-        ("Application timeout caused pair closure.", True),  # what the second of two collectives under way is told
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete",
+            True,
+        ),
+        (
+            "Application timeout caused pair closure.",
+            True,
+        ),  # what the second of two collectives under way is told
         ("shapes do not match", False),
     ],
 )

@@ -12,14 +12,25 @@ from megatron_packed.distributed.rng import RngState, seed_all, seed_for, seed_f
 
 
 def draw() -> list[float]:
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item(), torch.randn(3).sum().item()]  # noqa: E501  # fmt: skip
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+        torch.randn(3).sum().item(),
+    ]
 
 
 def test_seeds_are_constant_and_differ_by_purpose_and_key() -> None:
     # A change of these values would silently change every new run's initial weights.
     assert seed_for(1234, "init", "layers.0.norm.weight") == 2741788355459862420
     assert seed_for(1234, "dropout", 0) == 6269004443050826077
-    seeds = {seed_for(1234, purpose, key) for purpose in ("init", "data", "dropout") for key in (0, 1, "0", "1")}
+    seeds = {
+        seed_for(1234, purpose, key)
+        for purpose in ("init", "data", "dropout")
+        for key in (0, 1, "0", "1")
+    }
     assert len(seeds) == 12 and all(0 <= seed < 2**63 for seed in seeds)
     assert seed_for(1, "a", 23) != seed_for(1, "a", 2, 3) and seed_for(12, "a") != seed_for(1, "2a")
 
@@ -37,14 +48,21 @@ def test_ranks_draw_different_masks_and_the_same_rank_the_same() -> None:
 def test_seeds_of_ranks_differ_along_the_axes_that_are_given_and_no_others() -> None:
     axes = {"cp_rank": 3, "tp_rank": 4, "ep_rank": 2, "expert_tp_rank": 2}
     places = [dict(zip(axes, place)) for place in itertools.product(*map(range, axes.values()))]
-    seeds = {seed_for_ranks(5, "dropout", dp_rank=dp_rank, **place) for dp_rank in range(3) for place in places}
+    seeds = {
+        seed_for_ranks(5, "dropout", dp_rank=dp_rank, **place)
+        for dp_rank in range(3)
+        for place in places
+    }
     assert len(seeds) == 3 * len(places)
     assert seed_for_ranks(5, "dropout", dp_rank=1, tp_rank=2, cp_rank=1) == seed_for_ranks(
         5, "dropout", cp_rank=1, tp_rank=2, dp_rank=1
     )
     assert seed_for_ranks(5, "dropout", cp_rank=1) != seed_for_ranks(5, "router", cp_rank=1)
-    # A layout without an axis draws what it always drew, and what the first ranks of that axis draw.
-    assert seed_for_ranks(5, "dropout", dp_rank=2, cp_rank=0, tp_rank=0) == seed_for(5, "dropout", 2)
+    # A layout without an axis draws what it always drew, and what the first ranks of that axis
+    # draw.
+    assert seed_for_ranks(5, "dropout", dp_rank=2, cp_rank=0, tp_rank=0) == seed_for(
+        5, "dropout", 2
+    )
     assert seed_for_ranks(1234, "dropout", dp_rank=1, cp_rank=2, tp_rank=3) == 6869045188395099249
 
 

@@ -55,12 +55,16 @@ def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
     dump = lambda *_: json.dumps({"entries": entries})  # noqa: E731
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
     me = threading.main_thread().ident
-    assert "GPU" not in place_of_thread(me)  # for all that is known it is in the driver, and nobody else may be
+    assert "GPU" not in place_of_thread(
+        me
+    )  # for all that is known it is in the driver, and nobody else may be
     monkeypatch.setattr(whereabouts, "_WAITS_FOR_THE_DEVICE", "whereabouts.py")
     assert place_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
     entries.pop()
     assert place_of_thread(me).endswith(", its GPU in nccl:broadcast over tp")
     entries.pop()
     assert "GPU" not in place_of_thread(me)
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: "", raising=False)
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: "", raising=False
+    )
     assert "GPU" not in place_of_thread(me)

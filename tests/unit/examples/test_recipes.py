@@ -22,17 +22,40 @@ def test_a_recipe_fits_as_it_says(
 ) -> None:
     monkeypatch.chdir(ROOT)
     argument = f"@{recipe.relative_to(ROOT)}"
-    said = re.search(r"^# plan: (\d+) GPUs? of (80|141) GB, ([\d.]+) GiB each$", recipe.read_text(), re.MULTILINE)
+    said = re.search(
+        r"^# plan: (\d+) GPUs? of (80|141) GB, ([\d.]+) GiB each$", recipe.read_text(), re.MULTILINE
+    )
     assert said is not None
     gpus, size, gib = said.groups()
-    config = parse_or_exit([argument], launched=False, world_size=int(gpus), here=False)  # the whole of it, as training
+    config = parse_or_exit(
+        [argument], launched=False, world_size=int(gpus), here=False
+    )  # the whole of it, as training
     assert gather([argument]).warnings == []
-    assert (config.checkpoint.pretrained_checkpoint is not None) == config.data.sft == (".sft." in recipe.name)
-    assert main(["plan", argument, "--world-size", gpus, "--gpu-memory-gib", str(USABLE_GIB[size]), "--json"]) == 0
+    assert (
+        (config.checkpoint.pretrained_checkpoint is not None)
+        == config.data.sft
+        == (".sft." in recipe.name)
+    )
+    assert (
+        main(
+            [
+                "plan",
+                argument,
+                "--world-size",
+                gpus,
+                "--gpu-memory-gib",
+                str(USABLE_GIB[size]),
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert all(found["fits"].values()), found["ranks"]
     totals = [rank["bytes"]["total"] / 2**30 for rank in found["ranks"].values()]
-    assert totals[0] == pytest.approx(float(gib), abs=0.06), "write the new number into the recipe and into the README"
+    assert totals[0] == pytest.approx(float(gib), abs=0.06), (
+        "write the new number into the recipe and into the README"
+    )
     page = (recipe.parent / "README.md").read_text()
     [row] = [line for line in page.splitlines() if line.startswith(f"| `{recipe.name}`")]
     assert f"| {gpus} of {size} GB | {gib} GiB" in row
@@ -43,4 +66,6 @@ def test_there_is_a_recipe_for_each_model_and_kind() -> None:
     models = {path.stem for path in (RECIPES[0].parent / "models").glob("*.args")}
     assert len(models) == 3
     kinds = ("pretrain", "sft")
-    assert {recipe.stem for recipe in RECIPES} == {f"{model}.{kind}" for model in models for kind in kinds}
+    assert {recipe.stem for recipe in RECIPES} == {
+        f"{model}.{kind}" for model in models for kind in kinds
+    }

@@ -12,12 +12,19 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 
 def build(**changes):
     config = ModelConfig(
-        hybrid_layer_pattern="*", hidden_size=16, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=WIDTH,
-        add_bias_linear=False, **changes,
-    )  # fmt: skip
+        hybrid_layer_pattern="*",
+        hidden_size=16,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=WIDTH,
+        add_bias_linear=False,
+        **changes,
+    )
     rotary = None
     if config.position_embedding_type == "rope":
-        rotary = Rotary(max_positions=32, rotary_dim=config.rotary_dim, base=config.rotary_base, device="cpu")
+        rotary = Rotary(
+            max_positions=32, rotary_dim=config.rotary_dim, base=config.rotary_base, device="cpu"
+        )
     layer = Attention(config, rotary=rotary, backends=Backends(), device="cpu", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -47,7 +54,9 @@ def test_tables_of_the_pack_replace_its_positions():
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     packed = PackedSeqParams.from_lengths([6], 6)
     stretched = packed.with_tables(rope_position_ids=3 * packed.position_ids)
-    assert torch.equal(layer(x, packed), layer(x, packed.with_tables(rope_position_ids=packed.position_ids)))
+    assert torch.equal(
+        layer(x, packed), layer(x, packed.with_tables(rope_position_ids=packed.position_ids))
+    )
     assert not torch.allclose(layer(x, packed), layer(x, stretched))
 
 

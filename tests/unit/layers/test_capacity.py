@@ -23,9 +23,13 @@ def by_lists(ids, weights, capacity, policy):
     for expert in range(E):
         takers = [(t, k) for t in range(T) for k in range(K) if ids[t, k] == expert]
         if policy == "probs":
-            takers.sort(key=lambda route: -float(weights[route]))  # stable: among equals the first ones
+            takers.sort(
+                key=lambda route: -float(weights[route])
+            )  # stable: among equals the first ones
         kept |= set(takers[:capacity])
-    return torch.tensor([[int(ids[t, k]) if (t, k) in kept else NOWHERE for k in range(K)] for t in range(T)])
+    return torch.tensor(
+        [[int(ids[t, k]) if (t, k) in kept else NOWHERE for k in range(K)] for t in range(T)]
+    )
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -60,7 +64,9 @@ def test_a_token_of_weight_zero_has_its_place():
 
 def test_no_host_sync_and_static_shapes():
     ids, weights = routed()
-    found = drop_beyond_capacity(ids.to("meta"), weights.to("meta"), E, 2, "probs")  # there are no values to ask for
+    found = drop_beyond_capacity(
+        ids.to("meta"), weights.to("meta"), E, 2, "probs"
+    )  # there are no values to ask for
     assert found.shape == (T, K)
 
 
@@ -72,16 +78,25 @@ def test_capacity_rounds_up():
 def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked():
     packed = PackedSeqParams.from_lengths([4, 6], T)
     config = ModelConfig(
-        hybrid_layer_pattern="E", hidden_size=8, num_experts=E, moe_ffn_hidden_size=6, add_bias_linear=False,
-        squared_relu=True, moe_router_topk=1, moe_router_pre_softmax=True, moe_expert_capacity_factor=1.0,
-    )  # fmt: skip
+        hybrid_layer_pattern="E",
+        hidden_size=8,
+        num_experts=E,
+        moe_ffn_hidden_size=6,
+        add_bias_linear=False,
+        squared_relu=True,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_expert_capacity_factor=1.0,
+    )
     moe = MoE(config, backends=Backends(), device="cpu", dtype=torch.float32)
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(0))
         moe.router.weight.zero_()
         moe.router.weight[2] = torch.linspace(1, 0.1, 8)
-    x = torch.rand(T, 8, generator=torch.Generator().manual_seed(1))  # all to expert 2; its room: ceil(13 / 4) = 4
+    x = torch.rand(
+        T, 8, generator=torch.Generator().manual_seed(1)
+    )  # all to expert 2; its room: ceil(13 / 4) = 4
     output = moe(x, packed)
     assert output.tokens_per_expert_E.tolist() == [0, 0, 10, 0]
     kept = output.hidden_TD.abs().sum(1) > 0

@@ -138,6 +138,8 @@ def test_embedding_gradient_on_the_gpu_is_right_and_deterministic():
         layer.weight.main_grad = layer.weight.main_grad.cuda()
         layer(tokens).backward(grad)
         results.append(layer.weight.main_grad)
-    exact = torch.zeros(64, 64, dtype=torch.float64, device="cuda").index_add_(0, tokens.long(), grad.double())
+    exact = torch.zeros(64, 64, dtype=torch.float64, device="cuda").index_add_(
+        0, tokens.long(), grad.double()
+    )
     assert (results[0] - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

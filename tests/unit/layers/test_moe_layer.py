@@ -16,10 +16,16 @@ PACKED = PackedSeqParams.from_lengths([4, 3], REAL + TAIL)
 def config(**changes):
     return ModelConfig(
         **{
-            "hybrid_layer_pattern": "E", "hidden_size": 8, "num_experts": 4, "moe_ffn_hidden_size": 6,
-            "add_bias_linear": False, "squared_relu": True, "normalization": "RMSNorm",
-        } | changes
-    )  # fmt: skip
+            "hybrid_layer_pattern": "E",
+            "hidden_size": 8,
+            "num_experts": 4,
+            "moe_ffn_hidden_size": 6,
+            "add_bias_linear": False,
+            "squared_relu": True,
+            "normalization": "RMSNorm",
+        }
+        | changes
+    )
 
 
 def build(kind=MoE, **changes):
@@ -94,14 +100,21 @@ def test_recomputing_the_layer_counts_its_losses_once():
     """See [Note: auxiliary losses are outputs]."""
     from torch.utils.checkpoint import checkpoint
 
-    layer, x = build(MoETransformerLayer, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.2), inputs().requires_grad_()
+    layer, x = (
+        build(MoETransformerLayer, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.2),
+        inputs().requires_grad_(),
+    )
     results = []
     for recompute in (False, True):
         layer.zero_grad()
         x.grad = None
-        output = checkpoint(layer, x, PACKED, use_reentrant=False) if recompute else layer(x, PACKED)
+        output = (
+            checkpoint(layer, x, PACKED, use_reentrant=False) if recompute else layer(x, PACKED)
+        )
         (output.hidden_TD.sum() + 3 * output.aux_loss).backward()
-        results.append((output.aux_loss, output.tokens_per_expert_E, x.grad, layer.mixer.router.weight.grad))
+        results.append(
+            (output.aux_loss, output.tokens_per_expert_E, x.grad, layer.mixer.router.weight.grad)
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 

@@ -1,4 +1,6 @@
-"""Routing and balance losses against the formulas written out, and against megatron.core where it is installed."""
+"""Routing and balance losses against the formulas written out, and against megatron.core where it
+is installed.
+"""
 
 import math
 
@@ -33,9 +35,13 @@ def test_softmax_over_the_chosen():
 
 
 def test_pre_softmax_is_not_normalised_again():
-    weights, ids = topk_routing(LOGITS, 2, score_function="softmax", pre_softmax=True, scaling_factor=2.0)
+    weights, ids = topk_routing(
+        LOGITS, 2, score_function="softmax", pre_softmax=True, scaling_factor=2.0
+    )
     total = sum(math.exp(value) for value in (2.0, 0.5, -1.0, 1.0))
-    torch.testing.assert_close(weights[0], torch.tensor([2 * math.exp(2.0) / total, 2 * math.exp(1.0) / total]))
+    torch.testing.assert_close(
+        weights[0], torch.tensor([2 * math.exp(2.0) / total, 2 * math.exp(1.0) / total])
+    )
     assert ids[0].tolist() == [0, 3]
 
 
@@ -82,7 +88,12 @@ def test_load_balance_loss_punishes_a_crowded_expert():
     logits[:, 0] = 5.0
     valid = torch.ones(8, dtype=torch.bool)
     crowded = load_balance_loss(
-        torch.softmax(logits, -1), unbiased_counts(logits, valid, 1), valid, torch.tensor(8.0), topk=1, coeff=1.0
+        torch.softmax(logits, -1),
+        unbiased_counts(logits, valid, 1),
+        valid,
+        torch.tensor(8.0),
+        topk=1,
+        coeff=1.0,
     )
     assert 3.5 < crowded < 4  # E times the share of the crowded expert
 
@@ -119,7 +130,12 @@ def test_expert_bias_moves_towards_the_starved_and_not_on_a_skipped_step():
 
 def make_router(**changes):
     config = ModelConfig(
-        hybrid_layer_pattern="E", hidden_size=8, num_experts=4, add_bias_linear=False, moe_router_topk=2, **changes
+        hybrid_layer_pattern="E",
+        hidden_size=8,
+        num_experts=4,
+        add_bias_linear=False,
+        moe_router_topk=2,
+        **changes,
     )
     router = Router(config, device="cpu")
     with torch.no_grad():
@@ -141,7 +157,9 @@ def test_router_computes_in_float32_whatever_the_model_does():
 def test_aux_loss_is_a_training_matter_and_counts_without_the_bias():
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     router = make_router(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.2, **options)
-    router.expert_bias.copy_(torch.tensor([9.0, 8.0, 0.0, 0.0]))  # sends everything to experts 0 and 1
+    router.expert_bias.copy_(
+        torch.tensor([9.0, 8.0, 0.0, 0.0])
+    )  # sends everything to experts 0 and 1
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
     valid, count = torch.tensor([True] * 5 + [False]), torch.tensor(5.0)
     routing = router(x)
@@ -149,9 +167,13 @@ def test_aux_loss_is_a_training_matter_and_counts_without_the_bias():
     routed = torch.tensor([5.0, 5.0, 0.0, 0.0])
     scores = torch.sigmoid(routing.logits_TE)
     expected = load_balance_loss(
-        scores / scores.sum(-1, keepdim=True), unbiased_counts(routing.logits_TE, valid, 2), valid, count,
-        topk=2, coeff=0.3,
-    ) + z_loss(routing.logits_TE, valid, count, coeff=0.2)  # fmt: skip
+        scores / scores.sum(-1, keepdim=True),
+        unbiased_counts(routing.logits_TE, valid, 2),
+        valid,
+        count,
+        topk=2,
+        coeff=0.3,
+    ) + z_loss(routing.logits_TE, valid, count, coeff=0.2)
     torch.testing.assert_close(router.aux_loss(routing, routed, valid, count), expected)
     router.eval()
     assert router.aux_loss(routing, routed, valid, count) == 0
@@ -172,19 +194,35 @@ def test_against_megatron_core():
             {"pre_softmax": True} if function == "softmax" else {"bias": bias},
         ):
             mine = topk_routing(
-                logits, 3, score_function=function, pre_softmax=options.get("pre_softmax", False),
-                scaling_factor=options.get("scaling_factor"), expert_bias_E=options.get("bias"),
-            )  # fmt: skip
+                logits,
+                3,
+                score_function=function,
+                pre_softmax=options.get("pre_softmax", False),
+                scaling_factor=options.get("scaling_factor"),
+                expert_bias_E=options.get("bias"),
+            )
             probs, routing_map = theirs.topk_routing_with_score_function(
-                logits, 3, use_pre_softmax=options.get("pre_softmax", False),
-                scaling_factor=options.get("scaling_factor"), score_function=function, expert_bias=options.get("bias"),
-            )  # fmt: skip
+                logits,
+                3,
+                use_pre_softmax=options.get("pre_softmax", False),
+                scaling_factor=options.get("scaling_factor"),
+                score_function=function,
+                expert_bias=options.get("bias"),
+            )
             torch.testing.assert_close(torch.zeros_like(logits).scatter(1, mine[1], mine[0]), probs)
             assert torch.equal(torch.zeros_like(routing_map).scatter(1, mine[1], True), routing_map)
-        routing_map, scores = theirs.compute_routing_scores_for_aux_loss(logits, 3, function, padding_mask=~valid)
+        routing_map, scores = theirs.compute_routing_scores_for_aux_loss(
+            logits, 3, function, padding_mask=~valid
+        )
         counts = routing_map.sum(0)
         assert torch.equal(unbiased_counts(logits, valid, 3), counts.float())
-        expected = theirs.switch_load_balancing_loss_func(scores, counts, counts.sum() / 3, 3, 6, 0.02)
-        mine = load_balance_loss(balance_probabilities(logits, function), counts, valid, count, topk=3, coeff=0.02)
+        expected = theirs.switch_load_balancing_loss_func(
+            scores, counts, counts.sum() / 3, 3, 6, 0.02
+        )
+        mine = load_balance_loss(
+            balance_probabilities(logits, function), counts, valid, count, topk=3, coeff=0.02
+        )
         torch.testing.assert_close(mine, expected)
-    torch.testing.assert_close(z_loss(logits, valid, count, coeff=0.3), theirs.z_loss_func(logits, 0.3, ~valid))
+    torch.testing.assert_close(
+        z_loss(logits, valid, count, coeff=0.3), theirs.z_loss_func(logits, 0.3, ~valid)
+    )

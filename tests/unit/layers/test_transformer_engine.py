@@ -1,4 +1,6 @@
-"""Layers by TransformerEngine, against a stand-in for it that computes in plain PyTorch and writes down its calls."""
+"""Layers by TransformerEngine, against a stand-in for it that computes in plain PyTorch and writes
+down its calls.
+"""
 
 from __future__ import annotations
 
@@ -36,29 +38,63 @@ ENGINE = {"transformer_impl": "transformer_engine", "varlen_attention": "referen
 
 
 class FakeLinear(nn.Module):
-    """Constructor and meaning of ``transformer_engine.pytorch.Linear``, for one rank or to be looked at only."""
+    """Constructor and meaning of ``transformer_engine.pytorch.Linear``, for one rank or to be
+    looked at only.
+    """
 
     def __init__(
-        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
-        tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
-        params_dtype=None, parallel_mode=None, parameters_split=None, device="cuda", ub_overlap_ag=False,
-        ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
-        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None,
-    ):  # fmt: skip
+        self,
+        in_features,
+        out_features,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        parameters_split=None,
+        device="cuda",
+        ub_overlap_ag=False,
+        ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False,
+        ub_bulk_dgrad=False,
+        ub_bulk_wgrad=False,
+        ub_name=None,
+        delay_wgrad_compute=False,
+        symmetric_ar_type=None,
+        save_original_input=False,
+        name=None,
+    ):
         super().__init__()
         if tp_size > 1:
-            warnings.warn("To guarantee overlapping TP and SP collectives with the backwardGEMMs", stacklevel=2)
-        assert out_features % tp_size == 0 and in_features % tp_size == 0 if parallel_mode else tp_size == 1
+            warnings.warn(
+                "To guarantee overlapping TP and SP collectives with the backwardGEMMs",
+                stacklevel=2,
+            )
+        assert (
+            out_features % tp_size == 0 and in_features % tp_size == 0
+            if parallel_mode
+            else tp_size == 1
+        )
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.use_bias, self.fuse_wgrad_accumulation = bias, fuse_wgrad_accumulation
         self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
         self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, device=device, dtype=params_dtype))
+        self.weight = nn.Parameter(
+            torch.empty(self.out_features, self.in_features, device=device, dtype=params_dtype)
+        )
         self.bias = torch.empty(0)
         if bias:
             del self.bias
-            self.bias = nn.Parameter(torch.empty(self.out_features, device=device, dtype=params_dtype))
+            self.bias = nn.Parameter(
+                torch.empty(self.out_features, device=device, dtype=params_dtype)
+            )
         self.calls = []
 
     def get_extra_state(self):
@@ -75,7 +111,9 @@ class FakeLinear(nn.Module):
 
 
 class _FakeProduct(torch.autograd.Function):
-    """The weight's gradient goes into ``main_grad`` with ``fuse``; that of the bias is always returned."""
+    """The weight's gradient goes into ``main_grad`` with ``fuse``; that of the bias is always
+    returned.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, fuse):
@@ -97,9 +135,15 @@ class FakeNorm(nn.Module):
     """What ``transformer_engine.pytorch.RMSNorm`` and ``LayerNorm`` have in common."""
 
     def __init__(
-        self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
-        hidden_size=None, **kwargs,
-    ):  # fmt: skip
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        hidden_size=None,
+        **kwargs,
+    ):
         super().__init__()
         assert set(kwargs) <= {"device", "dtype", "sm_margin"}
         self.eps = eps
@@ -149,7 +193,11 @@ def both(pattern: str, **changes):
 
 CASES = {
     "rms norm, squared relu": {},
-    "layer norm, biases, gelu": {"normalization": "LayerNorm", "squared_relu": False, "add_bias_linear": True},
+    "layer norm, biases, gelu": {
+        "normalization": "LayerNorm",
+        "squared_relu": False,
+        "add_bias_linear": True,
+    },
     "swiglu, qkv bias": {"squared_relu": False, "swiglu": True, "add_qkv_bias": True},
 }
 
@@ -183,27 +231,58 @@ def test_the_same_numbers_names_and_marks(engine, name: str, flat: bool) -> None
     pairs = zip(model.named_parameters(), local.named_parameters(), strict=True)
     for (_, mine), (_, other) in pairs:
         assert torch.equal(mine, other) and mine.dtype == other.dtype
-        assert {key for key in vars(mine) if key != "main_grad"} == {key for key in vars(other) if key != "main_grad"}
-    assert [held.shard.name for held in held_state(model)] == [held.shard.name for held in held_state(local)]
+        assert {key for key in vars(mine) if key != "main_grad"} == {
+            key for key in vars(other) if key != "main_grad"
+        }
+    assert [held.shard.name for held in held_state(model)] == [
+        held.shard.name for held in held_state(local)
+    ]
 
 
-@pytest.mark.parametrize("memory", [
-    MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
-                 offload_layer_inputs=True, min_offloaded_tensor_size=1),
-    MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm"),
-                 fine_grained_activation_offloading=True, min_offloaded_tensor_size=1,
-                 offload_modules=("attn_proj", "mamba_scan", "mamba_out_proj", "mlp_act", "mlp_fc2", "expert_fc1")),
-    MemoryConfig(fine_grained_activation_offloading=True, min_offloaded_tensor_size=1,
-                 offload_modules=tuple(OFFLOADED_IN)),
-], ids=["inputs", "beside recomputation", "all parts"])  # fmt: skip
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemoryConfig(
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            offload_layer_inputs=True,
+            min_offloaded_tensor_size=1,
+        ),
+        MemoryConfig(
+            recompute_granularity="selective",
+            recompute_modules=("core_attn", "layernorm"),
+            fine_grained_activation_offloading=True,
+            min_offloaded_tensor_size=1,
+            offload_modules=(
+                "attn_proj",
+                "mamba_scan",
+                "mamba_out_proj",
+                "mlp_act",
+                "mlp_fc2",
+                "expert_fc1",
+            ),
+        ),
+        MemoryConfig(
+            fine_grained_activation_offloading=True,
+            min_offloaded_tensor_size=1,
+            offload_modules=tuple(OFFLOADED_IN),
+        ),
+    ],
+    ids=["inputs", "beside recomputation", "all parts"],
+)
 def test_recomputed_and_offloaded_they_give_the_same_bits(engine, memory: MemoryConfig) -> None:
     found = []
     for chosen in (MemoryConfig(), memory):
         config = cases.tiny_config("M*-E", moe_shared_expert_intermediate_size=24)
-        model = HybridModel(config, vocab_size=cases.VOCAB, max_positions=256, backends=ENGINE, memory=chosen).train()
+        model = HybridModel(
+            config, vocab_size=cases.VOCAB, max_positions=256, backends=ENGINE, memory=chosen
+        ).train()
         buffers = FlatBuffers(model)
         for seed in (0, 1):
-            model(cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3)).loss.backward()
+            model(
+                cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3)
+            ).loss.backward()
         found.append(buffers.grads.clone())
     assert torch.equal(*found) and found[0].any()
     assert model.offload is not None and model.offload.pool.pinned > 0
@@ -214,17 +293,23 @@ def test_every_linear_and_norm_between_the_layers_is_its_own(engine) -> None:
     local, model = both("M*-E", moe_shared_expert_intermediate_size=24)
     kinds = (ColumnParallelLinear, RowParallelLinear, Norm)
     parts = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    assert len(parts) == 5 + 2 + 2 + 2 + 2 and all(type(module) in engine for module in parts.values())
+    assert len(parts) == 5 + 2 + 2 + 2 + 2 and all(
+        type(module) in engine for module in parts.values()
+    )
     assert not any(hasattr(module, "engine") for module in local.modules())
     output = model(cases.make_pack(cases.make_documents(cases.AWKWARD)))
     output.loss.backward()
     linears = [module for module in parts.values() if not isinstance(module, Norm)]
-    assert all(module.engine.calls == [False] for module in linears), "without main_grad there is nothing to fuse into"
+    assert all(module.engine.calls == [False] for module in linears), (
+        "without main_grad there is nothing to fuse into"
+    )
     assert all(module.engine.weight is module.weight for module in parts.values())
 
 
 def parallel(**changes) -> TensorParallel:
-    return TensorParallel(**{"group": object(), "size": 2, "rank": 1, "sequence_parallel": True} | changes)
+    return TensorParallel(
+        **{"group": object(), "size": 2, "rank": 1, "sequence_parallel": True} | changes
+    )
 
 
 def linears(engine, tp: TensorParallel, *, bias: bool):
@@ -250,14 +335,23 @@ def test_groups_modes_and_sizes_are_passed_on(engine) -> None:
         assert its.tp_group is tp.group and its.use_bias
         assert (its.out_features, its.in_features) == layer.weight.shape
         assert its.weight is layer.weight and its.bias is layer.bias
-    assert not linears(engine, parallel(sequence_parallel=False), bias=False)[0].engine.sequence_parallel
+    assert not linears(engine, parallel(sequence_parallel=False), bias=False)[
+        0
+    ].engine.sequence_parallel
 
 
 @pytest.mark.parametrize("tp", [SINGLE, parallel().inside()])
-def test_one_rank_and_what_lies_between_two_borders_communicate_nothing(engine, tp: TensorParallel) -> None:
+def test_one_rank_and_what_lies_between_two_borders_communicate_nothing(
+    engine, tp: TensorParallel
+) -> None:
     for layer in linears(engine, tp, bias=False):
         its = layer.engine
-        assert (its.parallel_mode, its.tp_group, its.tp_size, its.sequence_parallel) == (None, None, 1, False)
+        assert (its.parallel_mode, its.tp_group, its.tp_size, its.sequence_parallel) == (
+            None,
+            None,
+            1,
+            False,
+        )
         x = torch.randn(5, layer.weight.shape[1])
         with torch.no_grad():
             layer.weight.normal_()
@@ -286,19 +380,29 @@ def real_signature(source: Path, kind: str) -> dict[str, ast.expr | None]:
     """Parameter -> default of a class's constructor, read from its file."""
     tree = ast.parse(source.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
-    (made,) = (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    (made,) = (
+        node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
     names = [argument.arg for argument in made.args.args[1:]]
     defaults = [None] * (len(names) - len(made.args.defaults)) + list(made.args.defaults)
     return dict(zip(names, defaults, strict=True))
 
 
-@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="TransformerEngine is not unpacked here")
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="TransformerEngine is not unpacked here"
+)
 @pytest.mark.parametrize(
-    "file, kind, fake", [("linear", "Linear", FakeLinear), ("rmsnorm", "RMSNorm", FakeNorm),
-                         ("layernorm", "LayerNorm", FakeNorm)]
-)  # fmt: skip
+    "file, kind, fake",
+    [
+        ("linear", "Linear", FakeLinear),
+        ("rmsnorm", "RMSNorm", FakeNorm),
+        ("layernorm", "LayerNorm", FakeNorm),
+    ],
+)
 def test_the_stand_in_is_made_as_the_original(file: str, kind: str, fake: type) -> None:
-    """Every parameter of the stand-in is one of the original with the same default, at the same place."""
+    """Every parameter of the stand-in is one of the original with the same default, at the same
+    place.
+    """
     (root,) = find_spec("transformer_engine").submodule_search_locations
     real = real_signature(Path(root) / "pytorch" / "module" / f"{file}.py", kind)
     ours = [p for p in inspect.signature(fake).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -306,31 +410,51 @@ def test_the_stand_in_is_made_as_the_original(file: str, kind: str, fake: type) 
     for parameter in ours:
         default = real[parameter.name]
         has_none = parameter.default is parameter.empty
-        assert has_none if default is None else parameter.default == ast.literal_eval(default), parameter.name
+        assert has_none if default is None else parameter.default == ast.literal_eval(default), (
+            parameter.name
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------------------------------------------
+# refusals
 
 
 def test_attention_comes_along_unless_another_is_named() -> None:
     chosen = Backends(transformer_impl="transformer_engine")
-    assert chosen.varlen_attention == chosen.zigzag_attention == "transformer_engine" and chosen.rms_norm == "auto"
-    named = Backends.of({"transformer_impl": "transformer_engine", "varlen_attention": "flash_attn_4"})
+    assert (
+        chosen.varlen_attention == chosen.zigzag_attention == "transformer_engine"
+        and chosen.rms_norm == "auto"
+    )
+    named = Backends.of(
+        {"transformer_impl": "transformer_engine", "varlen_attention": "flash_attn_4"}
+    )
     assert named.varlen_attention == "flash_attn_4"
-    assert Backends().varlen_attention == "auto" and Backends.reference().transformer_impl == "local"
+    assert (
+        Backends().varlen_attention == "auto" and Backends.reference().transformer_impl == "local"
+    )
 
 
 def test_what_it_cannot_take_is_refused_with_a_cure(monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"^--transformer-impl transformer_engine: .* GPUs only; give local, which "):
+    with pytest.raises(
+        ValueError,
+        match=r"^--transformer-impl transformer_engine: .* GPUs only; give local, which ",
+    ):
         cases.tiny_model("M*-", backends={"transformer_impl": "transformer_engine"})
-    with pytest.raises(ValueError, match=r"float32 products to TF32, .*; add --bf16, or give local\.$"):
+    with pytest.raises(
+        ValueError, match=r"float32 products to TF32, .*; add --bf16, or give local\.$"
+    ):
         implementation("transformer_engine", "cuda", torch.float32)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, ADAPTERS, raising=False)
-    with pytest.raises(ValueError, match=r"does not import \(\w+: .*\); install the extra 'gpu', or give local\.$"):
+    with pytest.raises(
+        ValueError, match=r"does not import \(\w+: .*\); install the extra 'gpu', or give local\.$"
+    ):
         implementation("transformer_engine", "cuda", torch.bfloat16)
-    with pytest.raises(ValueError, match=r"transformer_impl 'apex' is unknown; choose local or transformer_engine\."):
+    with pytest.raises(
+        ValueError,
+        match=r"transformer_impl 'apex' is unknown; choose local or transformer_engine\.",
+    ):
         cases.tiny_model("-", backends={"transformer_impl": "apex"})
 
 

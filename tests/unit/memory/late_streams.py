@@ -1,5 +1,6 @@
-"""Streams that run as late, and as much out of order, as the waits between them allow; and memory that is dirty
-whenever nobody owns it. What a GPU may do, some time, `drain` does."""
+"""Streams that run as late, and as much out of order, as the waits between them allow; and memory
+that is dirty whenever nobody owns it. What a GPU may do, some time, `drain` does.
+"""
 
 import sys
 import weakref
@@ -9,8 +10,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 COMPUTE, OUT, IN = "compute", "out", "in"
-ORDERS = [(a, b, c) for a in (COMPUTE, OUT, IN) for b in (COMPUTE, OUT, IN) for c in (COMPUTE, OUT, IN)
-          if len({a, b, c}) == 3]  # fmt: skip
+ORDERS = [
+    (a, b, c)
+    for a in (COMPUTE, OUT, IN)
+    for b in (COMPUTE, OUT, IN)
+    for c in (COMPUTE, OUT, IN)
+    if len({a, b, c}) == 3
+]
 
 
 def alias(tensor):
@@ -27,13 +33,23 @@ def dirty(memory):
 class LateStreams:
     """
     Args:
-        order: which stream runs first whenever several may. With ``prompt``, computation runs when it is asked for, as
-            on a CPU, and drags along what it waits for.
+        order: which stream runs first whenever several may. With ``prompt``, computation runs when
+            it is asked for, as on a CPU, and drags along what it waits for.
         without: name of the function of the offloader whose waits are left out.
-        fail_device, fail_host: numbers (from 0) of the allocations that find no memory, or ``{number: error}``.
+        fail_device, fail_host: numbers (from 0) of the allocations that find no memory, or
+            ``{number: error}``.
     """
 
-    def __init__(self, order=ORDERS[0], *, prompt=False, without=None, fail_device=(), fail_host=(), free=2**62):
+    def __init__(
+        self,
+        order=ORDERS[0],
+        *,
+        prompt=False,
+        without=None,
+        fail_device=(),
+        fail_host=(),
+        free=2**62,
+    ):
         self.order, self.prompt, self.without, self.free = order, prompt, without, free
         self.queues = {name: [] for name in (COMPUTE, OUT, IN)}
         self.position = dict.fromkeys(self.queues, 0)
@@ -85,7 +101,9 @@ class LateStreams:
         self._queue(("run", lambda: self._copy(target, source)))
 
     def _copy(self, target, source):
-        self.strayed |= any(one.untyped_storage().data_ptr() in self.freed for one in (target, source))
+        self.strayed |= any(
+            one.untyped_storage().data_ptr() in self.freed for one in (target, source)
+        )
         target.copy_(source)
 
     def empty(self, count, dtype):
@@ -114,7 +132,8 @@ class LateStreams:
     # What a test asks for.
 
     def owned(self, tensor):
-        """``tensor`` as memory of the device's allocator: dirty before, and dirty when nobody has it any more.
+        """``tensor`` as memory of the device's allocator: dirty before, and dirty when nobody has
+        it any more.
 
         With ``prompt`` that is not seen: autograd holds memory by other tensors.
         """
@@ -130,7 +149,9 @@ class LateStreams:
     @property
     def device_bytes(self):
         """With ``prompt``: of all buffers that anybody has."""
-        self._alive = [(storage, num_bytes) for storage, num_bytes in self._alive if not storage.expired()]
+        self._alive = [
+            (storage, num_bytes) for storage, num_bytes in self._alive if not storage.expired()
+        ]
         return sum(num_bytes for _, num_bytes in self._alive)
 
     def tensor(self, values):

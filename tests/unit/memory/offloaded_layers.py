@@ -41,7 +41,11 @@ class Model(nn.Module):
             if number == self.fail_at:
                 raise KeyError("in mid-forward")
             self.watch(number)
-            run = layer if self.keep is None else partial(checkpoint, layer, rewind=True, keep=self.keep)
+            run = (
+                layer
+                if self.keep is None
+                else partial(checkpoint, layer, rewind=True, keep=self.keep)
+            )
             x_TD = run(x_TD, scale_T1.detach() * (1 + number), 0.5)
         return x_TD.square().sum()
 

@@ -1,4 +1,6 @@
-"""Inputs of recomputed functions in host memory: the same gradients to the bit, and memory as sizes of tensors say."""
+"""Inputs of recomputed functions in host memory: the same gradients to the bit, and memory as sizes
+of tensors say.
+"""
 
 import weakref
 
@@ -24,7 +26,9 @@ def train(models):
             for layer in model.layers:
                 layer.dropout = 0.3 if step == 3 else 0.0
             torch.manual_seed(step)
-            backward(model(pack(rows)))  # accumulation: the gradients of all micro-batches of all steps add up
+            backward(
+                model(pack(rows))
+            )  # accumulation: the gradients of all micro-batches of all steps add up
             with torch.no_grad():
                 found.append(model.eval()(pack(rows + 1)))
             in_flight = [model.train()(pack(rows, seed)) for seed in range(3)]
@@ -50,12 +54,18 @@ def expected():
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])
-@pytest.mark.parametrize("order", [None, *ORDERS[::3]], ids=lambda order: "host" if order is None else order[0])
+@pytest.mark.parametrize(
+    "order", [None, *ORDERS[::3]], ids=lambda order: "host" if order is None else order[0]
+)
 def test_gradients_are_those_of_none(buffers, order, expected):
-    """Over growing, shrinking and changing sizes, accumulation, evaluation between, exceptions, several passes in
-    flight, two models in turns; with copies that are as late as they may be."""
+    """Over growing, shrinking and changing sizes, accumulation, evaluation between, exceptions,
+    several passes in flight, two models in turns; with copies that are as late as they may be.
+    """
     models = [Model(1), Model(2)]
-    offloads = [offloader(None if order is None else LateStreams(order, prompt=True), buffers=buffers) for _ in models]
+    offloads = [
+        offloader(None if order is None else LateStreams(order, prompt=True), buffers=buffers)
+        for _ in models
+    ]
     for model, offload in zip(models, offloads):
         model.keep = offload.keep
     found = train(models)
@@ -71,7 +81,9 @@ def test_small_tensors_and_others_of_the_same_bundle():
     taken = kept.take()
     assert taken[0] is small and taken[2] is small and torch.equal(taken[1], large)
     assert offload.pool.num_bytes == 512
-    elsewhere = torch.empty(100, device="meta")  # on another device, as a host's tensor beside those of a GPU
+    elsewhere = torch.empty(
+        100, device="meta"
+    )  # on another device, as a host's tensor beside those of a GPU
     kept = offload.keep([large, elsewhere])
     assert kept.take()[1] is elsewhere and isinstance(offload.keep([elsewhere]), SavedByAutograd)
 
@@ -89,15 +101,21 @@ def test_what_comes_back_is_as_well_aligned_as_it_was():
 
 def test_that_nothing_is_large_enough_is_said_once():
     _, offload, said = gradients(LateStreams(prompt=True), min_elements=1000)
-    assert said == ["offload has moved nothing: no tensor that it is for has 1,000 elements "
-                    "(--min-offloaded-tensor-size)"]  # fmt: skip
+    assert said == [
+        "offload has moved nothing: no tensor that it is for has 1,000 elements "
+        "(--min-offloaded-tensor-size)"
+    ]
     assert offload.off is None and offload.pool.pinned == 0
 
 
 def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
     """As autograd has it. Nobody else hears of it: not the next bundle, and none if it is dropped."""
     for then in ("take", "keep", "stays"):
-        offload, tensor, other = offloader(min_elements=20), pack(5 if then != "stays" else 1), pack(6)
+        offload, tensor, other = (
+            offloader(min_elements=20),
+            pack(5 if then != "stays" else 1),
+            pack(6),
+        )
         kept = offload.keep([tensor, other])
         tensor.add_(1)
         if then == "keep":
@@ -123,12 +141,15 @@ def test_what_cannot_be_loaded_may_be_asked_for_again():
     assert streams.host_bytes == offload.pool.num_bytes == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------------
+# memory
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])
 def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
-    """Of the forward pass: those whose copies nobody has waited for. Of the backward pass: one in use, others ahead."""
+    """Of the forward pass: those whose copies nobody has waited for. Of the backward pass: one in
+    use, others ahead.
+    """
     streams = LateStreams(prompt=True)
     offload = offloader(streams, forced=buffers)
     rows, kept, sources, most = 7, [], [], 0
@@ -159,7 +180,9 @@ def test_a_buffer_that_somebody_holds_is_not_written_to():
     offload = offloader(LateStreams(prompt=True), forced=2)
     kept = [offload.keep([pack(5, number)]) for number in range(8)]
     taken = [one.take()[0] for one in reversed(kept)]
-    assert all(torch.equal(tensor, pack(5, number)) for tensor, number in zip(taken, reversed(range(8))))
+    assert all(
+        torch.equal(tensor, pack(5, number)) for tensor, number in zip(taken, reversed(range(8)))
+    )
 
 
 def test_host_memory_follows_the_largest_micro_batch_and_not_the_history():

@@ -10,12 +10,18 @@ MIB = 2**20
 
 
 def noted(waits, *, loads=((0, 8), (10, 22)), done=True):
-    """The figures of a step with these marks, in ms: 8 and 12 ms of copies back, 3 and 5 of copies to the host."""
+    """The figures of a step with these marks, in ms: 8 and 12 ms of copies back, 3 and 5 of copies
+    to the host.
+    """
     ends = iter(end for pair in ((0, 3), (5, 10), *loads, *waits) for end in pair)
-    watch = Stopwatch(SimpleNamespace(
-        clock=lambda: next(ends), milliseconds=lambda begin, end: float(end - begin), done=lambda mark: done,
-        capturing=lambda: False,
-    ))  # fmt: skip
+    watch = Stopwatch(
+        SimpleNamespace(
+            clock=lambda: next(ends),
+            milliseconds=lambda begin, end: float(end - begin),
+            done=lambda mark: done,
+            capturing=lambda: False,
+        )
+    )
     for _ in range(2):
         watch.put(watch.begin(), 3 * MIB)
     for _ in loads:
@@ -41,7 +47,9 @@ def test_computation_lies_between_the_end_of_a_wait_and_the_next():
     assert len(waits) == ENOUGH + 1
     found = noted(waits)
     assert found.compute_ms == 7
-    assert found.cannot_pay == "a copy back takes 10.00 ms, and what it could hide under takes 7.00 ms"
+    assert (
+        found.cannot_pay == "a copy back takes 10.00 ms, and what it could hide under takes 7.00 ms"
+    )
     assert noted(waits, loads=((0, 7),)).cannot_pay is None  # as long: it fits
     assert noted(waits[1:]).compute_ms is None
 

@@ -20,15 +20,23 @@ def plain():
 def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
     _, offload, said = gradients(free := LateStreams(prompt=True))
     assert free.allocations["device"] > 10 and offload.buffers.now == 3
-    assert said == ["offload: 2 device buffer(s) of 0.0 MiB", "offload: 3 device buffer(s) of 0.0 MiB"]
+    assert said == [
+        "offload: 2 device buffer(s) of 0.0 MiB",
+        "offload: 3 device buffer(s) of 0.0 MiB",
+    ]
     for number in range(free.allocations["device"]):
         found, offload, said = gradients(LateStreams(prompt=True, fail_device=[number]))
         assert all(map(torch.equal, found, plain)), number
-        assert offload.buffers.now < 3 and any("device memory is short" in sentence for sentence in said)
+        assert offload.buffers.now < 3 and any(
+            "device memory is short" in sentence for sentence in said
+        )
     for number in range(free.allocations["host"]):
         found, offload, said = gradients(LateStreams(prompt=True, fail_host=[number]))
         assert all(map(torch.equal, found, plain)), number
-        assert offload.buffers.now == 3 and sum("stay on the device" in sentence for sentence in said) == 1
+        assert (
+            offload.buffers.now == 3
+            and sum("stay on the device" in sentence for sentence in said) == 1
+        )
 
 
 def test_what_cannot_be_pinned_is_tried_once_a_step_and_costs_no_other_block():
@@ -54,7 +62,9 @@ def test_what_cannot_be_pinned_is_tried_once_a_step_and_costs_no_other_block():
     assert pool.num_bytes == 512 + 1024  # in place of one that was too small
 
 
-@pytest.mark.parametrize(("kind", "number"), [("fail_device", 3), ("fail_device", 14), ("fail_host", 3)])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("fail_device", 3), ("fail_device", 14), ("fail_host", 3)]
+)
 def test_other_errors_are_not_swallowed(kind, number):
     """The fourteenth allocation is of a bundle that is loaded ahead."""
     with pytest.raises(RuntimeError, match="of another kind"):
@@ -141,7 +151,9 @@ def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
 
 @pytest.mark.parametrize("order", ORDERS[::3])
 def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, monkeypatch):
-    """And the host waits for nothing meanwhile: a collective that no other rank comes to may be queued before them."""
+    """And the host waits for nothing meanwhile: a collective that no other rank comes to may be
+    queued before them.
+    """
     streams = LateStreams(order)
     monkeypatch.setattr(streams, "synchronize", None)
     offload = offloader(streams, forced=3)
@@ -160,7 +172,9 @@ def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, mon
 def test_graphs_get_a_number_of_buffers_that_stays():
     size = 4 * OF_A_ROW
     for free, number in ((size, 1), (size + 1, 2), (2 * size + 1, 3), (9 * size, 4)):
-        _, offload, _ = gradients(LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, buffers=4)
+        _, offload, _ = gradients(
+            LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, buffers=4
+        )
         offload.streams.free = free
         offload.settle()
         offload.buffers.shrink(1)
@@ -181,8 +195,10 @@ def test_what_is_forced_and_what_cannot_gain():
         def unified(self):
             return True
 
-    for streams, options, reason in ((None, {"forced": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
-                                     (Unified(), {}, "share their memory")):  # fmt: skip
+    for streams, options, reason in (
+        (None, {"forced": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
+        (Unified(), {}, "share their memory"),
+    ):
         offload = offloader(streams, **options)
         said = offload.news()
         assert isinstance(offload.keep([pack(5)]), SavedByAutograd)
@@ -190,7 +206,9 @@ def test_what_is_forced_and_what_cannot_gain():
 
 
 class Clocked(LateStreams):
-    """A copy takes ``copy`` ms of its stream, and what is computed before something is loaded ``compute`` of its."""
+    """A copy takes ``copy`` ms of its stream, and what is computed before something is loaded
+    ``compute`` of its.
+    """
 
     def __init__(self, copy, compute, **options):
         super().__init__(prompt=True, **options)
@@ -223,7 +241,9 @@ def test_what_is_measured_is_known_one_step_late():
     assert figures.buffers == 1 and figures.moved_mib == LAYERS * 4 * OF_A_ROW / 2**20
     assert figures.loaded_mib == (LAYERS - 1) * 4 * OF_A_ROW / 2**20
     assert figures.put_ms == figures.load_ms == 4.0  # of two tensors each
-    assert figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
+    assert (
+        figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
+    )
     assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
     offload.keep([pack(5)]).take()
     offload.settle()  # that was a rehearsal
@@ -235,6 +255,11 @@ def test_what_is_measured_is_known_one_step_late():
 def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
     needed = LAYERS * 5 * OF_A_ROW  # when the first step's figures are there
     for headroom, more in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        streams, off = Clocked(copy=9.0, compute=0.1, free=needed + headroom * 2**20 + more), more > 0
+        streams, off = (
+            Clocked(copy=9.0, compute=0.1, free=needed + headroom * 2**20 + more),
+            more > 0,
+        )
         _, offload, said = gradients(streams, headroom_mib=headroom)
-        assert (offload.off is not None) == off and off == any("a copy back takes 18.00 ms" in one for one in said)
+        assert (offload.off is not None) == off and off == any(
+            "a copy back takes 18.00 ms" in one for one in said
+        )

@@ -18,14 +18,19 @@ def values(generator, number):
     random_numbers = torch.Generator().manual_seed(number)
     made = []
     for _ in range(generator.choice([1, 1, 2, 3])):
-        rows, dtype = generator.randint(1, 9), generator.choice([torch.float32, torch.bfloat16, torch.int32])
+        rows, dtype = (
+            generator.randint(1, 9),
+            generator.choice([torch.float32, torch.bfloat16, torch.int32]),
+        )
         tensor = torch.randint(-99, 99, (rows, 4), generator=random_numbers).to(dtype)
         made.append(tensor.t() if generator.random() < 0.2 else tensor)
     return made
 
 
 def run_program(streams, seed, buffers):
-    """Forward and backward passes in every order that trainers have; whether all that came back was right."""
+    """Forward and backward passes in every order that trainers have; whether all that came back was
+    right.
+    """
     generator = random.Random(seed)
     offload = Offload(torch.device("cpu"), forced=buffers, min_elements=5, streams=streams)
     found, number = [], 0
@@ -37,7 +42,9 @@ def run_program(streams, seed, buffers):
                 wanted, number = values(generator, number), number + 1
                 layers.append((wanted, offload.keep([streams.tensor(value) for value in wanted])))
             in_flight.append(layers)
-        if generator.random() < 0.2:  # a graph is dropped, in the middle of its backward pass or before
+        if (
+            generator.random() < 0.2
+        ):  # a graph is dropped, in the middle of its backward pass or before
             layers = in_flight.pop(generator.randrange(len(in_flight)))
             take_all(streams, layers, found, stop=generator.randint(0, len(layers)))
         elif generator.random() < 0.6:
@@ -55,14 +62,20 @@ def run_program(streams, seed, buffers):
     for layers in in_flight:
         take_all(streams, layers, found)
     streams.drain()
-    return not streams.strayed and all(torch.equal(a, b) and a.stride() == b.stride() for a, b in found)
+    return not streams.strayed and all(
+        torch.equal(a, b) and a.stride() == b.stride() for a, b in found
+    )
 
 
 def take_all(streams, layers, found, stop=0):
     while len(layers) > stop:
         wanted, kept = layers.pop()
         for value, tensor in zip(wanted, kept.take(), strict=True):
-            assert (tensor.shape, tensor.stride(), tensor.dtype) == (value.shape, value.stride(), value.dtype)
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == (
+                value.shape,
+                value.stride(),
+                value.dtype,
+            )
             seen, read = torch.empty_like(value), alias(tensor)
             found.append((seen, value))
             streams.compute(lambda seen=seen, read=read: seen.copy_(read))
@@ -78,5 +91,7 @@ def test_no_order_of_the_streams_changes_a_value(buffers):
 @pytest.mark.parametrize("wait", WAITS)
 def test_without_any_of_its_waits_values_are_wrong(wait):
     assert not all(
-        run_program(LateStreams(order, without=wait), seed, 4) for seed in range(12) for order in ORDERS
+        run_program(LateStreams(order, without=wait), seed, 4)
+        for seed in range(12)
+        for order in ORDERS
     )

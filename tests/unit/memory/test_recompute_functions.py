@@ -1,4 +1,6 @@
-"""Functions whose saved tensors are computed again: the same bits, once, and nothing kept but the inputs."""
+"""Functions whose saved tensors are computed again: the same bits, once, and nothing kept but the
+inputs.
+"""
 
 import weakref
 from typing import ClassVar
@@ -92,7 +94,9 @@ def test_nothing_is_kept_but_the_input_and_the_second_run_ends_where_nothing_mor
     assert len(kept) == 1 and kept[0].data_ptr() == x.data_ptr()
     assert block.made[0]() is None  # gone as soon as the call has ended
     result["y"].sum().backward()
-    assert block.calls == 2 and block.ends == 1  # the second product saves what it needs, and that was the last
+    assert (
+        block.calls == 2 and block.ends == 1
+    )  # the second product saves what it needs, and that was the last
     assert all(reference() is None for reference in block.made)
 
 
@@ -149,7 +153,11 @@ def test_two_micro_batches_in_flight_and_two_models_in_turns():
             losses[n].backward()
     for x, other in zip(xs, same):
         assert torch.equal(x.grad, other.grad)
-    assert all(torch.equal(a, b) for p, q in zip(plain, again) for a, b in zip(p.gradients(), q.gradients()))
+    assert all(
+        torch.equal(a, b)
+        for p, q in zip(plain, again)
+        for a, b in zip(p.gradients(), q.gradients())
+    )
 
 
 def test_one_in_another_and_torchs_own_inside():
@@ -157,7 +165,9 @@ def test_one_in_another_and_torchs_own_inside():
 
     def function(x, how, inner):
         for _ in range(2):
-            x = how(lambda x: torch.tanh(inner(lambda x: torch.sigmoid(x) * x.exp(), x)).square(), x)
+            x = how(
+                lambda x: torch.tanh(inner(lambda x: torch.sigmoid(x) * x.exp(), x)).square(), x
+            )
         return x
 
     def by_torch(function, x):
@@ -169,8 +179,10 @@ def test_one_in_another_and_torchs_own_inside():
     x = inputs()
     (expected,) = torch.autograd.grad(function(x, plainly, plainly).sum(), x)
     for inner in (checkpoint, by_torch):
-        for outer in (lambda x, inner=inner: function(x, checkpoint, inner),
-                      lambda x, inner=inner: checkpoint(function, x, checkpoint, inner)):  # fmt: skip
+        for outer in (
+            lambda x, inner=inner: function(x, checkpoint, inner),
+            lambda x, inner=inner: checkpoint(function, x, checkpoint, inner),
+        ):
             (found,) = torch.autograd.grad(outer(x).sum(), x)
             assert torch.equal(found, expected)
 
@@ -215,7 +227,9 @@ def test_a_function_that_does_something_else_the_second_time_is_named():
 
     y = checkpoint(function, inputs())
     switch["on"] = False
-    with pytest.raises(RecomputeError, match="saves 4 tensors in its first run and 3 when it runs again"):
+    with pytest.raises(
+        RecomputeError, match="saves 4 tensors in its first run and 3 when it runs again"
+    ):
         y.sum().backward()
 
     def grows(x):
@@ -223,7 +237,10 @@ def test_a_function_that_does_something_else_the_second_time_is_named():
 
     y = checkpoint(grows, inputs())
     switch["on"] = True
-    with pytest.raises(RecomputeError, match=r"is \(6, 4\) torch.float32 in its first run and \(12, 4\) torch.float32"):
+    with pytest.raises(
+        RecomputeError,
+        match=r"is \(6, 4\) torch.float32 in its first run and \(12, 4\) torch.float32",
+    ):
         y.sum().backward()
 
 
@@ -264,7 +281,12 @@ class Elsewhere:
 
 def test_inputs_may_be_kept_elsewhere_and_are_asked_for_once_in_reverse_order():
     Elsewhere.log = []
-    plain, again, x, same_x = [Block(n) for n in range(3)], [Block(n) for n in range(3)], inputs(), inputs()
+    plain, again, x, same_x = (
+        [Block(n) for n in range(3)],
+        [Block(n) for n in range(3)],
+        inputs(),
+        inputs(),
+    )
     for blocks, given, how in (
         (plain, x, lambda f, *args: f(*args)),
         (again, same_x, lambda f, *args: checkpoint(f, *args, keep=Elsewhere)),
@@ -292,7 +314,9 @@ def test_hooks_around_see_what_is_kept():
     assert torch.equal(x.grad, expected.grad)
 
 
-@pytest.mark.parametrize("view", [lambda y: y, lambda y: y[2:], lambda y: y.view(D, T), lambda y: y.t()])
+@pytest.mark.parametrize(
+    "view", [lambda y: y, lambda y: y[2:], lambda y: y.view(D, T), lambda y: y.t()]
+)
 def test_an_output_that_is_regenerated(view):
     calls = []
 

@@ -71,16 +71,26 @@ def test_gradients_are_those_without_and_every_storage_travels_once():
     log = Log()
     found = gradients(parts, x, scopes=SavedScopes(log, 1))
     assert all(map(torch.equal, found, gradients(parts, x)))
-    # The product of which there are three views, and a few results; the output of a part is the input of the next.
+    # The product of which there are three views, and a few results; the output of a part is the
+    # input of the next.
     assert [sorted(sizes)[-1] for sizes in log.put] == [T * 3 * D] * 3
-    assert [len(sizes) for sizes in log.put] == [len(log.put[0]), len(log.put[0]) - 1, len(log.put[0]) - 1]
+    assert [len(sizes) for sizes in log.put] == [
+        len(log.put[0]),
+        len(log.put[0]) - 1,
+        len(log.put[0]) - 1,
+    ]
     assert log.taken == 3
 
 
 @pytest.mark.parametrize("order", ORDERS[::3])
 def test_with_late_copies(order):
     for buffers in (1, 3):
-        offload = Offload(torch.device("cpu"), forced=buffers, min_elements=1, streams=LateStreams(order, prompt=True))
+        offload = Offload(
+            torch.device("cpu"),
+            forced=buffers,
+            min_elements=1,
+            streams=LateStreams(order, prompt=True),
+        )
         scopes, parts = SavedScopes(offload.keep, 1), [Part(n) for n in range(5)]
         for seed in range(3):
             found = gradients(parts, inputs(seed), scopes=scopes)
@@ -92,7 +102,9 @@ def test_parameters_tables_and_small_tensors_stay():
     with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
         loss = run([part], x, scopes=SavedScopes(log, T * D + 1))
     assert log.put == [[T * 3 * D]] or log.put == []  # no view is as large
-    assert {part.weight.data_ptr(), part.table.data_ptr(), x.data_ptr()} <= {tensor.data_ptr() for tensor in seen}
+    assert {part.weight.data_ptr(), part.table.data_ptr(), x.data_ptr()} <= {
+        tensor.data_ptr() for tensor in seen
+    }
     loss.backward()
     log = Log()
     run([part], x, scopes=SavedScopes(log, 1))
@@ -155,7 +167,9 @@ def test_nothing_happens_without_gradients_or_in_what_is_computed_again():
     def again_in_scope(x):
         return without_output(scoped, lambda y: run([part], y), x)
 
-    assert torch.equal(*(torch.autograd.grad(function(x), x)[0] for function in (again, again_in_scope)))
+    assert torch.equal(
+        *(torch.autograd.grad(function(x), x)[0] for function in (again, again_in_scope))
+    )
     assert len(log.put) == 1  # by the first run
     log.put.clear()
     found = torch.autograd.grad(checkpoint(lambda x: run([part], x), x), [x, part.weight])
@@ -164,7 +178,9 @@ def test_nothing_happens_without_gradients_or_in_what_is_computed_again():
 
 def test_hooks_around_see_what_stays():
     seen, part, x = [], Part(), inputs()
-    with saved_tensors_hooks(lambda tensor: seen.append(tensor.data_ptr()) or (tensor * 2), lambda tensor: tensor / 2):
+    with saved_tensors_hooks(
+        lambda tensor: seen.append(tensor.data_ptr()) or (tensor * 2), lambda tensor: tensor / 2
+    ):
         loss = run([part], x, scopes=SavedScopes(Log(), T * D))
     assert part.weight.data_ptr() in seen and x.data_ptr() not in seen
     (found,) = torch.autograd.grad(loss, x)
@@ -188,7 +204,9 @@ def test_a_storage_travels_again_where_more_of_it_or_other_values_are_saved():
     x = torch.randn(6, 4)
     for first, then in ((x[:2], x), (x[2:], x[:3]), (x, x.view(torch.float16))):
         found = saved_in_two_scopes(first, then)
-        assert torch.equal(found[0], first) and torch.equal(found[1].nan_to_num(), then.float().nan_to_num())
+        assert torch.equal(found[0], first) and torch.equal(
+            found[1].nan_to_num(), then.float().nan_to_num()
+        )
     before = x.clone()
     found = saved_in_two_scopes(x, x, between=lambda: x.add_(1))
     assert torch.equal(found[0], before) and torch.equal(found[1], before + 1)

@@ -1,4 +1,6 @@
-"""Pinned host memory: pages of its own, given back when nobody has them; what goes wrong is told as what it is."""
+"""Pinned host memory: pages of its own, given back when nobody has them; what goes wrong is told as
+what it is.
+"""
 
 import gc
 import mmap
@@ -21,7 +23,10 @@ class Runtime:
 
     def cudaHostRegister(self, address, size, flags):
         if self.code == 0:
-            assert all(address + size <= other or other + n <= address for other, n in self.registered.items())
+            assert all(
+                address + size <= other or other + n <= address
+                for other, n in self.registered.items()
+            )
             self.registered[address] = size
         return self.code
 
@@ -60,7 +65,9 @@ def test_short_memory_is_told_from_other_errors(streams, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="MiB of host memory: "):
         streams.host(2**62)
     monkeypatch.setattr(streams_module, "available_bytes", lambda: KEPT_FREE + 100)
-    with pytest.raises(torch.OutOfMemoryError, match="less than 4,096 of the 4,096 MiB of host memory"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="less than 4,096 of the 4,096 MiB of host memory"
+    ):
         streams.host(101)
     streams.runtime = Runtime()
     assert streams.host(100).numel() == 100
@@ -72,10 +79,18 @@ def test_short_memory_is_told_from_other_errors(streams, monkeypatch):
 GIB = 2**30
 
 
-def test_headroom_is_what_the_worst_moment_left_with_what_the_allocator_does_not_use(streams, monkeypatch):
-    """5 GiB of the device are free, and of 9 that the allocator holds 7 were in use at most, and 1 is now."""
-    figures = {"mem_get_info": (5 * GIB, 80 * GIB), "memory_reserved": 9 * GIB, "max_memory_allocated": 7 * GIB,
-               "memory_allocated": GIB}  # fmt: skip
+def test_headroom_is_what_the_worst_moment_left_with_what_the_allocator_does_not_use(
+    streams, monkeypatch
+):
+    """5 GiB of the device are free, and of 9 that the allocator holds 7 were in use at most, and 1
+    is now.
+    """
+    figures = {
+        "mem_get_info": (5 * GIB, 80 * GIB),
+        "memory_reserved": 9 * GIB,
+        "max_memory_allocated": 7 * GIB,
+        "memory_allocated": GIB,
+    }
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
     assert streams.free_bytes() == 7 * GIB
@@ -84,7 +99,9 @@ def test_headroom_is_what_the_worst_moment_left_with_what_the_allocator_does_not
 def test_what_is_asked_of_the_device(streams, monkeypatch):
     for integrated in (0, 1):
         properties = SimpleNamespace(is_integrated=integrated)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device, found=properties: found
+        )
         assert streams.unified() is bool(integrated)
     target = mock.Mock()
     streams.copy(target, "source")
@@ -95,21 +112,33 @@ MACHINE = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\nHugePages
 """8 GiB."""
 TWO = {
     "proc/self/cgroup": "0::/job/rank\n",
-    "sys/fs/cgroup/job/rank/memory.max": "max\n", "sys/fs/cgroup/job/rank/memory.current": "7\n",
-    "sys/fs/cgroup/job/memory.max": f"{6 * GIB}\n", "sys/fs/cgroup/job/memory.current": f"{5 * GIB}\n",
+    "sys/fs/cgroup/job/rank/memory.max": "max\n",
+    "sys/fs/cgroup/job/rank/memory.current": "7\n",
+    "sys/fs/cgroup/job/memory.max": f"{6 * GIB}\n",
+    "sys/fs/cgroup/job/memory.current": f"{5 * GIB}\n",
     "sys/fs/cgroup/job/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}\n",
-}  # fmt: skip
+}
 ONE = {
-    "proc/self/cgroup": "5:cpu:/\n4:memory:/docker/abc\n",  # as seen from inside, where that folder is the root
-    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}", "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
+    # as seen from inside, where that folder is the root
+    "proc/self/cgroup": "5:cpu:/\n4:memory:/docker/abc\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
     "sys/fs/cgroup/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB // 2}\n",
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("files", "left"), [
-    ({}, None), (MACHINE, 8 * GIB), (MACHINE | TWO, 4 * GIB), (ONE, 5 * GIB // 2), (MACHINE | ONE, 5 * GIB // 2),
-    (ONE | {"sys/fs/cgroup/memory/memory.usage_in_bytes": str(9 * GIB)}, 0),
-], ids=["nobody says", "machine", "version 2", "version 1", "machine and version 1", "beyond"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        (MACHINE, 8 * GIB),
+        (MACHINE | TWO, 4 * GIB),
+        (ONE, 5 * GIB // 2),
+        (MACHINE | ONE, 5 * GIB // 2),
+        (ONE | {"sys/fs/cgroup/memory/memory.usage_in_bytes": str(9 * GIB)}, 0),
+    ],
+    ids=["nobody says", "machine", "version 2", "version 1", "machine and version 1", "beyond"],
+)
 def test_what_the_machine_and_its_control_groups_leave(files, left, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

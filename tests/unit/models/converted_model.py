@@ -13,18 +13,42 @@ from megatron_packed.models.convert.files import write_files
 from megatron_packed.models.convert.weights import weights_of
 
 FIELDS: dict[str, Any] = {
-    "model_type": "nemotron_h", "hybrid_override_pattern": "ME*M-", "vocab_size": 61, "hidden_size": 32,
-    "layer_norm_epsilon": 1e-5, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16,
-    "chunk_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "routed_scaling_factor": 2.5,
-    "moe_shared_expert_intermediate_size": 24, "time_step_limit": [0.0, float("inf")], "auto_map": {"A": "code.A"},
-}  # fmt: skip
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*M-",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 24,
+    "time_step_limit": [0.0, float("inf")],
+    "auto_map": {"A": "code.A"},
+}
 """As the hub's files spell it: a pattern, and ``Infinity``."""
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 500000.0,
-    "rope_scaling": None, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+}
 FAMILIES = {
     "nemotron_h": FIELDS,
     "llama": LLAMA,
@@ -33,12 +57,18 @@ FAMILIES = {
 
 
 def write_model(
-    directory: Path, family: str = "nemotron_h", *, bf16: bool = False, max_file_bytes: int = 20_000, **changes: Any
+    directory: Path,
+    family: str = "nemotron_h",
+    *,
+    bf16: bool = False,
+    max_file_bytes: int = 20_000,
+    **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """Random weights in files of some kB each, and config.json; what was written, by name.
 
     Args:
-        bf16: as large models are stored: in bf16, but that A_log, D and the router's bias are float32.
+        bf16: as large models are stored: in bf16, but that A_log, D and the router's bias are
+        float32.
         changes: of config.json.
     """
     fields = {**FAMILIES[family], **changes}

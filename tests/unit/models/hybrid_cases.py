@@ -20,29 +20,53 @@ VARIANTS = {
     "plain": {},
     "rope": {"position_embedding_type": "rope"},
     "half rope, qkv bias, swiglu": {
-        "position_embedding_type": "rope", "rotary_percent": 0.5, "add_qkv_bias": True, "squared_relu": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "add_qkv_bias": True,
+        "squared_relu": False,
         "swiglu": True,
     },
     "layer norm, gelu, tied": {
-        "normalization": "LayerNorm", "squared_relu": False, "untie_embeddings_and_output_weights": False,
+        "normalization": "LayerNorm",
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": False,
     },
     "sigmoid router": {
-        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 3,
-        "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk": 3,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 24,
     },
-}  # fmt: skip
+}
 
 
 def tiny_config(pattern: str, **changes) -> ModelConfig:
     values = {
-        "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-        "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
-        "mamba_num_groups": 2, "mamba_chunk_size": CHUNK, "num_experts": 5, "moe_ffn_hidden_size": 16,
-        "add_bias_linear": False, "normalization": "RMSNorm", "squared_relu": True, "init_method_std": 0.2,
-        "untie_embeddings_and_output_weights": True, "make_vocab_size_divisible_by": 16,
-    }  # fmt: skip
+        "hybrid_layer_pattern": pattern,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": CHUNK,
+        "num_experts": 5,
+        "moe_ffn_hidden_size": 16,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "squared_relu": True,
+        "init_method_std": 0.2,
+        "untie_embeddings_and_output_weights": True,
+        "make_vocab_size_divisible_by": 16,
+    }
     if "E" not in pattern:
-        changes = {name: value for name, value in changes.items() if not name.startswith("moe_shared")}
+        changes = {
+            name: value for name, value in changes.items() if not name.startswith("moe_shared")
+        }
         values["num_experts"] = None
     return ModelConfig(**values | changes)
 
@@ -52,7 +76,12 @@ def tiny_model(
 ) -> HybridModel:
     config = tiny_config(pattern, **changes)
     model = HybridModel(
-        config, vocab_size=VOCAB, max_positions=max_positions, dtype=dtype, seed=seed, backends=backends
+        config,
+        vocab_size=VOCAB,
+        max_positions=max_positions,
+        dtype=dtype,
+        seed=seed,
+        backends=backends,
     )
     with torch.no_grad():
         for layer in model.moe_layers:
@@ -80,7 +109,10 @@ def count_targets(documents) -> int:
 
 def gradients(model) -> dict[str, torch.Tensor]:
     """Gradient of every parameter, cloned; zeros where there is none."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def run_packed(model, documents, **pack):
@@ -131,6 +163,8 @@ def worst_error(result, reference) -> tuple[float, str]:
         "loss": relative_error(result[2], reference[2]),
     }
     assert result[3].keys() == reference[3].keys()
-    errors |= {name: relative_error(result[3][name], gradient) for name, gradient in reference[3].items()}
+    errors |= {
+        name: relative_error(result[3][name], gradient) for name, gradient in reference[3].items()
+    }
     where = max(errors, key=errors.get)
     return errors[where], where

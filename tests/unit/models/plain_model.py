@@ -1,7 +1,8 @@
-"""The model once more, for one document, written for reading: loops and sums, no op of the package, any dtype.
+"""The model once more, for one document, written for reading: loops and sums, no op of the package,
+any dtype.
 
-The oracle of `HybridModel`: the scan is a recurrence over tokens, attention a softmax over all earlier tokens, an
-expert layer a sum over all experts with zeros for those not chosen.
+The oracle of `HybridModel`: the scan is a recurrence over tokens, attention a softmax over all
+earlier tokens, an expert layer a sum over all experts with zeros for those not chosen.
 """
 
 import torch
@@ -12,15 +13,22 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
     """``(L, vocab_size)`` logits of one document of L tokens.
 
     Args:
-        parameters: name -> tensor, as `HybridModel` names them; their dtype is the dtype of the arithmetic.
+        parameters: name -> tensor, as `HybridModel` names them; their dtype is the dtype of the
+        arithmetic.
         expert_biases: one for each E layer, where the router has one.
     """
     expert_biases = list(expert_biases)
     hidden = parameters["embedding.weight"][tokens]
     for number, symbol in enumerate(config.layer_types):
         prefix = f"layers.{number}."
-        layer = {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
-        mixer = {name.removeprefix("mixer."): p for name, p in layer.items() if name.startswith("mixer.")}
+        layer = {
+            name.removeprefix(prefix): p
+            for name, p in parameters.items()
+            if name.startswith(prefix)
+        }
+        mixer = {
+            name.removeprefix("mixer."): p for name, p in layer.items() if name.startswith("mixer.")
+        }
         x = norm(hidden, layer["norm.weight"], layer.get("norm.bias"), config.norm_epsilon)
         if symbol == "M":
             update = mamba(x, mixer, config)
@@ -31,7 +39,12 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         else:
             update = experts(x, mixer, config, expert_biases.pop(0) if expert_biases else None)
         hidden = hidden + update
-    hidden = norm(hidden, parameters["final_norm.weight"], parameters.get("final_norm.bias"), config.norm_epsilon)
+    hidden = norm(
+        hidden,
+        parameters["final_norm.weight"],
+        parameters.get("final_norm.bias"),
+        config.norm_epsilon,
+    )
     weight = parameters.get("output.weight", parameters["embedding.weight"])
     return hidden @ weight[:vocab_size].T
 
@@ -57,7 +70,9 @@ def mlp(x, p, prefix, config):
 def attention(x, p, config):
     length, width = x.shape[0], config.head_dim
     per_group = config.num_attention_heads // config.num_query_groups
-    qkv = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).view(length, config.num_query_groups, per_group + 2, width)
+    qkv = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).view(
+        length, config.num_query_groups, per_group + 2, width
+    )
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     heads = []
     for group in range(config.num_query_groups):
@@ -83,20 +98,29 @@ def rotate(x, config):
 def mamba(u, p, config):
     length, inner, heads = u.shape[0], config.d_inner, config.mamba_num_heads
     groups, states = config.mamba_num_groups, config.mamba_state_dim
-    z, xbc, dt = (u @ p["in_proj.weight"].T).split([inner, inner + 2 * groups * states, heads], dim=-1)
+    z, xbc, dt = (u @ p["in_proj.weight"].T).split(
+        [inner, inner + 2 * groups * states, heads], dim=-1
+    )
     width = p["conv1d.weight"].shape[1]
     padded = torch.cat([xbc.new_zeros(width - 1, xbc.shape[1]), xbc])
     taps = [padded[w : w + length] * p["conv1d.weight"][:, w] for w in range(width)]
     xbc = F.silu(torch.stack(taps).sum(0) + p["conv1d.bias"])
     x, b, c = xbc.split([inner, groups * states, groups * states], dim=-1)
-    wide = torch.promote_types(u.dtype, torch.float32)  # a recurrence in bfloat16 would be no standard to meet
+    wide = torch.promote_types(
+        u.dtype, torch.float32
+    )  # a recurrence in bfloat16 would be no standard to meet
     x = x.to(wide).view(length, heads, -1)
-    b, c = (v.to(wide).view(length, groups, states).repeat_interleave(heads // groups, dim=1) for v in (b, c))
+    b, c = (
+        v.to(wide).view(length, groups, states).repeat_interleave(heads // groups, dim=1)
+        for v in (b, c)
+    )
     dt = F.softplus(dt.to(wide) + p["dt_bias"].to(wide))
     decay = torch.exp(-torch.exp(p["A_log"].to(wide)) * dt)
     state, outputs = torch.zeros(heads, x.shape[2], states, dtype=wide), []
     for t in range(length):
-        state = decay[t, :, None, None] * state + (dt[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
+        state = (
+            decay[t, :, None, None] * state + (dt[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
+        )
         outputs.append((state * c[t, :, None, :]).sum(-1) + p["D"].to(wide)[:, None] * x[t])
     y = torch.stack(outputs).reshape(length, inner).to(u.dtype)
     gated = (y * F.silu(z)).view(length, groups, -1)
@@ -115,7 +139,9 @@ def experts(x, p, config, bias):
             weights = weights / weights.sum(-1, keepdim=True)
     else:
         scores = torch.sigmoid(logits)
-        chosen = (scores if bias is None else scores + bias).topk(config.moe_router_topk, dim=-1).indices
+        chosen = (
+            (scores if bias is None else scores + bias).topk(config.moe_router_topk, dim=-1).indices
+        )
         weights = scores.gather(1, chosen)
         if config.moe_router_topk > 1:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -134,7 +160,8 @@ def run_plain(model, documents, vocab_size, targets, dtype):
     """(logits, per-token loss, loss, gradients) of documents one by one with ``model``'s weights.
 
     Args:
-        dtype: of the arithmetic; parameters that the model keeps in float32 stay there unless it is float64.
+        dtype: of the arithmetic; parameters that the model keeps in float32 stay there unless it is
+            float64.
     """
     parameters = {}
     for name, p in model.named_parameters():
@@ -152,5 +179,7 @@ def run_plain(model, documents, vocab_size, targets, dtype):
         losses.append(torch.cat([loss, loss.new_zeros(1)]))
     total = torch.cat(losses).sum() / targets
     total.backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+    gradients = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
+    }
     return torch.cat(all_logits), torch.cat(losses).detach(), total.detach(), gradients

@@ -1,11 +1,19 @@
-"""Nothing asks the device a question, and no shape depends on the documents: what a captured graph needs."""
+"""Nothing asks the device a question, and no shape depends on the documents: what a captured graph
+needs.
+"""
 
 import hybrid_cases as cases
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-QUESTIONS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.bincount", "aten._unique2"}
+QUESTIONS = {
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.bincount",
+    "aten._unique2",
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -19,7 +27,9 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         outputs = result if isinstance(result, (tuple, list)) else [result]
         name = str(func).removesuffix(".default")
-        self.calls.append((name, [tuple(value.shape) for value in outputs if isinstance(value, torch.Tensor)]))
+        self.calls.append(
+            (name, [tuple(value.shape) for value in outputs if isinstance(value, torch.Tensor)])
+        )
         return result
 
 

@@ -1,4 +1,6 @@
-"""``megatron-packed convert``: nothing is lost either way, little memory is used, and what is wrong is named."""
+"""``megatron-packed convert``: nothing is lost either way, little memory is used, and what is wrong
+is named.
+"""
 
 import errno
 import json
@@ -41,7 +43,12 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("family", "bf16", "tied"),
-    [("nemotron_h", False, False), ("nemotron_h", True, True), ("llama", True, True), ("mixtral", False, False)],
+    [
+        ("nemotron_h", False, False),
+        ("nemotron_h", True, True),
+        ("llama", True, True),
+        ("mixtral", False, False),
+    ],
 )
 def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, tmp_path, capsys):
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
@@ -67,18 +74,36 @@ def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, tmp_path, cap
 
 def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_path):
     written = write_model(tmp_path / "hf", bf16=True)
-    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 0  # float32
+    assert (
+        main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 0
+    )  # float32
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
-    to_huggingface(tmp_path / "ours", tmp_path / "back", tmp_path / "config.json", max_file_bytes=30_000)
+    to_huggingface(
+        tmp_path / "ours", tmp_path / "back", tmp_path / "config.json", max_file_bytes=30_000
+    )
     index = json.loads((tmp_path / "back" / INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in written.values())
-    assert_same(contents(tmp_path / "back"), {name: tensor.float() for name, tensor in written.items()})
+    assert_same(
+        contents(tmp_path / "back"), {name: tensor.float() for name, tensor in written.items()}
+    )
 
 
 def test_rounding_is_told(tmp_path, capsys):
     write_model(tmp_path / "hf")
-    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--bf16"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "--from-hf",
+                str(tmp_path / "hf"),
+                "--save",
+                str(tmp_path / "ours"),
+                "--bf16",
+            ]
+        )
+        == 0
+    )
     assert "tensors were rounded to bf16, among them embedding.weight" in capsys.readouterr().out
 
 
@@ -106,7 +131,12 @@ def test_one_tensor_exists_at_a_time(tmp_path):
     load_checkpoint(tmp_path / "ours", whole_tensors(found))
     assert all(tensor.eq(1).all() for tensor in found.values())
     (tmp_path / "theirs").mkdir()
-    write_files(tmp_path / "theirs", [(n, torch.float32, (10, 100)) for n in "abc"], lambda name: made(), 10**6)
+    write_files(
+        tmp_path / "theirs",
+        [(n, torch.float32, (10, 100)) for n in "abc"],
+        lambda name: made(),
+        10**6,
+    )
     assert len(given) == 6 and contents(tmp_path / "theirs")["c"].shape == (10, 100)
 
 
@@ -132,9 +162,15 @@ def test_rotary_options_nested_flat_and_absent(name, base):
     nested = {"rope_theta": 2000.0, "rope_type": "default"}
     assert model_of({**fields, "rope_parameters": nested}, Path())[1].rotary_base == 2000.0
     for wrong, sentence in (
-        ({"rope_parameters": {**nested, "rope_type": "llama3", "factor": 8.0}}, "rope_parameters.factor is 8.0"),
+        (
+            {"rope_parameters": {**nested, "rope_type": "llama3", "factor": 8.0}},
+            "rope_parameters.factor is 8.0",
+        ),
         ({"rope_parameters": nested, "rope_theta": 1.5}, "rope_parameters.rope_theta is 2000.0"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling is {'type': 'linear'}, and only None is built"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling is {'type': 'linear'}, and only None is built",
+        ),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ):
@@ -150,7 +186,9 @@ def test_patterns_as_each_writes_them(spelling):
         words |= {"M": "linear_attention", "*": "full_attention"}
     fields = dict(FIELDS)
     if spelling != "hub":
-        fields["layers_block_type"] = [words[symbol] for symbol in fields.pop("hybrid_override_pattern")]
+        fields["layers_block_type"] = [
+            words[symbol] for symbol in fields.pop("hybrid_override_pattern")
+        ]
     assert model_of(fields, Path())[1].hybrid_layer_pattern == "ME*M-"
 
 
@@ -165,7 +203,10 @@ REFUSED = {
     "time_step_limit": ([0.001, math.inf], "time_step_limit is [0.001, inf]"),
     "moe_latent_size": (16, "moe_latent_size is 16"),
     "num_nextn_predict_layers": (1, "num_nextn_predict_layers is 1"),
-    "norm_topk_prob": (False, "norm_topk_prob is False, and with num_experts_per_tok 2 only True is built"),
+    "norm_topk_prob": (
+        False,
+        "norm_topk_prob is False, and with num_experts_per_tok 2 only True is built",
+    ),
     "n_group": (2, "n_group is 2"),
     "rms_norm_eps": (1e-6, "rms_norm_eps is 1e-06 and contradicts layer_norm_epsilon 1e-05"),
     "num_hidden_layers": (6, "num_hidden_layers is 6, and the pattern has 5"),
@@ -182,7 +223,9 @@ def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
     value, sentence = REFUSED[key]
     write_model(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**FIELDS, key: value}))
-    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
+    assert (
+        main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
+    )
     assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
 
@@ -190,12 +233,21 @@ def test_sizes_that_no_memory_holds_are_refused_by_the_tensors(tmp_path, capsys)
     write_model(tmp_path / "hf", "llama")
     config = tmp_path / "hf" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "head_dim": 2 * 10**9}))
-    assert main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
+    assert (
+        main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
+    )
     assert "shape" in capsys.readouterr().err
 
 
 def test_all_problems_are_told_and_keys_can_be_vouched_for():
-    fields = {**FIELDS, "sliding_window": 8, "attention_bias": True, "new": 1, "vocab_size": None, "head_dim": None}
+    fields = {
+        **FIELDS,
+        "sliding_window": 8,
+        "attention_bias": True,
+        "new": 1,
+        "vocab_size": None,
+        "head_dim": None,
+    }
     del fields["chunk_size"]
     with pytest.raises(CheckpointError) as error:
         model_of(fields, Path())
@@ -220,7 +272,9 @@ def rewrite(hf, change):
     change(tensors)
     for path in [*hf.glob("*.safetensors"), hf / INDEX]:
         path.unlink()
-    write_files(hf, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__, 10**9)
+    write_files(
+        hf, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__, 10**9
+    )
 
 
 def shorten(hf):
@@ -230,21 +284,43 @@ def shorten(hf):
 
 NORM = "backbone.norm_f.weight"
 DAMAGE = {
-    "outside": (lambda hf: edit_index(hf, NORM, "../other/model.safetensors"), f"tensor {NORM} leads out of"),
-    "absolute": (lambda hf: edit_index(hf, NORM, "/etc/a.safetensors"), f"tensor {NORM} leads out of"),
-    "no file": (lambda hf: edit_index(hf, NORM, "absent.safetensors"), "absent.safetensors: does not exist, and the"),
-    "elsewhere": (lambda hf: edit_index(hf, NORM, "model-00001-of-00008.safetensors"), f"{NORM} lies elsewhere"),
-    "not in its file": (lambda hf: edit_index(hf, "new", "model-00001-of-00008.safetensors"), "files lack: new"),
+    "outside": (
+        lambda hf: edit_index(hf, NORM, "../other/model.safetensors"),
+        f"tensor {NORM} leads out of",
+    ),
+    "absolute": (
+        lambda hf: edit_index(hf, NORM, "/etc/a.safetensors"),
+        f"tensor {NORM} leads out of",
+    ),
+    "no file": (
+        lambda hf: edit_index(hf, NORM, "absent.safetensors"),
+        "absent.safetensors: does not exist, and the",
+    ),
+    "elsewhere": (
+        lambda hf: edit_index(hf, NORM, "model-00001-of-00008.safetensors"),
+        f"{NORM} lies elsewhere",
+    ),
+    "not in its file": (
+        lambda hf: edit_index(hf, "new", "model-00001-of-00008.safetensors"),
+        "files lack: new",
+    ),
     "truncated": (shorten, "the tensors do not fill the file"),
     "both": (lambda hf: (hf / SINGLE).touch(), "found both"),
     "missing": (lambda hf: rewrite(hf, lambda t: t.pop(NORM)), f"{NORM} is missing"),
     "extra": (lambda hf: rewrite(hf, lambda t: t.update(new=torch.zeros(2))), "new is extra"),
-    "shape": (lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(31)})), f"{NORM} has shape [31]"),
-    "dtype": (
-        lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})), f"the dtype of {NORM}"
+    "shape": (
+        lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(31)})),
+        f"{NORM} has shape [31]",
     ),
-    "NaN": (lambda hf: rewrite(hf, lambda t: t[NORM].fill_(math.nan)), "is not finite: expected finite values"),
-}  # fmt: skip
+    "dtype": (
+        lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        f"the dtype of {NORM}",
+    ),
+    "NaN": (
+        lambda hf: rewrite(hf, lambda t: t[NORM].fill_(math.nan)),
+        "is not finite: expected finite values",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -314,7 +390,12 @@ def test_what_an_export_refuses(tmp_path, capsys):
     assert export(vocab_size=60)[0] == 4
     manifest = ours / "step_00000000" / "manifest.json"
     written = manifest.read_bytes()
-    for forged in (7, [], {"model": [], "training": {"bf16": True}}, {"model": {"hidden_size": "x"}, "training": {}}):
+    for forged in (
+        7,
+        [],
+        {"model": [], "training": {"bf16": True}},
+        {"model": {"hidden_size": "x"}, "training": {}},
+    ):
         fields = unseal(written, manifest)
         manifest.write_bytes(seal({**fields, "metadata": {"config": forged}}))
         code, said = export()
@@ -332,7 +413,9 @@ def test_what_an_export_refuses(tmp_path, capsys):
     assert "is not empty" in export()[1]
     (tmp_path / "back").rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "notes").unlink()
-    (tmp_path / "back").symlink_to("elsewhere")  # to an empty directory, which a rename does not replace
+    (tmp_path / "back").symlink_to(
+        "elsewhere"
+    )  # to an empty directory, which a rename does not replace
     assert "is no directory" in export()[1]
 
 
@@ -345,7 +428,9 @@ def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, ca
 
     def export(to):
         config = hf / "config.json"
-        code = main(["convert", "--to-hf", str(to), "--load", str(ours), "--hf-config", str(config)])
+        code = main(
+            ["convert", "--to-hf", str(to), "--load", str(ours), "--hf-config", str(config)]
+        )
         return code, capsys.readouterr().err
 
     def refusing(error, *file):
@@ -361,10 +446,22 @@ def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, ca
     for place in (tmp_path / "file" / "new", tmp_path / "file" / "far" / "new"):
         assert export(place) == (4, f"convert: {place}: {CANNOT}: Not a directory; {ELSEWHERE}\n")
     for (owner, name), refuses, said in (
-        ((Path, "mkdir"), refusing(errno.EACCES, tmp_path), f"{new}: {CANNOT}: Permission denied; {ELSEWHERE}"),
-        ((os, "fsync"), refusing(errno.ENOSPC), f"{new}: {CANNOT}: No space left on device; {ELSEWHERE}"),
+        (
+            (Path, "mkdir"),
+            refusing(errno.EACCES, tmp_path),
+            f"{new}: {CANNOT}: Permission denied; {ELSEWHERE}",
+        ),
+        (
+            (os, "fsync"),
+            refusing(errno.ENOSPC),
+            f"{new}: {CANNOT}: No space left on device; {ELSEWHERE}",
+        ),
         ((os, "rename"), rename, f"{new}: {CANNOT}: Directory not empty; {ELSEWHERE}"),
-        ((shutil, "copyfile"), refusing(errno.EACCES, hf / "config.json"), f"{hf / 'config.json'}: Permission denied"),
+        (
+            (shutil, "copyfile"),
+            refusing(errno.EACCES, hf / "config.json"),
+            f"{hf / 'config.json'}: Permission denied",
+        ),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, refuses)
@@ -372,7 +469,9 @@ def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, ca
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(tmp_path, capsys, monkeypatch):
+def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
+    tmp_path, capsys, monkeypatch
+):
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
     convert = ["convert", "--from-hf", str(hf), "--save", str(ours)]
@@ -389,7 +488,10 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(tmp_p
         monkeypatch.setattr(checkpoint, name, with_another)
         return [main(convert), *codes]
 
-    assert meanwhile("open_model", open_model) == [4, 0]  # the one that was looking first finds the other's
+    assert meanwhile("open_model", open_model) == [
+        4,
+        0,
+    ]  # the one that was looking first finds the other's
     assert "holds checkpoints already" in capsys.readouterr().err
     args = (ours / "model.args").read_text()
     assert "--bf16" in args and len(list(ours.glob("step*"))) == 1
@@ -399,7 +501,9 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(tmp_p
     assert "--bf16" not in (ours / "model.args").read_text()
 
 
-@pytest.mark.parametrize("command", ["--from-hf a", "--from-hf a --save b --load c", "--to-hf a --load b", "--save a"])
+@pytest.mark.parametrize(
+    "command", ["--from-hf a", "--from-hf a --save b --load c", "--to-hf a --load b", "--save a"]
+)
 def test_options_that_do_not_belong_together(command):
     try:
         assert main(["convert", *command.split()]) == 2

@@ -1,4 +1,6 @@
-"""What happens in one document stays there: bit for bit, and the tests below see every way of breaking it."""
+"""What happens in one document stays there: bit for bit, and the tests below see every way of
+breaking it.
+"""
 
 import dataclasses
 
@@ -18,7 +20,9 @@ TAIL = 6
 def observe(model, batch):
     """Logits, per-token loss and the gradient of the embedding's output, for all slots of a pack."""
     inputs = []
-    handle = model.embedding.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
+    handle = model.embedding.register_forward_hook(
+        lambda _module, _inputs, output: inputs.append(output)
+    )
     try:
         with torch.no_grad():
             logits_TV = model.logits(batch.tokens, batch.packed)
@@ -31,7 +35,9 @@ def observe(model, batch):
 
 
 def perturbed(batch, at):
-    """The same pack with another token at slot ``at``, and with it another label for the slot before."""
+    """The same pack with another token at slot ``at``, and with it another label for the slot
+    before.
+    """
     buffer = batch.buffer.clone()
     other = batch.with_buffer(buffer)
     other.tokens[at] = (other.tokens[at] + 1) % cases.VOCAB
@@ -41,12 +47,18 @@ def perturbed(batch, at):
 
 
 def visible_changes(model, batch, at) -> dict[str, float]:
-    """What a changed token moves in the other documents and in the tail: the largest difference, 0 for none."""
+    """What a changed token moves in the other documents and in the tail: the largest difference, 0
+    for none.
+    """
     before, after = observe(model, batch), observe(model, perturbed(batch, at))
     others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
     own_T = ~others_T
-    assert not torch.equal(before["outputs"][own_T], after["outputs"][own_T]), "the change itself must be visible"
-    return {name: (before[name][others_T] - after[name][others_T]).abs().max().item() for name in before}
+    assert not torch.equal(before["outputs"][own_T], after["outputs"][own_T]), (
+        "the change itself must be visible"
+    )
+    return {
+        name: (before[name][others_T] - after[name][others_T]).abs().max().item() for name in before
+    }
 
 
 @pytest.mark.shows("isolation", "one process")
@@ -87,13 +99,17 @@ def batch():
 
 
 def leaks(pattern, batch, broken=None, **changes):
-    """Largest visible change in other documents of ``batch`` when the model sees the metadata of ``broken``."""
+    """Largest visible change in other documents of ``batch`` when the model sees the metadata of
+    ``broken``.
+    """
     model = cases.tiny_model(pattern, **changes)
     at = int(batch.packed.cu_seqlens_cpu[CHANGED]) + 2
     seen = batch if broken is None else broken
     before, after = observe(model, seen), observe(model, perturbed_like(seen, batch, at))
     others_T = batch.packed.seq_idx[0] != CHANGED
-    return {name: (before[name][others_T] - after[name][others_T]).abs().max().item() for name in before}
+    return {
+        name: (before[name][others_T] - after[name][others_T]).abs().max().item() for name in before
+    }
 
 
 def perturbed_like(seen, batch, at):
@@ -110,7 +126,9 @@ def test_removing_seq_idx_is_caught(batch):
 def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatch):
     convolve = mamba_mixer.causal_conv1d
     monkeypatch.setattr(
-        mamba_mixer, "causal_conv1d", lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw)
+        mamba_mixer,
+        "causal_conv1d",
+        lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )
     # Only the three tokens behind the changed document can notice, so its last token must change.
     model = cases.tiny_model("M")
@@ -121,14 +139,18 @@ def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatc
 def test_removing_seq_idx_from_the_scan_alone_is_caught(batch, monkeypatch):
     scan = mamba_mixer.ssd
     monkeypatch.setattr(
-        mamba_mixer, "ssd", lambda *args, **kw: scan(*args[:7], torch.zeros_like(args[7]), args[8], **kw)
+        mamba_mixer,
+        "ssd",
+        lambda *args, **kw: scan(*args[:7], torch.zeros_like(args[7]), args[8], **kw),
     )
     changes = leaks("M", batch)
     assert min(changes.values()) > 1e-5, changes
 
 
 def test_removing_the_restart_of_the_chunk_sum_is_caught(batch, monkeypatch):
-    """A running sum that crosses documents cancels but for rounding: only a comparison of bits sees it."""
+    """A running sum that crosses documents cancels but for rounding: only a comparison of bits sees
+    it.
+    """
     monkeypatch.setattr(ssd_reference, "document_sum", cases.sum_without_restart)
     changes = leaks("M", batch)
     assert 0 < max(changes.values()) < 1e-4, changes
@@ -141,13 +163,17 @@ def test_removing_the_attention_mask_is_caught(batch):
 
 
 def test_removing_the_position_reset_is_caught():
-    """Attention sees differences of positions only, so a shift shows in rounding: the same document must come out bit
-    for bit alike at every offset. Tables as long as the longest document catch it outright."""
+    """Attention sees differences of positions only, so a shift shows in rounding: the same document
+    must come out bit for bit alike at every offset. Tables as long as the longest document catch it
+    outright.
+    """
     document = cases.make_documents([6])
     filler = cases.make_documents([4 * cases.CHUNK], seed=1)
     model = cases.tiny_model("*", position_embedding_type="rope", max_positions=5000)
     first, second = cases.make_pack(document + filler), cases.make_pack(filler + document)
-    continued = rebuilt(second, position_ids=torch.arange(second.layout.total_tokens, dtype=torch.int32))
+    continued = rebuilt(
+        second, position_ids=torch.arange(second.layout.total_tokens, dtype=torch.int32)
+    )
     expected = observe(model, first)["outputs"][:6]
     assert torch.equal(observe(model, second)["outputs"][-6:], expected)
     assert not torch.equal(observe(model, continued)["outputs"][-6:], expected)
@@ -159,7 +185,9 @@ def test_removing_the_position_reset_is_caught():
 def test_a_document_longer_than_the_rotary_tables_is_refused():
     model = cases.tiny_model("*", position_embedding_type="rope", max_positions=7)
     long = cases.make_pack(cases.make_documents([3, 8]))
-    with pytest.raises(ValueError, match=r"a document has 8 tokens, but the rotary tables hold .* 7"):
+    with pytest.raises(
+        ValueError, match=r"a document has 8 tokens, but the rotary tables hold .* 7"
+    ):
         model(long)
     longer_tail = model(cases.make_pack(cases.make_documents([3, 7]), tail=20))
     longer_tail.loss.backward()
@@ -172,7 +200,9 @@ def test_a_document_longer_than_the_rotary_tables_is_refused():
 
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_tail_tokens_change_nothing(pattern):
-    """Loss, auxiliary losses, counts and every gradient are the same bits whatever stands in the tail."""
+    """Loss, auxiliary losses, counts and every gradient are the same bits whatever stands in the
+    tail.
+    """
     options = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} if "E" in pattern else {}
     model = cases.tiny_model(pattern, **options)
     documents = cases.make_documents(LENGTHS)
@@ -185,18 +215,29 @@ def test_tail_tokens_change_nothing(pattern):
         output = model(batch)
         output.loss.backward()
         assert torch.isfinite(output.loss)
-        results.append((output.loss, output.aux_loss, output.tokens_per_expert, *cases.gradients(model).values()))
+        results.append(
+            (
+                output.loss,
+                output.aux_loss,
+                output.tokens_per_expert,
+                *cases.gradients(model).values(),
+            )
+        )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     tokens = sum(LENGTHS)
     if "E" in pattern:
         assert results[0][1] > 0
-        assert torch.equal(results[0][2].sum(-1), torch.full((len(model.moe_layers),), 2.0 * tokens))
+        assert torch.equal(
+            results[0][2].sum(-1), torch.full((len(model.moe_layers),), 2.0 * tokens)
+        )
 
 
 @pytest.mark.parametrize("pattern", ["M*-E", "ME*M-"])
 def test_a_pack_without_documents_is_finite_and_teaches_nothing(pattern):
-    model = cases.tiny_model(pattern, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01, position_embedding_type="rope")
+    model = cases.tiny_model(
+        pattern, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01, position_embedding_type="rope"
+    )
     output = model(cases.make_pack([], tail=2 * cases.CHUNK, spare=3, aux_scale=1.0))
     output.loss.backward()
     assert output.loss == 0 and output.aux_loss == 0 and output.tokens_per_expert.sum() == 0

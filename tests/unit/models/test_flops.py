@@ -67,7 +67,9 @@ def test_training_is_three_times_forward():
 
 
 def test_six_n_t_agrees_where_there_are_only_matrix_products():
-    """Short of norms, which have parameters and no product, the two figures are the same for an MLP."""
+    """Short of norms, which have parameters and no product, the two figures are the same for an
+    MLP.
+    """
     config = cases.tiny_config("----", hidden_size=256, ffn_hidden_size=1024)
     counter = FlopCounter(config, cases.VOCAB)
     assert counter.six_n_t(100) == pytest.approx(counter.training([100]).total, rel=1e-3)

@@ -1,7 +1,9 @@
-"""Hugging Face's implementations as oracles: their models one document at a time, ours on the pack of all of them.
+"""Hugging Face's implementations as oracles: their models one document at a time, ours on the pack
+of all of them.
 
-Between them the four families check every symbol of the pattern: Mamba-2, attention with and without (partial) rotary
-positions, squared ReLU, SwiGLU and GELU, RMSNorm and LayerNorm, biases, softmax and sigmoid routing, a shared expert.
+Between them the four families check every symbol of the pattern: Mamba-2, attention with and
+without (partial) rotary positions, squared ReLU, SwiGLU and GELU, RMSNorm and LayerNorm, biases,
+softmax and sigmoid routing, a shared expert.
 """
 
 import hybrid_cases as cases
@@ -50,24 +52,45 @@ def compare(theirs, ours):
             expected = theirs(input_ids=tokens[None], use_cache=False).logits[0]
             mine = logits[batch.packed.seq_idx[0] == number]
             assert expected.shape == mine.shape
-            assert (mine - expected).abs().max() <= TOLERANCE, f"document {number} of {len(tokens)} tokens"
-            loss_sum = loss_sum + (F.cross_entropy(expected[:-1], tokens[1:], reduction="none") * mask[1:]).sum()
+            assert (mine - expected).abs().max() <= TOLERANCE, (
+                f"document {number} of {len(tokens)} tokens"
+            )
+            loss_sum = (
+                loss_sum
+                + (F.cross_entropy(expected[:-1], tokens[1:], reduction="none") * mask[1:]).sum()
+            )
     assert abs(output.loss_sum - loss_sum) <= TOLERANCE * loss_sum
 
 
 def build(pattern, **changes):
-    return cases.tiny_model(pattern, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=WIDTH, **changes)
+    return cases.tiny_model(
+        pattern, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=WIDTH, **changes
+    )
 
 
 def test_nemotron_h(tmp_path):
     pattern = "ME*M-"
     config = transformers.NemotronHConfig(
-        vocab_size=cases.VOCAB, hidden_size=HIDDEN, layers_block_type=None, hybrid_override_pattern=pattern,
-        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=WIDTH, intermediate_size=48, ssm_state_size=16,
-        mamba_num_heads=4, mamba_head_dim=8, n_groups=2, chunk_size=8, n_routed_experts=5, moe_intermediate_size=16,
-        moe_shared_expert_intermediate_size=24, num_experts_per_tok=3, routed_scaling_factor=2.5,
+        vocab_size=cases.VOCAB,
+        hidden_size=HIDDEN,
+        layers_block_type=None,
+        hybrid_override_pattern=pattern,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=WIDTH,
+        intermediate_size=48,
+        ssm_state_size=16,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=5,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=24,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
         time_step_min=1e-12,  # theirs clamps the step from below, Megatron's kernels do not
-    )  # fmt: skip
+    )
     theirs = fill(transformers.NemotronHForCausalLM(config))
     for layer, symbol in zip(theirs.model.layers, pattern):
         if symbol == "E":
@@ -76,7 +99,9 @@ def test_nemotron_h(tmp_path):
 
 
 def converted(theirs, folder):
-    """Ours as `megatron-packed convert` makes it, with rubbish where the vocabulary is padded: it must not matter."""
+    """Ours as `megatron-packed convert` makes it, with rubbish where the vocabulary is padded: it
+    must not matter.
+    """
     theirs.save_pretrained(folder, max_shard_size="20KB")
     config, files, weights = open_model(folder, bf16=False)
     ours = HybridModel(config, vocab_size=config.vocab_size, max_positions=256)
@@ -93,9 +118,15 @@ def padded(table, ours):
 
 
 COMMON = {
-    "vocab_size": cases.VOCAB, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
-    "head_dim": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "vocab_size": cases.VOCAB,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def test_llama(tmp_path):
@@ -113,27 +144,45 @@ def test_mixtral(tmp_path):
 
 def test_gpt_neox():
     config = transformers.GPTNeoXConfig(
-        vocab_size=cases.VOCAB, hidden_size=HIDDEN, num_attention_heads=HEADS, intermediate_size=48,
+        vocab_size=cases.VOCAB,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        intermediate_size=48,
         num_hidden_layers=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        use_parallel_residual=False, hidden_act="gelu", layer_norm_eps=1e-5,
-    )  # fmt: skip
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        use_parallel_residual=False,
+        hidden_act="gelu",
+        layer_norm_eps=1e-5,
+    )
     theirs = fill(transformers.GPTNeoXForCausalLM(config))
     ours = build(
-        "*-*-", num_query_groups=HEADS, position_embedding_type="rope", rotary_percent=0.5, squared_relu=False,
-        normalization="LayerNorm", add_bias_linear=True,
-    )  # fmt: skip
+        "*-*-",
+        num_query_groups=HEADS,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        squared_relu=False,
+        normalization="LayerNorm",
+        add_bias_linear=True,
+    )
     state = theirs.state_dict()
     weights = {
         "embedding.weight": padded(theirs.get_input_embeddings().weight, ours),
         "output.weight": padded(theirs.get_output_embeddings().weight, ours),
     }
-    # Theirs fuses q, k, v of one head after the other, which is our layout with one query head for each group.
+    # Theirs fuses q, k, v of one head after the other, which is our layout with one query head for
+    # each group.
     names = {
-        "input_layernorm": (0, "norm"), "attention.query_key_value": (0, "mixer.qkv"),
-        "attention.dense": (0, "mixer.proj"), "post_attention_layernorm": (1, "norm"),
-        "mlp.dense_h_to_4h": (1, "mixer.fc1"), "mlp.dense_4h_to_h": (1, "mixer.fc2"),
-    }  # fmt: skip
+        "input_layernorm": (0, "norm"),
+        "attention.query_key_value": (0, "mixer.qkv"),
+        "attention.dense": (0, "mixer.proj"),
+        "post_attention_layernorm": (1, "norm"),
+        "mlp.dense_h_to_4h": (1, "mixer.fc1"),
+        "mlp.dense_4h_to_h": (1, "mixer.fc2"),
+    }
     for kind in ("weight", "bias"):
         weights[f"final_norm.{kind}"] = state[f"gpt_neox.final_layer_norm.{kind}"]
         for number in range(2):

@@ -28,17 +28,31 @@ def test_names_precisions_and_marks_of_a_bfloat16_model():
         "norm.weight",
         "out_proj.weight",
     ]
-    moe = ["router.weight", "experts.fc1", "experts.fc2", "shared_expert.fc1.weight", "shared_expert.fc2.weight"]
+    moe = [
+        "router.weight",
+        "experts.fc1",
+        "experts.fc2",
+        "shared_expert.fc1.weight",
+        "shared_expert.fc2.weight",
+    ]
     expected = {"embedding.weight", "final_norm.weight", "output.weight"}
-    for number, names in enumerate((mamba, ["qkv.weight", "proj.weight"], ["fc1.weight", "fc2.weight"], moe)):
-        expected |= {f"layers.{number}.norm.weight"} | {f"layers.{number}.mixer.{name}" for name in names}
+    for number, names in enumerate(
+        (mamba, ["qkv.weight", "proj.weight"], ["fc1.weight", "fc2.weight"], moe)
+    ):
+        expected |= {f"layers.{number}.norm.weight"} | {
+            f"layers.{number}.mixer.{name}" for name in names
+        }
     assert set(parameters) == expected
-    float32 = {f"layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias")} | {"layers.3.mixer.router.weight"}
+    float32 = {f"layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias")} | {
+        "layers.3.mixer.router.weight"
+    }
     assert {name for name, p in parameters.items() if p.dtype == torch.float32} == float32
     assert {name for name, p in parameters.items() if getattr(p, "keep_fp32", False)} == float32
     undecayed = {name for name, p in parameters.items() if getattr(p, "no_weight_decay", False)}
     norms = {name for name in parameters if name.endswith("norm.weight")}
-    assert undecayed == norms | {f"layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.bias")}
+    assert undecayed == norms | {
+        f"layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.bias")
+    }
     assert set(model.state_dict()) - set(parameters) == {"layers.3.mixer.router.expert_bias"}
 
 
@@ -46,7 +60,11 @@ def test_output_in_bfloat16_is_float32_where_it_counts():
     model = cases.tiny_model("M*-E", dtype=torch.bfloat16, **AUX)
     output = model(cases.make_pack(cases.make_documents(cases.AWKWARD), aux_scale=0.5))
     assert {value.dtype for value in output} == {torch.float32}
-    assert output.loss.requires_grad and output.loss_sum.requires_grad and output.aux_loss.requires_grad
+    assert (
+        output.loss.requires_grad
+        and output.loss_sum.requires_grad
+        and output.aux_loss.requires_grad
+    )
     assert not any(value.requires_grad for value in output[3:])
 
 
@@ -64,7 +82,9 @@ def test_loss_is_made_of_its_parts():
 
 
 def test_the_aux_losses_reach_every_layer_below_with_their_own_scale():
-    """With no weight on the cross-entropy the gradients are the auxiliary losses', proportional to scales[1]."""
+    """With no weight on the cross-entropy the gradients are the auxiliary losses', proportional to
+    scales[1].
+    """
     model = cases.tiny_model("MEE", **AUX)
     documents = [(tokens, 0 * mask) for tokens, mask in cases.make_documents(cases.AWKWARD)]
     by_scale = []
@@ -72,7 +92,11 @@ def test_the_aux_losses_reach_every_layer_below_with_their_own_scale():
         model.zero_grad()
         model(cases.make_pack(documents, aux_scale=scale, targets=1)).loss.backward()
         by_scale.append(cases.gradients(model))
-    for name in ("layers.1.mixer.router.weight", "layers.2.mixer.router.weight", "layers.0.mixer.A_log"):
+    for name in (
+        "layers.1.mixer.router.weight",
+        "layers.2.mixer.router.weight",
+        "layers.0.mixer.A_log",
+    ):
         assert by_scale[0][name].abs().max() > 0
         torch.testing.assert_close(by_scale[1][name], 2 * by_scale[0][name])
 
@@ -90,7 +114,9 @@ def test_flat_gradients_equal_autograd_over_two_micro_batches(variant, dtype):
         expected.loss.backward()
         output.loss.backward()
     buffers.check_addresses()
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02  # autograd rounds each gradient to bfloat16, ours does not
+    tolerance = (
+        1e-5 if dtype == torch.float32 else 0.02
+    )  # autograd rounds each gradient to bfloat16, ours does not
     expected = cases.gradients(plain)
     for name, parameter in flat.named_parameters():
         assert parameter.grad is None
@@ -115,9 +141,15 @@ LOSSES = {
     "scaled": (lambda output, model: 1024 * output.loss, 1024.0, 0.0),
     "with a regulariser": (lambda output, model: output.loss + penalty(model), 1.0, PENALTY),
     "used twice": (lambda output, model: torch.stack([output.loss, output.loss]).mean(), 1.0, 0.0),
-    "its parts": (lambda output, model: 3 * (output.loss_sum / TARGETS + 0.5 * output.aux_loss), 3.0, 0.0),
+    "its parts": (
+        lambda output, model: 3 * (output.loss_sum / TARGETS + 0.5 * output.aux_loss),
+        3.0,
+        0.0,
+    ),
 }
-"""Name -> loss of an output, its factor on the gradients of ``output.loss``, and that on the penalty's."""
+"""Name -> loss of an output, its factor on the gradients of ``output.loss``, and that on the
+penalty's.
+"""
 DOCUMENTS = cases.make_documents(cases.AWKWARD)
 TARGETS = cases.count_targets(DOCUMENTS)
 
@@ -150,7 +182,10 @@ def test_the_loss_may_be_scaled_added_to_and_divided_before_backward(loss, varia
 
 @pytest.mark.parametrize("tied", ["plain", "layer norm, gelu, tied"])
 def test_a_forward_pass_without_backward_adds_no_gradient(tied):
-    batches = [cases.make_pack(cases.make_documents(cases.AWKWARD, seed), aux_scale=0.5) for seed in range(2)]
+    batches = [
+        cases.make_pack(cases.make_documents(cases.AWKWARD, seed), aux_scale=0.5)
+        for seed in range(2)
+    ]
     expected, found = (
         gradients_of(cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[tied]), run)
         for run in (
@@ -158,7 +193,9 @@ def test_a_forward_pass_without_backward_adds_no_gradient(tied):
             lambda model: [model(batch) for batch in batches][1].loss.backward(),
         )
     )
-    nothing = gradients_of(cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[tied]), lambda model: model(batches[0]))
+    nothing = gradients_of(
+        cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[tied]), lambda model: model(batches[0])
+    )
     for name in expected:
         assert expected[name].any() and torch.equal(found[name], expected[name]), name
         assert not nothing[name].any(), name
@@ -171,8 +208,13 @@ def test_forward_backward_gives_the_bits_of_forward_and_backward_in_one_pass_ove
 ):
     chunks = []
     step = cross_entropy.softmax_step
-    monkeypatch.setattr(cross_entropy, "softmax_step", lambda *arguments: chunks.append(1) or step(*arguments))
-    batches = [cases.make_pack(cases.make_documents(cases.AWKWARD, n), tail=3, aux_scale=0.5) for n in range(2)]
+    monkeypatch.setattr(
+        cross_entropy, "softmax_step", lambda *arguments: chunks.append(1) or step(*arguments)
+    )
+    batches = [
+        cases.make_pack(cases.make_documents(cases.AWKWARD, n), tail=3, aux_scale=0.5)
+        for n in range(2)
+    ]
 
     def backward(model, batch):
         output = model(batch)
@@ -183,7 +225,11 @@ def test_forward_backward_gives_the_bits_of_forward_and_backward_in_one_pass_ove
     for run, kept in zip((backward, HybridModel.forward_backward), outputs):
         model = cases.tiny_model("M*-E", dtype=dtype, **AUX, **cases.VARIANTS[variant])
         chunks.clear()
-        found.append(gradients_of(model, lambda model, run=run, kept=kept: kept.extend(run(model, b) for b in batches)))
+        found.append(
+            gradients_of(
+                model, lambda model, run=run, kept=kept: kept.extend(run(model, b) for b in batches)
+            )
+        )
         passes.append(len(chunks))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert passes == [8, 4]  # two packs of two chunks
@@ -203,22 +249,28 @@ def test_forward_backward_without_flat_buffers_and_in_evaluation_mode():
 
 
 @pytest.mark.parametrize(
-    "run", [HybridModel.forward_backward, lambda model, batch: (model(batch).loss / 2).backward()],
+    "run",
+    [HybridModel.forward_backward, lambda model, batch: (model(batch).loss / 2).backward()],
     ids=["forward_backward", "forward and backward"],
-)  # fmt: skip
+)
 def test_no_pass_makes_a_second_buffer_of_the_output_weights_size(run):
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             results = operation(*args, **kwargs or {})
             for result in results if isinstance(results, (tuple, list)) else [results]:
-                if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+                if (
+                    isinstance(result, torch.Tensor)
+                    and result.untyped_storage().data_ptr() not in known
+                ):
                     sizes.append(result.untyped_storage().nbytes())
             return results
 
     model = cases.tiny_model("-", make_vocab_size_divisible_by=4096)
     buffers = FlatBuffers(model)
     batch, sizes = cases.make_pack([(np.arange(9), np.ones(9))]), []
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), buffers.storage, batch.buffer)}
+    known = {
+        t.untyped_storage().data_ptr() for t in (*model.parameters(), buffers.storage, batch.buffer)
+    }
     with Allocations():
         run(model, batch)
     assert max(sizes) == 5 * 4096 * 4 < model.output_weight.numel() * 4  # the logits of a chunk
@@ -228,7 +280,9 @@ def test_no_pass_makes_a_second_buffer_of_the_output_weights_size(run):
 def test_tables_are_built_once_for_all_layers(monkeypatch):
     calls = []
     build = hybrid_model.prepare_tables
-    monkeypatch.setattr(hybrid_model, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw))
+    monkeypatch.setattr(
+        hybrid_model, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw)
+    )
     model = cases.tiny_model("*M" * 8)
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
     model(batch)
@@ -276,11 +330,15 @@ def test_aux_losses_stop_outside_training():
 
 
 def test_expert_biases_of_all_layers_follow_the_counts():
-    model = cases.tiny_model("EE", moe_router_bias_update_rate=0.5, **cases.VARIANTS["sigmoid router"])
+    model = cases.tiny_model(
+        "EE", moe_router_bias_update_rate=0.5, **cases.VARIANTS["sigmoid router"]
+    )
     before = [layer.mixer.router.expert_bias.clone() for layer in model.moe_layers]
     counts = torch.tensor([[9.0, 1, 5, 5, 5], [1, 1, 1, 1, 21]])
     model.update_expert_bias(counts.reshape(-1), skip=torch.tensor(True))
-    assert all(torch.equal(layer.mixer.router.expert_bias, b) for layer, b in zip(model.moe_layers, before))
+    assert all(
+        torch.equal(layer.mixer.router.expert_bias, b) for layer, b in zip(model.moe_layers, before)
+    )
     model.update_expert_bias(counts.reshape(-1), skip=torch.tensor(False))
     moved = [layer.mixer.router.expert_bias - b for layer, b in zip(model.moe_layers, before)]
     torch.testing.assert_close(moved[0], torch.tensor([-0.5, 0.5, 0, 0, 0]))
@@ -296,7 +354,12 @@ def test_a_forced_backend_reaches_its_op():
     from megatron_packed.ops.dispatch import NoBackendError
 
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
-    for pattern, op in {"*": "varlen_attention", "M": "ssd", "-": "activation", "E": "grouped_mlp"}.items():
+    for pattern, op in {
+        "*": "varlen_attention",
+        "M": "ssd",
+        "-": "activation",
+        "E": "grouped_mlp",
+    }.items():
         model = cases.tiny_model(pattern, backends={op: "no such kernel"})
         with pytest.raises(NoBackendError, match=f"{op} has no backend 'no such kernel'"):
             model(batch)
@@ -306,7 +369,10 @@ def test_a_forced_backend_reaches_its_op():
     ("sizes", "message"),
     [
         ({"ep_size": 2}, r"ep_size \(2\) does not fit the number of experts \(5\)"),
-        ({"tp_size": 3, "expert_tp_size": 3}, r"tp_size \(3\) does not fit the number of inner channels of an MLP"),
+        (
+            {"tp_size": 3, "expert_tp_size": 3},
+            r"tp_size \(3\) does not fit the number of inner channels of an MLP",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_the_model_are_refused(sizes, message):

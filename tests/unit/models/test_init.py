@@ -11,7 +11,9 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.init import initial_value, seed_of
 from megatron_packed.models.size import count_parameters
 
-CONFIG = cases.tiny_config("M*-E" * 2, hidden_size=256, num_attention_heads=8, kv_channels=32, init_method_std=0.02)
+CONFIG = cases.tiny_config(
+    "M*-E" * 2, hidden_size=256, num_attention_heads=8, kv_channels=32, init_method_std=0.02
+)
 
 
 def value(name, *shape, seed=1, config=CONFIG):
@@ -19,9 +21,17 @@ def value(name, *shape, seed=1, config=CONFIG):
 
 
 @pytest.mark.parametrize(
-    "name", ["embedding.weight", "output.weight", "layers.1.mixer.qkv.weight", "layers.2.mixer.fc1.weight",
-             "layers.0.mixer.in_proj.weight", "layers.3.mixer.router.weight", "layers.3.mixer.experts.fc1"],
-)  # fmt: skip
+    "name",
+    [
+        "embedding.weight",
+        "output.weight",
+        "layers.1.mixer.qkv.weight",
+        "layers.2.mixer.fc1.weight",
+        "layers.0.mixer.in_proj.weight",
+        "layers.3.mixer.router.weight",
+        "layers.3.mixer.experts.fc1",
+    ],
+)
 def test_weights_are_normal(name):
     drawn = value(name, 400, 256)
     assert drawn.std().item() == pytest.approx(0.02, rel=0.02)
@@ -29,9 +39,15 @@ def test_weights_are_normal(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.1.mixer.proj.weight", "layers.2.mixer.fc2.weight", "layers.0.mixer.out_proj.weight",
-             "layers.3.mixer.experts.fc2", "layers.3.mixer.shared_expert.fc2.weight"],
-)  # fmt: skip
+    "name",
+    [
+        "layers.1.mixer.proj.weight",
+        "layers.2.mixer.fc2.weight",
+        "layers.0.mixer.out_proj.weight",
+        "layers.3.mixer.experts.fc2",
+        "layers.3.mixer.shared_expert.fc2.weight",
+    ],
+)
 def test_projections_into_the_residual_stream_shrink_with_depth(name):
     assert value(name, 400, 256).std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.02)
 
@@ -41,7 +57,9 @@ def test_mamba_parameters():
     assert 1 <= a.min() < 1.2 and 15.8 < a.max() <= 16
     step = F.softplus(value("layers.0.mixer.dt_bias", 2000))
     assert 0.000999 <= step.min() < 0.0011 and 0.095 < step.max() <= 0.1001
-    assert step.log().mean().item() == pytest.approx(math.log(0.01), abs=0.1)  # uniform in the logarithm
+    assert step.log().mean().item() == pytest.approx(
+        math.log(0.01), abs=0.1
+    )  # uniform in the logarithm
     assert torch.equal(value("layers.0.mixer.D", 5), torch.ones(5))
     taps = value("layers.0.mixer.conv1d.weight", 1000, 4)
     assert 0.49 < taps.abs().max() <= 0.5
@@ -59,7 +77,11 @@ def test_a_value_depends_on_seed_and_name_only():
     assert torch.equal(first["layers.0.mixer.dt_bias"], bf16["layers.0.mixer.dt_bias"])
     other = dict(cases.tiny_model("M*-", seed=8).named_parameters())
     assert not torch.equal(first["output.weight"], other["output.weight"])
-    names = ["layers.0.mixer.in_proj.weight", "layers.1.mixer.qkv.weight", "layers.2.mixer.fc1.weight"]
+    names = [
+        "layers.0.mixer.in_proj.weight",
+        "layers.1.mixer.qkv.weight",
+        "layers.2.mixer.fc1.weight",
+    ]
     assert len({first[name].flatten()[0].item() for name in names}) == 3
 
 

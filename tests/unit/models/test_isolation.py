@@ -17,11 +17,25 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import IsolationResult, check_isolation, small_config
 
 CONFIG = ModelConfig(
-    hybrid_layer_pattern="M*-EM*E", hidden_size=2048, num_attention_heads=16, num_query_groups=4, kv_channels=64,
-    mamba_num_groups=8, mamba_head_dim=64, mamba_state_dim=128, mamba_chunk_size=64, num_experts=64, moe_router_topk=3,
-    moe_ffn_hidden_size=512, moe_shared_expert_intermediate_size=512, moe_aux_loss_coeff=0.1, add_bias_linear=False,
-    position_embedding_type="rope", normalization="RMSNorm", squared_relu=True,
-)  # fmt: skip
+    hybrid_layer_pattern="M*-EM*E",
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_query_groups=4,
+    kv_channels=64,
+    mamba_num_groups=8,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_chunk_size=64,
+    num_experts=64,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=512,
+    moe_shared_expert_intermediate_size=512,
+    moe_aux_loss_coeff=0.1,
+    add_bias_linear=False,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    squared_relu=True,
+)
 
 
 def check(pattern, dtype=torch.float32):
@@ -35,10 +49,14 @@ def test_a_large_model_passes_bit_for_bit_in_under_two_seconds(dtype):
     results = check_isolation(CONFIG, "cpu", dtype)
     assert time.process_time() - start < 2
     assert [(r.symbol, r.quantity) for r in results] == [
-        (symbol, quantity) for symbol in "M*-E" for quantity in ("outputs", "loss", "input gradients")
+        (symbol, quantity)
+        for symbol in "M*-E"
+        for quantity in ("outputs", "loss", "input gradients")
     ]
     for result in results:
-        assert result.passed and result.difference == result.allowed == result.noise == 0, str(result)
+        assert result.passed and result.difference == result.allowed == result.noise == 0, str(
+            result
+        )
     assert all(result.leak > 1e-2 for result in results if result.symbol in "M*")
 
 
@@ -51,12 +69,20 @@ def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypat
         calls.append(None)
         return run(*inputs, **options)
 
-    monkeypatch.setattr(ssd_reference, "tune", lambda inputs, device: calls.append(inputs), raising=False)
+    monkeypatch.setattr(
+        ssd_reference, "tune", lambda inputs, device: calls.append(inputs), raising=False
+    )
     monkeypatch.setattr(ssd_reference, "run", recorded)
     check_isolation(CONFIG, "cpu", torch.bfloat16)
     first, *others = calls
     assert others.count(None) == len(others) > 0
-    assert (first.tokens, first.heads, first.head_dim, first.groups, first.state_dim) == (64 * 64, 64, 64, 8, 128)
+    assert (first.tokens, first.heads, first.head_dim, first.groups, first.state_dim) == (
+        64 * 64,
+        64,
+        64,
+        8,
+        128,
+    )
     assert (first.chunk_size, first.dtype, first.device_type) == (64, torch.bfloat16, "cpu")
 
 
@@ -80,12 +106,19 @@ def test_the_small_model_keeps_what_chooses_kernels():
 @pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
 def test_sizes_of_layers_that_a_model_has_not_need_not_be_given(pattern):
     """No attention heads; a width that Mamba's heads would not divide: nothing asks for them."""
-    needed = {"M": {"mamba_num_heads": 2, "mamba_num_groups": 1}, "*": {"num_attention_heads": 3},
-              "-": {}, "E": {"num_experts": 2}}  # fmt: skip
+    needed = {
+        "M": {"mamba_num_heads": 2, "mamba_num_groups": 1},
+        "*": {"num_attention_heads": 3},
+        "-": {},
+        "E": {"num_experts": 2},
+    }
     config = ModelConfig(
-        hybrid_layer_pattern=pattern, hidden_size=48, add_bias_linear=False, position_embedding_type="rope",
+        hybrid_layer_pattern=pattern,
+        hidden_size=48,
+        add_bias_linear=False,
+        position_embedding_type="rope",
         **needed[pattern],
-    )  # fmt: skip
+    )
     assert all(result.passed for result in check_isolation(config, "cpu", torch.float32))
     assert FlopCounter(config, 64).training([5, 9]).total > 0
     HybridModel(config, vocab_size=64, max_positions=16)
@@ -98,16 +131,22 @@ def failures(results):
 def test_a_leaking_convolution_is_found(monkeypatch):
     convolve = mamba_mixer.causal_conv1d
     monkeypatch.setattr(
-        mamba_mixer, "causal_conv1d", lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw)
+        mamba_mixer,
+        "causal_conv1d",
+        lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )
     results = check("M*")
     assert failures(results) == {("M", "outputs"), ("M", "loss"), ("M", "input gradients")}
-    assert "Mamba-2 layers (M), outputs: a changed document moved other documents" in str(results[0])
+    assert "Mamba-2 layers (M), outputs: a changed document moved other documents" in str(
+        results[0]
+    )
     assert "choose another backend" in str(results[0])
 
 
 def test_a_leak_by_rounding_alone_is_found(monkeypatch):
-    """mamba-ssm's own running sum goes on across documents, in float32; they feel each other's rounding."""
+    """mamba-ssm's own running sum goes on across documents, in float32; they feel each other's
+    rounding.
+    """
     monkeypatch.setattr(ssd_reference, "document_sum", cases.sum_without_restart)
     results = check("M")
     assert ("M", "outputs") in failures(results)
@@ -120,14 +159,23 @@ def test_leaking_attention_is_found(monkeypatch):
     def without_boundaries(q, k, v, cu_seqlens, max_seqlen, **options):
         joined = torch.full_like(cu_seqlens, q.shape[0])
         joined[0] = 0
-        return attend(q, k, v, joined, q.shape[0], **options | {"seq_idx_1T": torch.zeros_like(options["seq_idx_1T"])})
+        return attend(
+            q,
+            k,
+            v,
+            joined,
+            q.shape[0],
+            **options | {"seq_idx_1T": torch.zeros_like(options["seq_idx_1T"])},
+        )
 
     monkeypatch.setattr(attention, "varlen_attention", without_boundaries)
     assert failures(check("*-")) == {("*", "outputs"), ("*", "loss"), ("*", "input gradients")}
 
 
 def test_a_check_that_could_not_see_a_leak_does_not_pass(monkeypatch):
-    """A mixer that passes nothing from token to token isolates, and also when the boundaries are gone."""
+    """A mixer that passes nothing from token to token isolates, and also when the boundaries are
+    gone.
+    """
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *args, **options: q)
     results = check("*")
     assert all(result.isolated and not result.passed for result in results)
@@ -135,12 +183,16 @@ def test_a_check_that_could_not_see_a_leak_does_not_pass(monkeypatch):
 
 
 def test_not_a_number_does_not_pass(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *args, **options: q * float("nan"))
+    monkeypatch.setattr(
+        attention, "varlen_attention", lambda q, k, v, *args, **options: q * float("nan")
+    )
     assert len(failures(check("*"))) == 3
 
 
 def test_a_kernel_that_is_not_deterministic_may_differ_by_its_own_noise(monkeypatch):
-    """Noise of 1e-6 passes, since a leak is far above it; noise as large as a leak hides one and does not pass."""
+    """Noise of 1e-6 passes, since a leak is far above it; noise as large as a leak hides one and
+    does not pass.
+    """
     attend = attention.varlen_attention
     generator = torch.Generator().manual_seed(0)
 
@@ -162,14 +214,25 @@ def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
     gpu, fast, exact = torch.device("cuda"), Backends(), Backends(deterministic=True)
     assert isolation._ulps_allowed("*", "input gradients", gpu, fast) == 2
     assert isolation._ulps_allowed("E", "outputs", gpu, exact) == 4
-    bitwise = [("*", "outputs", gpu, fast), ("*", "input gradients", gpu, exact), ("M", "input gradients", gpu, fast),
-               ("*", "input gradients", torch.device("cpu"), fast),
-               ("E", "outputs", torch.device("cpu"), fast)]  # fmt: skip
+    bitwise = [
+        ("*", "outputs", gpu, fast),
+        ("*", "input gradients", gpu, exact),
+        ("M", "input gradients", gpu, fast),
+        ("*", "input gradients", torch.device("cpu"), fast),
+        ("E", "outputs", torch.device("cpu"), fast),
+    ]
     assert [isolation._ulps_allowed(*case) for case in bitwise] == [0] * len(bitwise)
 
 
 def test_sentences():
-    values = {"symbol": "E", "quantity": "loss", "difference": 1e-9, "allowed": 1e-8, "noise": 0.0, "leak": None}
+    values = {
+        "symbol": "E",
+        "quantity": "loss",
+        "difference": 1e-9,
+        "allowed": 1e-8,
+        "noise": 0.0,
+        "leak": None,
+    }
     assert str(IsolationResult(**values)) == (
         "mixture of experts layers (E), loss: other documents moved by 1.0e-09, allowed 1.0e-08."
     )

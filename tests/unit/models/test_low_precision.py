@@ -1,4 +1,6 @@
-"""bfloat16: a pack errs at most twice as much as plain PyTorch in bfloat16, both against float64 on equal weights."""
+"""bfloat16: a pack errs at most twice as much as plain PyTorch in bfloat16, both against float64 on
+equal weights.
+"""
 
 import collections
 
@@ -14,19 +16,26 @@ RUNS = 8
 
 
 def frobenius_error(value, reference) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30)).item()
+    return (
+        (value.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30)
+    ).item()
 
 
 def errors(result, reference) -> dict[str, float]:
     """Relative error by what it is; layers of one kind share a name."""
-    found = {"logits": frobenius_error(result[0], reference[0]), "loss": frobenius_error(result[1], reference[1])}
+    found = {
+        "logits": frobenius_error(result[0], reference[0]),
+        "loss": frobenius_error(result[1], reference[1]),
+    }
     for name, gradient in reference[3].items():
         found[name] = frobenius_error(result[3][name], gradient)
     return found
 
 
 def routes_alike(model, documents, variant) -> bool:
-    """Whether float32 arithmetic sends every token to the same experts: another choice is another function."""
+    """Whether float32 arithmetic sends every token to the same experts: another choice is another
+    function.
+    """
     if not model.moe_layers:
         return True
     wide = cases.tiny_model(model.config.hybrid_layer_pattern, **cases.VARIANTS[variant])
@@ -47,18 +56,24 @@ def test_pack_errs_at_most_twice_as_much_as_plain_pytorch(pattern, variant):
     while runs < RUNS:
         seed += 1
         assert seed < 30, "rounding flips the router's choice too often for a comparison"
-        model = cases.tiny_model(pattern, dtype=torch.bfloat16, seed=seed, **cases.VARIANTS[variant])
+        model = cases.tiny_model(
+            pattern, dtype=torch.bfloat16, seed=seed, **cases.VARIANTS[variant]
+        )
         documents = cases.make_documents(cases.AWKWARD, seed)
         if not routes_alike(model, documents, variant):
             continue
         runs += 1
         targets = cases.count_targets(documents)
         exact = plain_model.run_plain(model, documents, cases.VOCAB, targets, torch.float64)
-        plain = errors(plain_model.run_plain(model, documents, cases.VOCAB, targets, torch.bfloat16), exact)
+        plain = errors(
+            plain_model.run_plain(model, documents, cases.VOCAB, targets, torch.bfloat16), exact
+        )
         ours = errors(cases.run_packed(model, documents, tail=3, spare=2), exact)
         for name in plain:
             pooled[name][0] += ours[name] ** 2 / RUNS
             pooled[name][1] += plain[name] ** 2 / RUNS
     ratios = {name: a**0.5 / max(b**0.5, ROUNDING) for name, (a, b) in pooled.items()}
     worst = max(ratios, key=ratios.get)
-    assert ratios[worst] <= ALLOWED, f"{worst}: {ratios[worst]:.2f} times the error of plain PyTorch"
+    assert ratios[worst] <= ALLOWED, (
+        f"{worst}: {ratios[worst]:.2f} times the error of plain PyTorch"
+    )

@@ -12,7 +12,12 @@ from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.activations import Kind, Work, ends, footprints
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.memory_estimate import communicators_of, estimate, optimizer_bytes, parameter_bytes
+from megatron_packed.models.memory_estimate import (
+    communicators_of,
+    estimate,
+    optimizer_bytes,
+    parameter_bytes,
+)
 from megatron_packed.models.recomputed import Recomputed
 from megatron_packed.optim.optimizer import Optimizer
 
@@ -32,7 +37,12 @@ EXTRAS, COUNTERS = {"loss": 1, "signs": 9}, {"expert_counts": 10}
 def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
     groups = ParallelGroups.unjoined(Layout(**layout), device)
     model = HybridModel(
-        tiny_config(pattern, **changes), vocab_size=VOCAB, max_positions=256, groups=groups, device=device, dtype=dtype
+        tiny_config(pattern, **changes),
+        vocab_size=VOCAB,
+        max_positions=256,
+        groups=groups,
+        device=device,
+        dtype=dtype,
     )
     return model, groups
 
@@ -41,12 +51,19 @@ def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
-    """Of storages that exist: parameters, gradients, masters and moments; the model of the plan has none."""
+    """Of storages that exist: parameters, gradients, masters and moments; the model of the plan has
+    none.
+    """
     model, groups = built(layout, "cpu", dtype=dtype)
     ownership = (Ownership.over if zero else Ownership.undivided)(groups)
-    buffers = FlatBuffers(model, extras=EXTRAS, counters=COUNTERS, ownership=ownership, bucket_elements=3000)
+    buffers = FlatBuffers(
+        model, extras=EXTRAS, counters=COUNTERS, ownership=ownership, bucket_elements=3000
+    )
     optimizer = Optimizer(buffers)
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers.params.values()}
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in buffers.params.values()
+    }
     masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in held]
     state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
 
@@ -57,16 +74,34 @@ def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
     assert parameter_bytes(found) == sum(held.values())
     assert optimizer_bytes(found) == state
     one = estimate(
-        imagined, found, Work(tokens=512, documents=4, element=dtype.itemsize), tail=tail_elements(EXTRAS, COUNTERS)
+        imagined,
+        found,
+        Work(tokens=512, documents=4, element=dtype.itemsize),
+        tail=tail_elements(EXTRAS, COUNTERS),
     )
     assert one.static.gradients == buffers.storage.untyped_storage().nbytes()
     assert (one.static.parameters, one.static.optimizer) == (parameter_bytes(found), state)
 
 
-def of(layout=LAYOUTS["one"], *, tokens=4096, documents=1, keeping=None, graphs=None, even=True, **changes):
+def of(
+    layout=LAYOUTS["one"],
+    *,
+    tokens=4096,
+    documents=1,
+    keeping=None,
+    graphs=None,
+    even=True,
+    **changes,
+):
     model, groups = built(layout, "meta", **changes)
     work = Work(tokens=tokens, documents=documents, element=2, even=even)
-    return estimate(model, flat_layout_of(model, Ownership.undivided(groups)), work, keeping=keeping, graphs=graphs)
+    return estimate(
+        model,
+        flat_layout_of(model, Ownership.undivided(groups)),
+        work,
+        keeping=keeping,
+        graphs=graphs,
+    )
 
 
 def test_more_of_anything_needs_more():
@@ -80,21 +115,37 @@ def test_more_of_anything_needs_more():
 
 
 def test_experts_that_follow_the_routing():
-    """Balanced, each of 5 ranks gets as many rows as it sends; at worst what all 5 have for its one expert."""
+    """Balanced, each of 5 ranks gets as many rows as it sends; at worst what all 5 have for its one
+    expert.
+    """
     options = {"layout": LAYOUTS["ep"], "pattern": "E", "moe_token_dispatcher_type": "alltoall"}
-    balanced, worst = (of(**options, even=even).peak.amounts[Kind.EXPERTS] for even in (True, False))
+    balanced, worst = (
+        of(**options, even=even).peak.amounts[Kind.EXPERTS] for even in (True, False)
+    )
     assert 1.5 * balanced < worst < 5 * balanced
-    bounded = {**options, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    bounded = {
+        **options,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    }
     assert of(**bounded, even=False).peak.bytes == of(**bounded).peak.bytes
 
 
 def moments_of(symbol, layout, **options):
-    """Moments of a layer of one kind, and those around the layers, by name, of packs of 4096 slots; in bf16."""
+    """Moments of a layer of one kind, and those around the layers, by name, of packs of 4096 slots;
+    in bf16.
+    """
     model = HybridModel(
-        tiny_config(symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}),
-        vocab_size=VOCAB, max_positions=256, groups=ParallelGroups.unjoined(Layout(**layout)), device="meta",
-        dtype=BF16, **options,
-    )  # fmt: skip
+        tiny_config(
+            symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}
+        ),
+        vocab_size=VOCAB,
+        max_positions=256,
+        groups=ParallelGroups.unjoined(Layout(**layout)),
+        device="meta",
+        dtype=BF16,
+        **options,
+    )
     work = Work(tokens=4096, documents=4, element=2)
     parts = (*footprints(model, work), ends(model, work))
     return {moment.name: moment.extra for part in parts for moment in part.moments}
@@ -104,7 +155,9 @@ def bytes_at(moments, kind, *names):
     return [moments[name].get(kind, 0) for name in names]
 
 
-@pytest.mark.parametrize(("comm", "exchanged", "ranks"), [("a2a", 1, 0), ("p2p", 0, 2), ("all_gather", 0, 4)])
+@pytest.mark.parametrize(
+    ("comm", "exchanged", "ranks"), [("a2a", 1, 0), ("p2p", 0, 2), ("all_gather", 0, 4)]
+)
 def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
     """Heads of its 1024 rows, or keys and values of all ranks, or of this one and the next."""
     query, key = 1024 * 4 * 8 * 2, 1024 * 2 * 8 * 2
@@ -115,18 +168,32 @@ def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
 
 
 def test_what_a_scan_moves_and_its_states():
-    """Two ranks: all rows of two of four heads of 8, with B and C of 16 for one of two groups, and dt."""
+    """Two ranks: all rows of two of four heads of 8, with B and C of 16 for one of two groups, and
+    dt.
+    """
     exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
     moments = moments_of("M", {"world_size": 2, "cp_size": 2})
     names = ("forward of the scan", "forward", "backward of the convolution")
-    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [exchanged, 4096 * 2 * 8 * 2, 2 * exchanged]
+    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [
+        exchanged,
+        4096 * 2 * 8 * 2,
+        2 * exchanged,
+    ]
     states = chunks * 2 * 8 * 16  # in fp32 and in bf16; and their gradients
-    assert bytes_at(moments, Kind.STATES, names[0], "backward of the scan") == [states * 6, states * 12]
+    assert bytes_at(moments, Kind.STATES, names[0], "backward of the scan") == [
+        states * 6,
+        states * 12,
+    ]
 
 
 def test_what_experts_move():
-    """All tokens of five ranks and their results; or each token's routes: before they leave, as they come, back."""
-    five, names = {"world_size": 5, "ep_size": 5}, ("forward of the experts", "backward of the dispatch")
+    """All tokens of five ranks and their results; or each token's routes: before they leave, as
+    they come, back.
+    """
+    five, names = (
+        {"world_size": 5, "ep_size": 5},
+        ("forward of the experts", "backward of the dispatch"),
+    )
     row, topk = 32 * 2, tiny_config("E").moe_router_topk
     gathered = moments_of("E", five, moe_token_dispatcher_type="allgather")
     sent = moments_of("E", five, moe_token_dispatcher_type="alltoall")
@@ -138,14 +205,18 @@ def test_what_experts_move():
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_what_tensor_parallel_ranks_move(divided):
-    """A hidden state of all rows in every layer; in front of the loss only where each rank has rows of its own."""
+    """A hidden state of all rows in every layer; in front of the loss only where each rank has rows
+    of its own.
+    """
     moments = moments_of("-", {"world_size": 2, "tp_size": 2}, sequence_parallel=divided)
     hidden = 4096 * 32 * 2
     assert bytes_at(moments, Kind.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
 
 
 class Inputs:
-    """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in place of the rest."""
+    """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in
+    place of the rest.
+    """
 
     def __init__(self, buffers, group=1):
         self.buffers, self.group = buffers, group
@@ -181,14 +252,18 @@ def test_what_does_not_stay_exists_in_its_own_layer_alone():
     in_pairs = of(pattern="----", keeping=Inputs(0, group=2)).peak.bytes
     assert in_pairs == 2 * hidden + 2 * saved + most
     around = ends(model, work)
-    loss = around.saved_bytes + max(sum(moment.extra.values()) for moment in around.moments if not moment.absent)
+    loss = around.saved_bytes + max(
+        sum(moment.extra.values()) for moment in around.moments if not moment.absent
+    )
     assert of(pattern="----").peak.bytes == max(4 * saved + most, 4 * saved + loss)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
     """Gradients of the last layer, with its group in place and the inputs of all."""
-    memory = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=size)
+    memory = MemoryConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=size
+    )
     work = Work(tokens=4096, documents=16, element=2)
     plain, _ = built({}, "meta", pattern="----")
     model = HybridModel(
@@ -196,7 +271,8 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
     )
     [layer, *_] = footprints(model, work)
     most = max(
-        sum(moment.extra.values()) - sum(layer.saved[name].bytes for name in moment.absent) for moment in layer.moments
+        sum(moment.extra.values()) - sum(layer.saved[name].bytes for name in moment.absent)
+        for moment in layer.moments
     )
     hidden = layer.saved["norm.input"].bytes
     layout = flat_layout_of(model, Ownership())
@@ -206,12 +282,19 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
 
 
 def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
-    """Two ranks of 2048 rows: four heads of 8, keys and values of two, in bf16, in place of what was exchanged."""
+    """Two ranks of 2048 rows: four heads of 8, keys and values of two, in bf16, in place of what
+    was exchanged.
+    """
     memory = MemoryConfig(recompute_granularity="selective")
     model = HybridModel(
-        tiny_config("*"), vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory,
+        tiny_config("*"),
+        vocab_size=VOCAB,
+        max_positions=256,
+        device="meta",
+        dtype=BF16,
+        memory=memory,
         groups=ParallelGroups.unjoined(Layout(world_size=2, cp_size=2)),
-    )  # fmt: skip
+    )
     work = Work(tokens=4096, documents=4, element=2)
     layers = footprints(model, work)
     keeping = Recomputed(model, work)
@@ -224,17 +307,31 @@ def memory_of(pattern, *, tokens=4096, **options):
     """Peak and pinned bytes of a model with other options of memory."""
     plain, _ = built({}, "meta", pattern=pattern)
     memory = MemoryConfig(**options) if options else None
-    model = HybridModel(plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory)
-    found = estimate(model, flat_layout_of(model, Ownership()), Work(tokens=tokens, documents=16, element=2))
+    model = HybridModel(
+        plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory
+    )
+    found = estimate(
+        model, flat_layout_of(model, Ownership()), Work(tokens=tokens, documents=16, element=2)
+    )
     return found.peak.bytes, found.host_bytes
 
 
 @pytest.mark.parametrize(("size", "buffers"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
 def test_offloaded_inputs_leave_as_many_as_there_are_buffers(size, buffers):
-    """Recomputation keeps the inputs of all 8 layers; of those before the last group ``buffers - 1`` are left."""
-    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": size}
+    """Recomputation keeps the inputs of all 8 layers; of those before the last group ``buffers -
+    1`` are left.
+    """
+    whole = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": size,
+    }
     kept, nothing = memory_of("-" * 8, **whole)
-    options = {"offload_layer_inputs": True, "offload_buffers": buffers, "min_offloaded_tensor_size": 4096 * 32}
+    options = {
+        "offload_layer_inputs": True,
+        "offload_buffers": buffers,
+        "min_offloaded_tensor_size": 4096 * 32,
+    }
     left, host = memory_of("-" * 8, **whole, **options)
     hidden, groups = 4096 * 32 * 2, 8 // size
     assert nothing == 0 and host == groups * hidden
@@ -251,21 +348,43 @@ NORM = ["norm.input", "norm.statistics"]
     ("symbol", "moved"),
     [
         ("-", {"mlp_act": ["fc1.output"]}),
-        ("-", {"mlp_norm": NORM, "mlp_fc1": ["fc1.input"], "mlp_act": ["fc1.output"], "mlp_fc2": ["activation"]}),
+        (
+            "-",
+            {
+                "mlp_norm": NORM,
+                "mlp_fc1": ["fc1.input"],
+                "mlp_act": ["fc1.output"],
+                "mlp_fc2": ["activation"],
+            },
+        ),
         ("M", {"mamba_norm": NORM, "mamba_scan": SCAN, "mamba_out_proj": ["out_proj.input"]}),
         ("*", {"core_attn": CORE}),
         ("*", {"core_attn": [*CORE, "attention.output"], "attn_proj": []}),
-        ("E", {"expert_fc1": ["experts.input"], "moe_act": ["experts.fc1"], "expert_fc2": ["experts.activation"]}),
+        (
+            "E",
+            {
+                "expert_fc1": ["experts.input"],
+                "moe_act": ["experts.fc1"],
+                "expert_fc2": ["experts.activation"],
+            },
+        ),
     ],
 )
 def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, moved, buffers):
-    """The peak is in the last of 3 layers, or behind them, where as many bundles as there are buffers are held."""
+    """The peak is in the last of 3 layers, or behind them, where as many bundles as there are
+    buffers are held.
+    """
     model, _ = built({}, "meta", pattern=3 * symbol)
     work = Work(tokens=4096, documents=16, element=2)
     layer, around = footprints(model, work)[0], ends(model, work)
-    saved = [[layer.saved[name].bytes for name in terms if name in layer.saved] for terms in moved.values()]
+    saved = [
+        [layer.saved[name].bytes for name in terms if name in layer.saved]
+        for terms in moved.values()
+    ]
     bundles = [sum(terms) for terms in saved if terms]
-    twice = layer.saved["attention.output"].bytes if set(moved) == {"core_attn"} else 0  # the projection keeps it, too
+    twice = (
+        layer.saved["attention.output"].bytes if set(moved) == {"core_attn"} else 0
+    )  # the projection keeps it, too
 
     def most(part):
         return part.saved_bytes + max(
@@ -277,11 +396,16 @@ def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, mov
     before = bundles[-1] if buffers > len(bundles) else 0
     bundles[-1] += twice
     before += twice if before else 0
-    expected = max(2 * stays + before + most(layer), 3 * stays + sum((bundles * 3)[-buffers:]) + most(around))
+    expected = max(
+        2 * stays + before + most(layer), 3 * stays + sum((bundles * 3)[-buffers:]) + most(around)
+    )
     peak, host = memory_of(
-        3 * symbol, fine_grained_activation_offloading=True, offload_modules=tuple(moved), offload_buffers=buffers,
+        3 * symbol,
+        fine_grained_activation_offloading=True,
+        offload_modules=tuple(moved),
+        offload_buffers=buffers,
         min_offloaded_tensor_size=4096,
-    )  # fmt: skip
+    )
     assert (peak, host) == (expected, 3 * sum(bundles))
     assert peak < memory_of(3 * symbol)[0]
 
@@ -295,7 +419,13 @@ PARTS = {"fine_grained_activation_offloading": True}
     [
         {**WHOLE, "recompute_method": "uniform", "recompute_num_layers": 1},
         {**WHOLE, "recompute_method": "uniform", "recompute_num_layers": 3},
-        {**WHOLE, **PARTS, "recompute_method": "block", "recompute_num_layers": 2, "offload_modules": ("mlp_fc2",)},
+        {
+            **WHOLE,
+            **PARTS,
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+            "offload_modules": ("mlp_fc2",),
+        },
         {**PARTS, "offload_modules": ("qkv_linear", "mamba_in_proj", "mamba_out_proj", "mlp_fc1")},
     ],
     ids=str,
@@ -307,13 +437,20 @@ def test_pinned_bytes_are_those_of_a_step(options):
     model = HybridModel(tiny_config("M*-E-"), vocab_size=VOCAB, max_positions=tokens, memory=memory)
     model(make_pack(make_documents([40, 24]))).loss.backward()
     work = Work(tokens=tokens, documents=2, element=4)
-    assert estimate(model, flat_layout_of(model, Ownership()), work).host_bytes == model.offload.pool.num_bytes > 0
+    assert (
+        estimate(model, flat_layout_of(model, Ownership()), work).host_bytes
+        == model.offload.pool.num_bytes
+        > 0
+    )
 
 
 def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
     eager = of(pattern="M-M-")
     local = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="local"))
-    half = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_modules=("mamba",)))
+    half = of(
+        pattern="M-M-",
+        graphs=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_modules=("mamba",)),
+    )
     whole = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="full_iteration"))
     engine = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
     assert (eager.graph_pool, whole.graph_pool) == (0, eager.peak.bytes)
@@ -325,14 +462,20 @@ def test_the_loss_holds_one_chunk_of_logits():
     model, _ = built({}, "meta")
     around = ends(model, Work(tokens=8192, documents=16, element=2))
     logits = next(moment for moment in around.moments if moment.name == "loss").extra[Kind.LOSS]
-    assert logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192  # half a pack at most, and per-token values
+    assert (
+        logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192
+    )  # half a pack at most, and per-token values
 
 
 def test_communicators():
     """Groups of the same ranks are one, but gradients have their own."""
     assert communicators_of(ParallelGroups.unjoined(Layout())) == 0
-    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4))) == 1  # dp, dp_cp and expert_dp
+    assert (
+        communicators_of(ParallelGroups.unjoined(Layout(world_size=4))) == 1
+    )  # dp, dp_cp and expert_dp
     # tp = expert_tp = tp_cp = expert_tp_ep; dp = dp_cp = expert_dp
     assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2))) == 2
     # tp, ep, expert_tp_ep; dp, and no expert_dp
-    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2, ep_size=2))) == 4
+    assert (
+        communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2, ep_size=2))) == 4
+    )

@@ -29,7 +29,9 @@ def trainers_losses(names, device):
         batches = names["packs"](step, PACKS)
         for batch in batches:
             batch.scales.div_(PACKS)
-        losses.append(sum(model.forward_backward(batch.to(device)).loss for batch in batches).item())
+        losses.append(
+            sum(model.forward_backward(batch.to(device)).loss for batch in batches).item()
+        )
         optimizer.step(lr=1e-2)
     return losses
 

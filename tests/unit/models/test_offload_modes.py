@@ -1,9 +1,23 @@
-"""Whatever is offloaded: gradients are those of a model without it, bit for bit, and what was named has left."""
+"""Whatever is offloaded: gradients are those of a model without it, bit for bit, and what was named
+has left.
+"""
 
 import hybrid_cases as cases
 import pytest
 import torch
-from test_recompute_modes import BYTES, DOCUMENTS, HIDDEN, PATTERN, TAIL, D, T, bytes_saved, full, model_of, train
+from test_recompute_modes import (
+    BYTES,
+    DOCUMENTS,
+    HIDDEN,
+    PATTERN,
+    TAIL,
+    D,
+    T,
+    bytes_saved,
+    full,
+    model_of,
+    train,
+)
 
 from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.layers.offload import LayerOffload
@@ -15,33 +29,55 @@ ALL = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 def inputs(method, number):
     recomputed = full(method, number)
     return MemoryConfig(
-        recompute_granularity="full", recompute_method=recomputed.recompute_method, recompute_num_layers=number,
-        offload_layer_inputs=True, **ALL,
-    )  # fmt: skip
+        recompute_granularity="full",
+        recompute_method=recomputed.recompute_method,
+        recompute_num_layers=number,
+        offload_layer_inputs=True,
+        **ALL,
+    )
 
 
 def parts(*modules, **options):
-    return MemoryConfig(fine_grained_activation_offloading=True, offload_modules=modules, **ALL | options)
+    return MemoryConfig(
+        fine_grained_activation_offloading=True, offload_modules=modules, **ALL | options
+    )
 
 
 BOTH = MemoryConfig(
-    recompute_granularity="full", recompute_method="block", recompute_num_layers=3, offload_layer_inputs=True,
-    fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **ALL,
-)  # fmt: skip
-MODES = {"uniform 1": inputs("uniform", 1), "uniform 3": inputs("uniform", 3), "block 4": inputs("block", 4),
-         "all parts": parts(*OFFLOADED_IN), "both": BOTH,
-         "norms and cores": parts("attn_norm", "mamba_norm", "mlp_norm", "core_attn", "mamba_scan"),
-         "beside recomputation": MemoryConfig(
-             recompute_granularity="selective", recompute_modules=("core_attn", "layernorm"),
-             fine_grained_activation_offloading=True, **ALL,
-             offload_modules=("mamba_scan", "mlp_act", "mlp_fc2", "attn_proj", "expert_fc1", "moe_act"))}  # fmt: skip
+    recompute_granularity="full",
+    recompute_method="block",
+    recompute_num_layers=3,
+    offload_layer_inputs=True,
+    fine_grained_activation_offloading=True,
+    offload_modules=tuple(OFFLOADED_IN),
+    **ALL,
+)
+MODES = {
+    "uniform 1": inputs("uniform", 1),
+    "uniform 3": inputs("uniform", 3),
+    "block 4": inputs("block", 4),
+    "all parts": parts(*OFFLOADED_IN),
+    "both": BOTH,
+    "norms and cores": parts("attn_norm", "mamba_norm", "mlp_norm", "core_attn", "mamba_scan"),
+    "beside recomputation": MemoryConfig(
+        recompute_granularity="selective",
+        recompute_modules=("core_attn", "layernorm"),
+        fine_grained_activation_offloading=True,
+        **ALL,
+        offload_modules=("mamba_scan", "mlp_act", "mlp_fc2", "attn_proj", "expert_fc1", "moe_act"),
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
 def expected(request):
     changes = {}
     if request.param != "float32":
-        changes = {"dtype": torch.bfloat16, "hidden_dropout": 0.2, "untie_embeddings_and_output_weights": False}
+        changes = {
+            "dtype": torch.bfloat16,
+            "hidden_dropout": 0.2,
+            "untie_embeddings_and_output_weights": False,
+        }
     return changes, train(None, **changes)
 
 
@@ -59,11 +95,15 @@ def left_and_moved(memory=None, **changes):
     left = bytes_saved(model, lambda: model(pack))
     if model.offload is None:
         return left, 0
-    moved = sum(layout.num_bytes for away in model.offload._away.values() for layout in away.layouts)
+    moved = sum(
+        layout.num_bytes for away in model.offload._away.values() for layout in away.layouts
+    )
     return left, moved
 
 
-@pytest.mark.parametrize(("method", "number", "groups"), [("uniform", 1, 7), ("uniform", 3, 3), ("block", 4, 4)])
+@pytest.mark.parametrize(
+    ("method", "number", "groups"), [("uniform", 1, 7), ("uniform", 3, 3), ("block", 4, 4)]
+)
 def test_the_inputs_of_layers_have_left_and_nothing_else(method, number, groups):
     left, moved = left_and_moved(inputs(method, number))
     assert moved == groups * HIDDEN
@@ -74,13 +114,17 @@ def test_the_inputs_of_layers_have_left_and_nothing_else(method, number, groups)
 def test_what_a_part_saves_has_left(module):
     (everything, _), (left, moved) = left_and_moved(), left_and_moved(parts(module))
     if module in ("core_attn", "mamba_scan"):
-        # Of the fused projections the part up to the last view of it travels; sequence numbers are not counted as left.
+        # Of the fused projections the part up to the last view of it travels; sequence numbers are
+        # not counted as left.
         assert 0.8 < moved / (everything - left) < 1.2 and moved > 4 * HIDDEN
     else:
         assert moved == everything - left > 0
         # The input of each projection, in as many layers as have one.
         layers = sum(symbol in OFFLOADED_IN[module] for symbol in PATTERN)
-        assert module not in ("qkv_linear", "attn_proj", "mamba_in_proj", "mamba_out_proj") or moved >= layers * HIDDEN
+        assert (
+            module not in ("qkv_linear", "attn_proj", "mamba_in_proj", "mamba_out_proj")
+            or moved >= layers * HIDDEN
+        )
 
 
 def test_small_tensors_stay():
@@ -106,7 +150,9 @@ def test_steps_are_counted_and_memory_goes_back():
 
 
 def test_what_layers_share_travels_with_each_of_them(monkeypatch):
-    """Else the backward pass of the last layer would fetch what the first one put away, perhaps in another's graph."""
+    """Else the backward pass of the last layer would fetch what the first one put away, perhaps in
+    another's graph.
+    """
     offload, asked = Offload(torch.device("cpu"), min_elements=1, forced=2), []
     take = offload.take
     monkeypatch.setattr(offload, "take", lambda number: asked.append(number) or take(number))

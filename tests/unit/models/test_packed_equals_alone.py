@@ -1,4 +1,6 @@
-"""Packing is invisible: a pack gives what its documents give one by one, by this model and by the plain oracle."""
+"""Packing is invisible: a pack gives what its documents give one by one, by this model and by the
+plain oracle.
+"""
 
 import hybrid_cases as cases
 import plain_model
@@ -37,6 +39,8 @@ def test_packed_equals_alone(pattern, pack):
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_packed_equals_the_plain_oracle(pattern, variant):
     model, documents, packed = check(pattern, variant, *PACKS["capacity for more documents"])
-    oracle = plain_model.run_plain(model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64)
+    oracle = plain_model.run_plain(
+        model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64
+    )
     error, where = cases.worst_error(packed, oracle)
     assert error <= TOLERANCE, f"{where}: {error:.1e} from the oracle"

@@ -1,4 +1,6 @@
-"""Every way to recompute gives the gradients of none, bit for bit, and keeps what sizes of tensors say."""
+"""Every way to recompute gives the gradients of none, bit for bit, and keeps what sizes of tensors
+say.
+"""
 
 from functools import partial
 
@@ -21,7 +23,9 @@ HIDDEN = T * D * BYTES
 
 
 def full(method, number):
-    return MemoryConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+    return MemoryConfig(
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=number
+    )
 
 
 def selective(*modules):
@@ -34,20 +38,31 @@ MODES += [selective("layernorm", *RECOMPUTED_IN), selective("core_attn", "layern
 
 
 def mode_id(memory):
-    return " ".join(map(str, (memory.recompute_method or "", memory.recompute_num_layers or "", *memory.modules)))
+    return " ".join(
+        map(
+            str, (memory.recompute_method or "", memory.recompute_num_layers or "", *memory.modules)
+        )
+    )
 
 
 def model_of(memory=None, *, dtype=torch.float32, **changes):
     changes = {
-        "moe_aux_loss_coeff": 1e-2, "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 24,
-        "position_embedding_type": "rope", **changes,
-    }  # fmt: skip
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_z_loss_coeff": 1e-3,
+        "moe_shared_expert_intermediate_size": 24,
+        "position_embedding_type": "rope",
+        **changes,
+    }
     config = cases.tiny_config(PATTERN, **changes)
-    return HybridModel(config, vocab_size=cases.VOCAB, max_positions=256, dtype=dtype, seed=7, memory=memory).train()
+    return HybridModel(
+        config, vocab_size=cases.VOCAB, max_positions=256, dtype=dtype, seed=7, memory=memory
+    ).train()
 
 
 def train(memory, **changes):
-    """Two micro-batches into the flat buffer, an evaluation between: all gradients, all outputs, the random state."""
+    """Two micro-batches into the flat buffer, an evaluation between: all gradients, all outputs,
+    the random state.
+    """
     model = model_of(memory, **changes)
     buffers, outputs = FlatBuffers(model), []
     torch.manual_seed(3)
@@ -58,7 +73,11 @@ def train(memory, **changes):
             model.eval()(pack)
             model.train()
         outputs[-1].loss.backward()
-    return [buffers.grads, torch.get_rng_state(), *(tensor.detach() for output in outputs for tensor in output)]
+    return [
+        buffers.grads,
+        torch.get_rng_state(),
+        *(tensor.detach() for output in outputs for tensor in output),
+    ]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
@@ -66,7 +85,11 @@ def expected(request):
     if request.param == "float32":
         yield {}, train(None)
         return
-    changes = {"dtype": torch.bfloat16, "hidden_dropout": 0.2, "untie_embeddings_and_output_weights": False}
+    changes = {
+        "dtype": torch.bfloat16,
+        "hidden_dropout": 0.2,
+        "untie_embeddings_and_output_weights": False,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Attention, "_core", drawing(Attention._core))
         yield changes, train(None, **changes)
@@ -142,7 +165,9 @@ def test_a_mixer_keeps_its_input_alone_and_attention_what_is_around_its_core():
 
 
 def test_outputs_of_norms_and_of_the_activation_are_not_kept():
-    """With GELU, which keeps its input anyway: the activation's output of every expert is saved by this alone."""
+    """With GELU, which keeps its input anyway: the activation's output of every expert is saved by
+    this alone.
+    """
     changes = {"squared_relu": False}
     all_of_it = kept_by(**changes)
     assert kept_by(selective("layernorm"), **changes) == all_of_it - len(PATTERN) * HIDDEN
@@ -157,17 +182,23 @@ def test_what_reports_hold_is_not_the_hidden_state():
     model, pack = model_of(full("uniform", 2)), cases.make_pack(DOCUMENTS, tail=TAIL)
     _, reports = model.hidden_states(pack.tokens, model.prepare(pack.packed))
     assert len(reports) == PATTERN.count("E")
-    assert max(tensor.numel() for report in reports for tensor in report) <= model.config.num_experts
+    assert (
+        max(tensor.numel() for report in reports for tensor in report) <= model.config.num_experts
+    )
 
 
 def test_a_layer_is_recomputed_once_and_only_where_it_was_asked_for():
     calls = []
-    for memory, expected in ((full("block", 2), [0, 1, 2, 3, 4, 5, 6, 1, 0]),
-                             (full("uniform", 3), [0, 1, 2, 3, 4, 5, 6, 6, 3, 4, 5, 0, 1, 2])):  # fmt: skip
+    for memory, expected in (
+        (full("block", 2), [0, 1, 2, 3, 4, 5, 6, 1, 0]),
+        (full("uniform", 3), [0, 1, 2, 3, 4, 5, 6, 6, 3, 4, 5, 0, 1, 2]),
+    ):
         model = model_of(memory)
         calls.clear()
         for number, layer in enumerate(model.layers):
             norm, number = layer.norm.with_residual, number
-            layer.norm.with_residual = lambda x, norm=norm, number=number: calls.append(number) or norm(x)
+            layer.norm.with_residual = lambda x, norm=norm, number=number: (
+                calls.append(number) or norm(x)
+            )
         model(cases.make_pack(DOCUMENTS)).loss.backward()
         assert calls == expected

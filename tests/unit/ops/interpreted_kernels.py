@@ -1,4 +1,6 @@
-"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, cross_entropy. Tiny: the interpreter is slow."""
+"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, cross_entropy. Tiny: the
+interpreter is slow.
+"""
 
 import pytest
 import torch
@@ -13,14 +15,24 @@ BACKENDS = ("reference", "triton")
 
 
 def both(function, inputs):
-    """[(outputs, gradients)] of the reference and of the kernel, under the same random upstream gradient."""
+    """[(outputs, gradients)] of the reference and of the kernel, under the same random upstream
+    gradient.
+    """
     results = []
     for backend in BACKENDS:
         outputs = function(backend)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        upstream = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(outputs)]
+        upstream = [
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(i))
+            for i, y in enumerate(outputs)
+        ]
         results.append(
-            (*outputs, *torch.autograd.grad(outputs, inputs, [u.to(y.dtype) for u, y in zip(upstream, outputs)]))
+            (
+                *outputs,
+                *torch.autograd.grad(
+                    outputs, inputs, [u.to(y.dtype) for u, y in zip(upstream, outputs)]
+                ),
+            )
         )
     return zip(*results)
 
@@ -29,28 +41,40 @@ def both(function, inputs):
     ("head_dim", "rotary_dim", "heads", "kv_heads"), [(16, 16, 5, 1), (20, 12, 4, 2), (8, 2, 1, 1)]
 )
 def test_rope_is_the_reference_bit_for_bit(head_dim, rotary_dim, heads, kv_heads):
-    fused = torch.randn(70, heads + 2 * kv_heads, head_dim, requires_grad=True)  # q, k are strided views of it
+    fused = torch.randn(
+        70, heads + 2 * kv_heads, head_dim, requires_grad=True
+    )  # q, k are strided views of it
     positions = torch.randint(0, 50, (70,), dtype=torch.int32)
     tables = rope_tables(50, rotary_dim, 10000.0)
     q, k = fused[:, :heads], fused[:, heads : heads + kv_heads]
-    for want, got in both(lambda backend: apply_rope(q, k, positions, *tables, backend=backend), [fused]):
+    for want, got in both(
+        lambda backend: apply_rope(q, k, positions, *tables, backend=backend), [fused]
+    ):
         assert got.is_contiguous() and torch.equal(got, want)
 
 
 def test_rope_takes_any_strides_and_zero_stride_gradients():
-    x = torch.randn(8, 3, 9, requires_grad=True)  # (H, N, T), a head dimension that is not contiguous
+    x = torch.randn(
+        8, 3, 9, requires_grad=True
+    )  # (H, N, T), a head dimension that is not contiguous
     tables = rope_tables(9, 8, 10000.0)
     results = []
     for backend in BACKENDS:
-        q, k = apply_rope(x.permute(2, 1, 0), x.permute(2, 1, 0)[:, :1], torch.arange(9), *tables, backend=backend)
-        results.append((q, k, torch.autograd.grad(q.sum() + k.sum(), x)[0]))  # sum: gradients of stride 0
+        q, k = apply_rope(
+            x.permute(2, 1, 0), x.permute(2, 1, 0)[:, :1], torch.arange(9), *tables, backend=backend
+        )
+        results.append(
+            (q, k, torch.autograd.grad(q.sum() + k.sum(), x)[0])
+        )  # sum: gradients of stride 0
     for want, got in zip(*results):
         assert torch.equal(got, want)
 
 
 def test_rope_marks_positions_outside_its_tables():
     q = torch.randn(4, 1, 8)
-    turned, _ = apply_rope(q, q, torch.tensor([0, 5, -1, 1 << 40]), *rope_tables(5, 8, 10000.0), backend="triton")
+    turned, _ = apply_rope(
+        q, q, torch.tensor([0, 5, -1, 1 << 40]), *rope_tables(5, 8, 10000.0), backend="triton"
+    )
     assert torch.equal(turned[0], q[0]) and turned[1:].isnan().all()
 
 
@@ -66,7 +90,9 @@ def test_rms_norm(tokens, features):
 def test_rms_norm_with_residual_of_strided_rows(shape):
     wide, weight = torch.randn(shape, requires_grad=True), torch.rand(shape[-1], requires_grad=True)
     x = wide.select(-2, 1)
-    for want, got in both(lambda backend: rms_norm_with_residual(x, weight, 1e-5, backend=backend), [wide, weight]):
+    for want, got in both(
+        lambda backend: rms_norm_with_residual(x, weight, 1e-5, backend=backend), [wide, weight]
+    ):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -82,7 +108,9 @@ def test_the_residuals_gradient_is_added_inside_the_kernel():
     wide = x.detach().float().requires_grad_()
     outputs = rms_norm_with_residual(wide, weight.float(), 1e-5, backend="reference")
     (want,) = torch.autograd.grad(outputs, wide, [u.float() for u in upstream])
-    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)  # the interpreter cuts bits off
+    torch.testing.assert_close(
+        got.float(), want, rtol=2**-7, atol=1e-5
+    )  # the interpreter cuts bits off
 
 
 def test_rms_norm_adds_into_main_grad():
@@ -114,7 +142,9 @@ def test_rows_of_rms_norm_do_not_see_each_other():
 def test_activation(kind, shape):
     wide = (torch.randn(*shape[:-1], 2 * shape[-1]) * 3).requires_grad_()
     x = wide[..., : shape[-1]]  # strided rows
-    for want, got in both(lambda backend: activation_api.activation(x, kind, backend=backend), [wide]):
+    for want, got in both(
+        lambda backend: activation_api.activation(x, kind, backend=backend), [wide]
+    ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -130,9 +160,15 @@ def test_cross_entropy(rows, vocab, scaled_in_forward):
     results = []
     for backend in BACKENDS:
         loss_sum, loss_T = linear_cross_entropy(
-            hidden, weight, labels, mask, vocab_size=vocab, chunk_tokens=4, backend=backend,
+            hidden,
+            weight,
+            labels,
+            mask,
+            vocab_size=vocab,
+            chunk_tokens=4,
+            backend=backend,
             grad_scale=scale if scaled_in_forward else None,
-        )  # fmt: skip
+        )
         upstream = {"grad_outputs": scale} if scaled_in_forward else {}
         loss = loss_sum if scaled_in_forward else loss_sum * scale
         results.append((loss_sum, loss_T, *torch.autograd.grad(loss, (hidden, weight), **upstream)))
@@ -144,7 +180,9 @@ def test_cross_entropy(rows, vocab, scaled_in_forward):
 def test_cross_entropy_of_a_label_outside_the_vocabulary_is_nan_in_its_row_alone():
     hidden, weight = torch.randn(3, 4), torch.randn(10, 4)
     labels = torch.tensor([1, 9, 2])
-    _, loss_T = linear_cross_entropy(hidden, weight, labels, torch.ones(3), vocab_size=9, backend="triton")
+    _, loss_T = linear_cross_entropy(
+        hidden, weight, labels, torch.ones(3), vocab_size=9, backend="triton"
+    )
     assert loss_T.isnan().tolist() == [False, True, False]
 
 

@@ -1,4 +1,6 @@
-"""Kernels of the Mamba and expert ops in Triton's interpreter; collected by test_triton_interpreter.py."""
+"""Kernels of the Mamba and expert ops in Triton's interpreter; collected by
+test_triton_interpreter.py.
+"""
 
 from functools import partial
 
@@ -30,7 +32,9 @@ def exact_sums(dt, A_log, bias, seq_idx):
     padded = -dt.shape[0] % CHUNK
     step_QLN = pad(softplus(dt + bias), (0, 0, 0, padded)).view(-1, CHUNK, HEADS)
     seq_idx_QL = torch.cat([seq_idx, seq_idx[:, -1:].expand(1, padded)], 1).view(-1, CHUNK)
-    return step_QLN.permute(2, 0, 1), document_sum(step_QLN * -A_log.exp(), seq_idx_QL).permute(2, 0, 1)
+    return step_QLN.permute(2, 0, 1), document_sum(step_QLN * -A_log.exp(), seq_idx_QL).permute(
+        2, 0, 1
+    )
 
 
 def partial_sums(step, count, seed=0):
@@ -47,7 +51,10 @@ def partial_sums(step, count, seed=0):
 
 
 SOME_MAIN_GRADS = (False, True, False)
-SUMS = [*((name, SOME_MAIN_GRADS) for name in PACKS), *(("tail", has) for has in ((False,) * 3, (True,) * 3))]
+SUMS = [
+    *((name, SOME_MAIN_GRADS) for name in PACKS),
+    *(("tail", has) for has in ((False,) * 3, (True,) * 3)),
+]
 
 
 @pytest.mark.parametrize(("name", "has_main_grads"), SUMS)
@@ -59,21 +66,34 @@ def test_chunk_sum_and_its_adjoint(name, has_main_grads):
     wide = [value.double().requires_grad_() for value in (dt, A_log, bias, D)]
     want_step, want_sum = exact_sums(*wide[:3], seq_idx)
     step, total = chunk_sum_forward(dt, A_log, bias, seq_idx, CHUNK)
-    torch.testing.assert_close(step.double(), want_step, rtol=2e-6, atol=0)  # small steps keep their digits
+    torch.testing.assert_close(
+        step.double(), want_step, rtol=2e-6, atol=0
+    )  # small steps keep their digits
     assert relative_error(total, want_sum) < 1e-6
 
     out = torch.full((tokens, HEADS + 2), 7.0)
     parts = partial_sums(step, 1 + has_main_grads.count(True))
     main_grads = tuple(torch.full((HEADS,), 5.0) if has else None for has in has_main_grads)
     got = chunk_sum_backward(
-        step, dt, A_log, D, bias, seq_idx, **parts, out_TN=out[:, 1 : 1 + HEADS], main_grads=main_grads
+        step,
+        dt,
+        A_log,
+        D,
+        bias,
+        seq_idx,
+        **parts,
+        out_TN=out[:, 1 : 1 + HEADS],
+        main_grads=main_grads,
     )
     d_sum, d_log, d_reach, d_step = (
-        parts[f"d_{name}_XNQL"].sum(0, dtype=torch.float64) for name in ("sum", "log", "reach", "step")
+        parts[f"d_{name}_XNQL"].sum(0, dtype=torch.float64)
+        for name in ("sum", "log", "reach", "step")
     )
     d_reach[..., 0] = 0
     logs = want_step * -wide[1].exp()[:, None, None]
-    loss = (want_sum * d_sum).sum() + (want_sum[..., -1] * parts["d_last_sum_NQX"].sum(-1, dtype=torch.float64)).sum()
+    loss = (want_sum * d_sum).sum() + (
+        want_sum[..., -1] * parts["d_last_sum_NQX"].sum(-1, dtype=torch.float64)
+    ).sum()
     loss = loss + (logs * (d_log + d_reach.cumsum(-1))).sum() + (want_step * d_step).sum()
     loss = loss + (wide[3] * parts["d_D_XXQN"].double()).sum()
     want = torch.autograd.grad(loss, wide)
@@ -96,9 +116,16 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
         parts = {name: torch.zeros_like(value) for name, value in partial_sums(step, 1).items()}
         parts["d_sum_XNQL"] = total[None]
         d_dt = chunk_sum_backward(
-            step, inputs["dt"], A_log, A_log, bias, seq_idx, **parts, out_TN=torch.empty_like(inputs["dt"]),
+            step,
+            inputs["dt"],
+            A_log,
+            A_log,
+            bias,
+            seq_idx,
+            **parts,
+            out_TN=torch.empty_like(inputs["dt"]),
             main_grads=(None, None, None),
-        ).dt_TN  # fmt: skip
+        ).dt_TN
         return {"sum": total.flatten(1).t()[:tokens].clone(), "d_dt": d_dt}
 
     assert leaks(run, {"dt": normal(tokens, HEADS)}, lengths, victims=[0, 4]) == (
@@ -108,14 +135,19 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
 
 @pytest.mark.parametrize("tokens, channels, group_size", [(7, 24, 6), (33, 40, 40), (1, 64, 16)])
 def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
-    monkeypatch.setattr("megatron_packed.ops.gated_rms_norm.triton_kernels._BACKWARD_PROGRAMS", 4)  # several tiles each
+    monkeypatch.setattr(
+        "megatron_packed.ops.gated_rms_norm.triton_kernels._BACKWARD_PROGRAMS", 4
+    )  # several tiles each
     wide, weight = normal(tokens, channels + 8).requires_grad_(), normal(channels).requires_grad_()
     x = normal(tokens, channels, seed=1).requires_grad_()
 
     def run(backend):
         z, _ = split_columns(wide, (channels,), (8,))
         y = gated_rms_norm(x, z, weight, 1e-5, group_size=group_size, backend=backend)
-        return [y, *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, wide, weight))]
+        return [
+            y,
+            *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, wide, weight)),
+        ]
 
     for got, want in zip(run("triton"), run("reference")):
         assert relative_error(got, want) < 1e-6
@@ -140,7 +172,10 @@ def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
 def test_permute_kernels(monkeypatch, tail, rows):
     monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)  # several steps and a rest
     tokens, channels, routes, experts = 13, 40, 3, 5
-    x, weights = normal(tokens, channels).requires_grad_(), torch.rand(tokens, routes, requires_grad=True)
+    x, weights = (
+        normal(tokens, channels).requires_grad_(),
+        torch.rand(tokens, routes, requires_grad=True),
+    )
     ids = normal(tokens, experts + 2).topk(routes)[1] - 1  # -1 and 5 lead nowhere
     valid = torch.arange(tokens) < tokens - tail
 
@@ -149,14 +184,20 @@ def test_permute_kernels(monkeypatch, tail, rows):
         behind = torch.arange(permuted.token_R.shape[0])[:, None] >= permuted.offsets_E[-1]
         y_RD = permuted.x_RD.sin().masked_fill(behind, torch.nan)
         y = unpermute(y_RD, permuted, weights, backend=backend)
-        return [permuted.x_RD, y, *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, weights))]
+        return [
+            permuted.x_RD,
+            y,
+            *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, weights)),
+        ]
 
     for got, want in zip(run("triton"), run("reference")):
         assert torch.isfinite(got).all()
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("ends", [[0, 7, 7, 20, 33, 33], [0, 0, 0, 0, 0, 0], [40, 40, 40, 40, 40, 40]])
+@pytest.mark.parametrize(
+    "ends", [[0, 7, 7, 20, 33, 33], [0, 0, 0, 0, 0, 0], [40, 40, 40, 40, 40, 40]]
+)
 def test_edges_are_cleared_and_nothing_else(ends):
     offsets = torch.tensor(ends, dtype=torch.int32)
     rows = zero_rows_behind_(torch.full((40, 3), torch.nan), offsets)
@@ -169,7 +210,9 @@ def test_edges_are_cleared_and_nothing_else(ends):
 @pytest.mark.parametrize("kind", ["swiglu", "squared_relu"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_grouped_products_with_cleared_edges(kind, accumulate):
-    """PyTorch's grouped product has a CPU version, which leaves the rows behind the last offset unwritten too."""
+    """PyTorch's grouped product has a CPU version, which leaves the rows behind the last offset
+    unwritten too.
+    """
     offsets = torch.tensor([0, 7, 7, 20, 33, 33], dtype=torch.int32)
     x, w2 = normal(40, 24), normal(6, 24, 16, seed=1)
     w1 = normal(6, 32 if kind == "swiglu" else 16, 24, seed=2)
@@ -182,7 +225,11 @@ def test_grouped_products_with_cleared_edges(kind, accumulate):
         y = function(*leaves, offsets, activation=kind)
         (y * normal(40, 24, seed=3)).sum().backward()
         assert not accumulate or all(leaf.grad is None for leaf in leaves[1:])
-        return [y, leaves[0].grad, *(leaf.main_grad - 1 if accumulate else leaf.grad for leaf in leaves[1:])]
+        return [
+            y,
+            leaves[0].grad,
+            *(leaf.main_grad - 1 if accumulate else leaf.grad for leaf in leaves[1:]),
+        ]
 
     got, want = run(partial(grouped_mm.run, through=then), accumulate), run(grouped_mlp, False)
     drop = lambda fc1, act, fc2, x: without_output(act, fc2, fc1(x))  # noqa: E731

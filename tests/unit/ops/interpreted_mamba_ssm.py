@@ -26,13 +26,19 @@ def configuration():
 
 @pytest.fixture
 def backend(configuration, monkeypatch):
-    """Kernels with one tile size each (the interpreter cannot tune), room for more tiles, and memory full of NaN."""
+    """Kernels with one tile size each (the interpreter cannot tune), room for more tiles, and
+    memory full of NaN.
+    """
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
+    )
     for name in MODULES:
         for kernel in vars(import_module(f"mamba_ssm.ops.triton.{name}")).values():
             if hasattr(kernel, "configs"):
-                monkeypatch.setattr(kernel, "configs", [kernel.configs[configuration % len(kernel.configs)]])
+                monkeypatch.setattr(
+                    kernel, "configs", [kernel.configs[configuration % len(kernel.configs)]]
+                )
     from megatron_packed.ops.ssd import gradients, mamba_ssm
 
     most_tiles = gradients._most_tiles
@@ -50,28 +56,46 @@ def make(tokens):
         return torch.randn(*shape, generator=generator)
 
     return {
-        "xBC": normal(tokens, N * P + 2 * G * S), "dt": normal(tokens, N), "A_log": torch.linspace(0, 2, N),
-        "D": normal(N), "dt_bias": normal(N) - 2,
-    }  # fmt: skip
+        "xBC": normal(tokens, N * P + 2 * G * S),
+        "dt": normal(tokens, N),
+        "A_log": torch.linspace(0, 2, N),
+        "D": normal(N),
+        "dt_bias": normal(N) - 2,
+    }
 
 
 def results(module, values, lengths, passes=1):
     """Output and gradients; those of the parameters in ``main_grad`` where the value has one."""
-    leaf = {name: value if value.requires_grad else value.clone().requires_grad_() for name, value in values.items()}
+    leaf = {
+        name: value if value.requires_grad else value.clone().requires_grad_()
+        for name, value in values.items()
+    }
     for _ in range(passes):
         x, B, C = split_columns(leaf["xBC"], (N, P), (G, S), (G, S))
         y = module.run(
-            x, leaf["dt"], leaf["A_log"], B, C, leaf["D"], leaf["dt_bias"], *boundaries(lengths), chunk_size=CHUNK
+            x,
+            leaf["dt"],
+            leaf["A_log"],
+            B,
+            C,
+            leaf["D"],
+            leaf["dt_bias"],
+            *boundaries(lengths),
+            chunk_size=CHUNK,
         )
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
     return {"y": y.detach(), **{f"d_{name}": value.grad for name, value in leaf.items()}}
 
 
-@pytest.mark.parametrize(("configuration", "name"), [(0, "one document and a ragged end"), (1, "tail"), (5, "tail")])
+@pytest.mark.parametrize(
+    ("configuration", "name"), [(0, "one document and a ragged end"), (1, "tail"), (5, "tail")]
+)
 def test_the_scan_is_its_reference(backend, name):
     lengths = PACKS[name]
     values = make(sum(lengths))
-    want, tuning, got = (results(module, values, lengths) for module in (reference, backend, backend))
+    want, tuning, got = (
+        results(module, values, lengths) for module in (reference, backend, backend)
+    )
     for key in want:
         assert relative_error(got[key], want[key]) < 3e-6, key
         assert torch.equal(got[key], tuning[key]), key  # with the tuner and without it
@@ -97,15 +121,29 @@ def test_kernels_run_without_hooks_and_theirs_stay(backend):
     kernel = backend.gradients._chunk_state_bwd_db_kernel
     tuner = backend.gradients._without_hooks(kernel)
     assert all(config.pre_hook is None for config in tuner.configs)
-    assert [config.kwargs for config in tuner.configs] == [config.kwargs for config in kernel.configs]
+    assert [config.kwargs for config in tuner.configs] == [
+        config.kwargs for config in kernel.configs
+    ]
     assert all(config.pre_hook is not None for config in kernel.configs)
 
 
 def test_a_second_derivative_is_refused(backend):
     values = {name: value.requires_grad_() for name, value in make(20).items()}
-    x, B, C = values["xBC"][:, : N * P].view(-1, N, P), values["xBC"][:, None, -S:], values["xBC"][:, None, -S:]
+    x, B, C = (
+        values["xBC"][:, : N * P].view(-1, N, P),
+        values["xBC"][:, None, -S:],
+        values["xBC"][:, None, -S:],
+    )
     y = backend.run(
-        x, values["dt"], values["A_log"], B, C, values["D"], values["dt_bias"], *boundaries([20]), chunk_size=CHUNK
+        x,
+        values["dt"],
+        values["A_log"],
+        B,
+        C,
+        values["D"],
+        values["dt_bias"],
+        *boundaries([20]),
+        chunk_size=CHUNK,
     )
     (d_dt,) = torch.autograd.grad(y, values["dt"], y, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -118,7 +156,15 @@ def test_frozen_parameters_get_nothing(backend):
         values[name].main_grad = torch.zeros(N)
     x, B, C = split_columns(values["xBC"].requires_grad_(), (N, P), (G, S), (G, S))
     y = backend.run(
-        x, values["dt"], values["A_log"], B, C, values["D"], values["dt_bias"], *boundaries([20]), chunk_size=CHUNK
+        x,
+        values["dt"],
+        values["A_log"],
+        B,
+        C,
+        values["D"],
+        values["dt_bias"],
+        *boundaries([20]),
+        chunk_size=CHUNK,
     )
     y.sum().backward()
     assert not any(values[name].main_grad.any() for name in ("A_log", "D", "dt_bias"))
@@ -143,7 +189,9 @@ def test_documents_do_not_touch_each_other_by_a_bit(backend, monkeypatch, restar
     values = make(32)
     true = backend.chunk_sum_forward
     if not restarts:
-        monkeypatch.setattr(backend, "chunk_sum_forward", lambda dt, a, b, seq, size: true(dt, a, b, seq * 0, size))
+        monkeypatch.setattr(
+            backend, "chunk_sum_forward", lambda dt, a, b, seq, size: true(dt, a, b, seq * 0, size)
+        )
 
     def run(inputs):
         found = results(backend, {**values, **inputs}, lengths)

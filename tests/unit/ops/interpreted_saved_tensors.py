@@ -1,7 +1,8 @@
-"""What a layer saves for its backward pass, with the kernels of a GPU, against `models.activations`.
+"""What a layer saves for its backward pass, with the kernels of a GPU, against
+`models.activations`.
 
-Our Triton kernels run in the interpreter. Libraries that need a GPU have stand-ins that save what the libraries do
-(their ``save_for_backward``), so that views and copies of it are the layers' own.
+Our Triton kernels run in the interpreter. Libraries that need a GPU have stand-ins that save what
+the libraries do (their ``save_for_backward``), so that views and copies of it are the layers' own.
 """
 
 from contextlib import contextmanager
@@ -33,13 +34,20 @@ CASES = {
     "Mamba": ("M", {}),
     "experts": ("E", {}),
     "experts, losses and a shared one": (
-        "E", {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "moe_shared_expert_intermediate_size": 24},
+        "E",
+        {
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.1,
+            "moe_shared_expert_intermediate_size": 24,
+        },
     ),
-}  # fmt: skip
+}
 
 
 class Saves(torch.autograd.Function):
-    """Returns a new tensor of the first argument's shape, and saves it with the others if asked, as a library does."""
+    """Returns a new tensor of the first argument's shape, and saves it with the others if asked, as
+    a library does.
+    """
 
     @staticmethod
     def forward(ctx, shape, with_output, extra, *tensors):
@@ -65,7 +73,9 @@ def scan(x, dt, A_log, B, C, D, dt_bias, seq_idx, cu_seqlens, **options):
 def product(x, weight, offs):
     """The grouped product of rows in order."""
     ends = offs.tolist()
-    parts = [x[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends], ends))]
+    parts = [
+        x[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends], ends))
+    ]
     return F.pad(torch.cat(parts), (0, 0, 0, x.shape[0] - ends[-1]))
 
 
@@ -100,11 +110,23 @@ def saved_bytes(function, without):
     return sum(size for address, (size, _) in kept.items() if address not in without), result
 
 
-MODULES = ("core_attn", "layernorm", "moe_act", "mamba", "mlp", "moe", "layernorm mamba mlp moe core_attn")
+MODULES = (
+    "core_attn",
+    "layernorm",
+    "moe_act",
+    "mamba",
+    "mlp",
+    "moe",
+    "layernorm mamba mlp moe core_attn",
+)
 RECOMPUTED = [
     (case, modules)
-    for case, modules in product_of(("MLP", "rope", "Mamba", "experts, losses and a shared one"), MODULES)
-    if any(RECOMPUTED_IN.get(module, CASES[case][0]) == CASES[case][0] for module in modules.split())
+    for case, modules in product_of(
+        ("MLP", "rope", "Mamba", "experts, losses and a shared one"), MODULES
+    )
+    if any(
+        RECOMPUTED_IN.get(module, CASES[case][0]) == CASES[case][0] for module in modules.split()
+    )
 ]
 
 
@@ -113,31 +135,57 @@ def test_saved_bytes(case, modules):
     pattern, changes = CASES[case]
     memory = MemoryConfig()
     if modules:
-        memory = MemoryConfig(recompute_granularity="selective", recompute_modules=tuple(modules.split()))
+        memory = MemoryConfig(
+            recompute_granularity="selective", recompute_modules=tuple(modules.split())
+        )
     values = {
-        "hybrid_layer_pattern": pattern, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-        "num_query_groups": 2, "kv_channels": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 16,
-        "mamba_num_groups": 2, "mamba_chunk_size": CHUNK, "num_experts": 5 if pattern == "E" else None,
-        "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.0, "add_bias_linear": False, "normalization": "RMSNorm",
-        "squared_relu": True, "position_embedding_type": "none",
-    } | changes  # fmt: skip
+        "hybrid_layer_pattern": pattern,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": CHUNK,
+        "num_experts": 5 if pattern == "E" else None,
+        "moe_ffn_hidden_size": 16,
+        "moe_aux_loss_coeff": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "squared_relu": True,
+        "position_embedding_type": "none",
+    } | changes
     model = HybridModel(
-        ModelConfig(**values), vocab_size=64, max_positions=TOKENS, dtype=torch.bfloat16, backends=TRITON,
+        ModelConfig(**values),
+        vocab_size=64,
+        max_positions=TOKENS,
+        dtype=torch.bfloat16,
+        backends=TRITON,
         memory=memory,
     ).train()
     buffers = FlatBuffers(model)
     pack = MicroBatch.build([([1] * (TOKENS // 2), None)] * 2, TOKENS)
     packed = model.prepare(pack.packed)
     hidden = torch.randn(TOKENS, 32, dtype=torch.bfloat16, requires_grad=True)
-    shared = [*buffers.params.values(), pack.buffer, *(t for t in packed.tables.values() if torch.is_tensor(t))]
+    shared = [
+        *buffers.params.values(),
+        pack.buffer,
+        *(t for t in packed.tables.values() if torch.is_tensor(t)),
+    ]
     shared += [model.rotary.cos_PR, model.rotary.sin_PR] if model.rotary is not None else []
     with libraries():
         found, _result = saved_bytes(
-            lambda: model.layers[0](hidden, packed), {t.untyped_storage().data_ptr() for t in shared}
+            lambda: model.layers[0](hidden, packed),
+            {t.untyped_storage().data_ptr() for t in shared},
         )
     work = Work(tokens=TOKENS, documents=2, element=2)
     [layer], keeping = footprints(model, work), Recomputed(model, work)
-    expected = sum(term.bytes for name, term in layer.saved.items() if keeping.keeps(0, pattern, name))
+    expected = sum(
+        term.bytes for name, term in layer.saved.items() if keeping.keeps(0, pattern, name)
+    )
     expected += keeping.instead([layer])
     if pattern == "E":  # masks and counts of single bytes and tokens are not terms of their own
         assert expected == pytest.approx(found, rel=0.03)

@@ -6,7 +6,9 @@ from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entro
 
 
 class Agreement:
-    """What a collective would give: the parts of all ranks are noted first, and handed out together afterwards."""
+    """What a collective would give: the parts of all ranks are noted first, and handed out together
+    afterwards.
+    """
 
     def __init__(self):
         self.parts, self.known = {"max": [], "sum": []}, {"max": [], "sum": []}
@@ -33,13 +35,17 @@ class Agreement:
     def settle(self, kind):
         """Make what the ranks have noted of ``kind`` known to the next round."""
         calls = 1 + max(number for number, _ in self.parts[kind])
-        by_call = [torch.stack([x for number, x in self.parts[kind] if number == call]) for call in range(calls)]
+        by_call = [
+            torch.stack([x for number, x in self.parts[kind] if number == call])
+            for call in range(calls)
+        ]
         self.known[kind] = [x.amax(0) if kind == "max" else x.sum(0) for x in by_call]
         self.parts = {"max": [], "sum": []}
 
 
 def run_split(hidden, weight, labels, mask, ranks, **options):
-    """(loss sum, per-token loss, hidden gradient, weight gradient) of ``ranks`` equal parts of the vocabulary.
+    """(loss sum, per-token loss, hidden gradient, weight gradient) of ``ranks`` equal parts of the
+    vocabulary.
 
     Three rounds: in the second the maxima are right, in the third the sums too.
     """
@@ -50,7 +56,9 @@ def run_split(hidden, weight, labels, mask, ranks, **options):
             hidden_TD = hidden.detach().clone().requires_grad_()
             part_VD = weight.detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
             shard = agreement.shard(rank * rows, weight.shape[0])
-            loss, loss_T = linear_cross_entropy(hidden_TD, part_VD, labels, mask, shard=shard, **options)
+            loss, loss_T = linear_cross_entropy(
+                hidden_TD, part_VD, labels, mask, shard=shard, **options
+            )
             loss.backward(options.get("grad_scale"))
             results.append((loss.detach(), loss_T, hidden_TD.grad, part_VD.grad))
         if settled:
@@ -61,8 +69,12 @@ def run_split(hidden, weight, labels, mask, ranks, **options):
     return losses[0], per_token[0], sum(hidden_grads), torch.cat(weight_grads)
 
 
-def check_split(backend, dtype=torch.float32, ranks=4, rows=64, vocab=37, tolerance=1e-5, grad_scale=None):
-    """Against the whole vocabulary in the reference; with the defaults, rank 2 is partly and rank 3 all padding."""
+def check_split(
+    backend, dtype=torch.float32, ranks=4, rows=64, vocab=37, tolerance=1e-5, grad_scale=None
+):
+    """Against the whole vocabulary in the reference; with the defaults, rank 2 is partly and rank 3
+    all padding.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 8, generator=generator, dtype=dtype).requires_grad_()
     weight = (3 * torch.randn(rows, 8, generator=generator, dtype=dtype)).requires_grad_()
@@ -73,7 +85,9 @@ def check_split(backend, dtype=torch.float32, ranks=4, rows=64, vocab=37, tolera
         hidden[6] = float("nan")  # a row without a target reaches nothing
         hidden[0] *= 50  # exp of these logits overflows
     options = {"vocab_size": vocab, "chunk_tokens": 4, "grad_scale": grad_scale}
-    loss, loss_T = linear_cross_entropy(hidden, weight, labels, mask, backend="reference", **options)
+    loss, loss_T = linear_cross_entropy(
+        hidden, weight, labels, mask, backend="reference", **options
+    )
     want = (loss, loss_T, *torch.autograd.grad(loss, (hidden, weight), grad_scale))
     got = run_split(hidden, weight, labels, mask, ranks, backend=backend, **options)
     clean = torch.arange(7) != 6
@@ -103,10 +117,14 @@ def check_weight_gradient(backend, tolerance=1e-5):
 
 
 def check_unknown_label(backend):
-    """A label outside the vocabulary is NaN in its row alone, on all ranks, wherever its padding row lies."""
+    """A label outside the vocabulary is NaN in its row alone, on all ranks, wherever its padding
+    row lies.
+    """
     generator = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(4, 8, generator=generator), torch.randn(64, 8, generator=generator)
     labels = torch.tensor([1, 37, 63, 100])
     hidden.requires_grad_()
-    _, loss_T, _, _ = run_split(hidden, weight, labels, torch.ones(4), 4, vocab_size=37, backend=backend)
+    _, loss_T, _, _ = run_split(
+        hidden, weight, labels, torch.ones(4), 4, vocab_size=37, backend=backend
+    )
     assert loss_T.isnan().tolist() == [False, True, True, True]

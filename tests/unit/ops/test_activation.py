@@ -33,7 +33,9 @@ def test_reference_is_its_formula(kind, dtype):
 
 def test_gelu_is_the_exact_one_not_the_tanh_approximation():
     x = torch.tensor([2.0])
-    assert activation(x, "gelu").item() == pytest.approx(1.9544997, abs=1e-6)  # the tanh form gives 1.9545977
+    assert activation(x, "gelu").item() == pytest.approx(
+        1.9544997, abs=1e-6
+    )  # the tanh form gives 1.9545977
 
 
 def test_wrong_arguments_are_refused():

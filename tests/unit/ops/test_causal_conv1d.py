@@ -19,23 +19,33 @@ C = 8
 
 def make(tokens, width=4, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((tokens, C), (C, width), (C,))]
+    return [
+        torch.randn(*shape, generator=generator, dtype=dtype)
+        for shape in ((tokens, C), (C, width), (C,))
+    ]
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
-@pytest.mark.parametrize("width, activation, has_bias", [(4, "silu", True), (4, None, False), (2, "silu", True)])
+@pytest.mark.parametrize(
+    "width, activation, has_bias", [(4, "silu", True), (4, None, False), (2, "silu", True)]
+)
 def test_packed_equals_documents_one_by_one(lengths, width, activation, has_bias):
     x, weight, bias = (value.requires_grad_() for value in make(sum(lengths), width))
     bias = bias if has_bias else None
     parameters = [x, weight, *([bias] if has_bias else [])]
-    y = causal_conv1d(x, weight, bias, boundaries(lengths)[0], activation=activation, backend="reference")
+    y = causal_conv1d(
+        x, weight, bias, boundaries(lengths)[0], activation=activation, backend="reference"
+    )
     alone = [
-        conv1d(pad(own.t()[None], (width - 1, 0)), weight[:, None], bias, groups=C)[0].t() for own in x.split(lengths)
+        conv1d(pad(own.t()[None], (width - 1, 0)), weight[:, None], bias, groups=C)[0].t()
+        for own in x.split(lengths)
     ]
     want = torch.cat(alone) if activation is None else silu(torch.cat(alone))
     torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
     dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-    for got, expected in zip(torch.autograd.grad(y, parameters, dy), torch.autograd.grad(want, parameters, dy)):
+    for got, expected in zip(
+        torch.autograd.grad(y, parameters, dy), torch.autograd.grad(want, parameters, dy)
+    ):
         assert relative_error(got, expected) < 1e-12
 
 
@@ -53,10 +63,15 @@ def per_token_results(lengths):
 @pytest.mark.parametrize("name", ["shorter than the convolution", "starts and ends inside chunks"])
 def test_documents_do_not_touch_each_other_by_a_bit(monkeypatch, name):
     assert leaks(*per_token_results(PACKS[name]), PACKS[name]) == set()
-    monkeypatch.setattr(reference, "reaches", lambda seq_idx, back: torch.ones(seq_idx.shape[1], 1, dtype=torch.bool))
+    monkeypatch.setattr(
+        reference,
+        "reaches",
+        lambda seq_idx, back: torch.ones(seq_idx.shape[1], 1, dtype=torch.bool),
+    )
     # Every document is changed in the middle, which the next one sees only if it is near enough.
     assert "y" in leaks(
-        *per_token_results(PACKS["shorter than the convolution"]), PACKS["shorter than the convolution"]
+        *per_token_results(PACKS["shorter than the convolution"]),
+        PACKS["shorter than the convolution"],
     )
 
 
@@ -81,7 +96,9 @@ def test_strided_slices_and_low_precision():
 
 
 def test_no_host_sync_and_static_shapes():
-    run_without_values(partial(causal_conv1d, backend="reference"), *make(20), boundaries([5, 15])[0])
+    run_without_values(
+        partial(causal_conv1d, backend="reference"), *make(20), boundaries([5, 15])[0]
+    )
 
 
 def test_what_cannot_be_is_refused_with_its_numbers():
@@ -99,14 +116,23 @@ def test_what_cannot_be_is_refused_with_its_numbers():
 
 @pytest.fixture
 def library(monkeypatch):
-    """Our backend over a stand-in for the package, which adds to ``dweight`` and ``dbias`` as its kernels do."""
+    """Our backend over a stand-in for the package, which adds to ``dweight`` and ``dbias`` as its
+    kernels do.
+    """
 
     def forward(x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation):
-        return reference.run(x[0].t(), weight, bias, seq_idx, activation="silu" if silu_activation else None).t()[None]
+        return reference.run(
+            x[0].t(), weight, bias, seq_idx, activation="silu" if silu_activation else None
+        ).t()[None]
 
     def backward(*, x, weight, bias, dout, seq_idx, dx, dweight, dbias, silu_activation, **absent):
-        assert set(absent) == {"initial_states", "dfinal_states", "dinitial_states"} and not any(absent.values())
-        leaves = [None if value is None else value.detach().float().requires_grad_() for value in (x, weight, bias)]
+        assert set(absent) == {"initial_states", "dfinal_states", "dinitial_states"} and not any(
+            absent.values()
+        )
+        leaves = [
+            None if value is None else value.detach().float().requires_grad_()
+            for value in (x, weight, bias)
+        ]
         with torch.enable_grad():
             y = forward(*leaves, seq_idx, None, None, silu_activation)
         present = [leaf for leaf in leaves if leaf is not None]
@@ -129,7 +155,9 @@ def library(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_flat_buffers", [(), ("weight",), ("weight", "bias")])
 def test_parameter_gradients_go_where_they_belong(library, dtype, in_flat_buffers):
-    """With ``main_grad``: added there, unrounded, pass by pass. Without: to autograd, in the parameter's dtype."""
+    """With ``main_grad``: added there, unrounded, pass by pass. Without: to autograd, in the
+    parameter's dtype.
+    """
     x, weight, bias = (value.to(dtype) for value in make(20))
     seq_idx, _ = boundaries([5, 15])
     dy = torch.linspace(-1, 1, 20 * C).view(20, C).to(dtype)
@@ -149,14 +177,18 @@ def test_parameter_gradients_go_where_they_belong(library, dtype, in_flat_buffer
             assert relative_error(parameter.main_grad - 3, 2 * gradient) < 1e-6
         else:
             assert parameter.grad.dtype == dtype
-            assert relative_error(parameter.grad, 2 * gradient) < (1e-6 if dtype == torch.float32 else 2**-7)
+            assert relative_error(parameter.grad, 2 * gradient) < (
+                1e-6 if dtype == torch.float32 else 2**-7
+            )
 
 
 def test_a_convolution_without_bias(library):
     x, weight, _ = (value.float().requires_grad_() for value in make(12))
     seq_idx, _ = boundaries([12])
     results = [
-        torch.autograd.grad(function(x, weight, None, seq_idx, activation=None).square().sum(), (x, weight))
+        torch.autograd.grad(
+            function(x, weight, None, seq_idx, activation=None).square().sum(), (x, weight)
+        )
         for function in (library.run, reference.run)
     ]
     for got, want in zip(*results):

@@ -48,7 +48,9 @@ def test_views_and_one_buffer(collected):
     want = torch.tensor([2.0] * 6 + [3.0] + [5.0] * 3).expand(5, 10)
     assert torch.equal(dx, want)
     (again,) = torch.autograd.grad(loss, x)  # a second pass gets a buffer of its own
-    assert torch.equal(again, want) and again.data_ptr() != dx.data_ptr() and collected == [True, True]
+    assert (
+        torch.equal(again, want) and again.data_ptr() != dx.data_ptr() and collected == [True, True]
+    )
 
 
 def test_a_slice_used_twice_is_summed(collected):
@@ -56,21 +58,27 @@ def test_a_slice_used_twice_is_summed(collected):
     a, b = split_columns(x, (4,), (6,))
     loss = Scale.apply(a, 2.0).sum() + Scale.apply(a, 10.0).sum() + Scale.apply(b, 3.0).sum()
     (dx,) = torch.autograd.grad(loss, x)
-    assert torch.equal(dx, torch.tensor([12.0] * 4 + [3.0] * 6).expand(5, 10)) and collected == [False]
+    assert torch.equal(dx, torch.tensor([12.0] * 4 + [3.0] * 6).expand(5, 10)) and collected == [
+        False
+    ]
 
 
 def test_a_consumer_that_knows_nothing_of_slots(collected):
     x = make()
     a, b = split_columns(x, (4,), (6,))
     (dx,) = torch.autograd.grad(Scale.apply(a, 2.0).sum() + (b * 3).sum(), x)
-    assert torch.equal(dx, torch.tensor([2.0] * 4 + [3.0] * 6).expand(5, 10)) and collected == [False]
+    assert torch.equal(dx, torch.tensor([2.0] * 4 + [3.0] * 6).expand(5, 10)) and collected == [
+        False
+    ]
 
 
 def test_an_unused_slice_has_gradient_zero(collected):
     x = make()
     a, _ = split_columns(x, (4,), (6,))
     (dx,) = torch.autograd.grad(Scale.apply(a, 2.0).sum(), x)
-    assert torch.equal(dx, torch.tensor([2.0] * 4 + [0.0] * 6).expand(5, 10)) and collected == [False]
+    assert torch.equal(dx, torch.tensor([2.0] * 4 + [0.0] * 6).expand(5, 10)) and collected == [
+        False
+    ]
 
 
 def test_without_gradients_there_are_no_slots():

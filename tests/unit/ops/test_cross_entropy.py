@@ -1,4 +1,6 @@
-"""The chunked loss against one dense float64 cross-entropy: loss, both gradients, and what must not happen."""
+"""The chunked loss against one dense float64 cross-entropy: loss, both gradients, and what must not
+happen.
+"""
 
 import pytest
 import torch
@@ -53,10 +55,13 @@ def test_loss_and_gradients_are_the_dense_ones(chunk, scaled_in_forward, main_gr
 def test_bf16_errs_at_most_twice_as_much_as_plain_bf16():
     hidden, weight, labels, mask = case(torch.bfloat16)
     want = torch.autograd.grad(dense(hidden, weight, labels, mask).sum(), (hidden, weight))
-    plain = F.cross_entropy((hidden @ weight[:VOCAB].T).float(), labels.long(), reduction="none") * mask
+    plain = (
+        F.cross_entropy((hidden @ weight[:VOCAB].T).float(), labels.long(), reduction="none") * mask
+    )
     plain_grads = torch.autograd.grad(plain.sum(), (hidden, weight))
     ours = torch.autograd.grad(
-        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)[0], (hidden, weight)
+        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)[0],
+        (hidden, weight),
     )
     for got, other, exact in zip(ours, plain_grads, want):
         assert (got - exact).abs().max() <= 2 * (other - exact).abs().max()
@@ -64,7 +69,9 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_bf16():
 
 def test_nothing_supervised_is_zero_and_finite():
     hidden, weight, labels, mask = case(supervised=0)
-    loss_sum, loss_T = linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)
+    loss_sum, loss_T = linear_cross_entropy(
+        hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8
+    )
     (loss_sum * 0.5).backward()
     assert loss_sum == 0 and not loss_T.any() and not hidden.grad.any() and not weight.grad.any()
 
@@ -86,7 +93,9 @@ def test_a_changed_token_leaves_the_others_bits():
     changed.requires_grad_()
     results = []
     for x in (hidden, changed):
-        loss_sum, loss_T = linear_cross_entropy(x, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8)
+        loss_sum, loss_T = linear_cross_entropy(
+            x, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8
+        )
         results.append((loss_T, torch.autograd.grad(loss_sum, x)[0]))
     keep = torch.arange(T) != 5
     for before, after in zip(*results):
@@ -97,7 +106,9 @@ def test_logits_of_the_whole_pack_never_exist(monkeypatch):
     sizes = []
     step = reference.softmax_step
     monkeypatch.setattr(
-        reference, "softmax_step", lambda logits, *rest: (sizes.append(logits.shape[0]), step(logits, *rest))
+        reference,
+        "softmax_step",
+        lambda logits, *rest: (sizes.append(logits.shape[0]), step(logits, *rest)),
     )
     hidden, weight, labels, mask = case()
     linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)
@@ -109,7 +120,13 @@ def test_evaluation_forms_no_gradient():
     weight.main_grad = torch.zeros(V, D)
     with torch.no_grad():
         loss_sum, _ = linear_cross_entropy(
-            hidden, weight, labels, mask, vocab_size=VOCAB, grad_scale=torch.tensor(1.0), chunk_tokens=8
+            hidden,
+            weight,
+            labels,
+            mask,
+            vocab_size=VOCAB,
+            grad_scale=torch.tensor(1.0),
+            chunk_tokens=8,
         )
     assert not loss_sum.requires_grad and not weight.main_grad.any()
 
@@ -122,7 +139,13 @@ def test_gradients_are_the_same_bits_whether_formed_in_forward_or_in_backward(dt
         weight.main_grad = torch.ones(V, D, dtype=torch.promote_types(dtype, torch.float32))
         scale = torch.tensor(1 / 3, dtype=weight.main_grad.dtype)
         loss_sum, _ = linear_cross_entropy(
-            hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=8, grad_scale=scale if in_forward else None
+            hidden,
+            weight,
+            labels,
+            mask,
+            vocab_size=VOCAB,
+            chunk_tokens=8,
+            grad_scale=scale if in_forward else None,
         )
         assert (weight.main_grad != 1).any() == in_forward
         loss_sum.backward(scale) if in_forward else (loss_sum * scale).backward()
@@ -144,8 +167,12 @@ def test_another_gradient_than_the_promised_one_is_an_error(use):
     hidden, weight, labels, mask = case()
     weight.main_grad = torch.zeros(V, D)
     scale = torch.tensor(0.5)
-    loss_sum, _ = linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB, grad_scale=scale)
-    with pytest.raises(RuntimeError, match=r"loss_sum\.backward\(grad_scale\).* Leave grad_scale out"):
+    loss_sum, _ = linear_cross_entropy(
+        hidden, weight, labels, mask, vocab_size=VOCAB, grad_scale=scale
+    )
+    with pytest.raises(
+        RuntimeError, match=r"loss_sum\.backward\(grad_scale\).* Leave grad_scale out"
+    ):
         use(loss_sum, scale)
 
 
@@ -153,7 +180,8 @@ def test_a_float64_loss_is_scaled_in_float64():
     hidden, weight, labels, mask = case(torch.float64)
     want = torch.autograd.grad(dense(hidden, weight, labels, mask).sum() / 3, (hidden, weight))
     got = torch.autograd.grad(
-        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)[0] / 3, (hidden, weight)
+        linear_cross_entropy(hidden, weight, labels, mask, vocab_size=VOCAB)[0] / 3,
+        (hidden, weight),
     )
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
@@ -187,7 +215,12 @@ def test_wrong_arguments_are_refused():
         linear_cross_entropy(hidden, weight, labels[1:], mask, vocab_size=V)
     with pytest.raises(ValueError, match=r"grad_scale is torch.float64 of shape \(1,\)"):
         linear_cross_entropy(
-            hidden, weight, labels, mask, vocab_size=V, grad_scale=torch.ones(1, dtype=torch.float64)
+            hidden,
+            weight,
+            labels,
+            mask,
+            vocab_size=V,
+            grad_scale=torch.ones(1, dtype=torch.float64),
         )
 
 

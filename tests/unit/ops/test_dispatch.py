@@ -11,7 +11,9 @@ from megatron_packed.ops.dispatch import Backend, NoBackendError, Op
 
 @pytest.fixture
 def op(monkeypatch):
-    """Two backends over plain numbers: the first serves small ones; both count how often they are asked."""
+    """Two backends over plain numbers: the first serves small ones; both count how often they are
+    asked.
+    """
     asked = []
     for name, largest in (("small", 9), ("any", float("inf"))):
         module = ModuleType(name)

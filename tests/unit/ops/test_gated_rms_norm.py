@@ -12,16 +12,21 @@ from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 def make(tokens=9, channels=12, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((tokens, channels),) * 2 + ((channels,),)
+        torch.randn(*shape, generator=generator, dtype=dtype)
+        for shape in ((tokens, channels),) * 2 + ((channels,),)
     ]
 
 
 def test_golden_value():
-    """x silu(z) = (3, 4) before normalising: mean square 12.5, so y = weight * (3, 4) / sqrt(12.5 + eps)."""
+    """x silu(z) = (3, 4) before normalising: mean square 12.5, so y = weight * (3, 4) / sqrt(12.5 +
+    eps).
+    """
     gate = torch.tensor(2.0, dtype=torch.float64)
     z = gate.expand(1, 2)
     x = torch.tensor([[3.0, 4.0]], dtype=torch.float64) / (gate * gate.sigmoid())
-    y = gated_rms_norm(x, z, torch.tensor([1.0, 10.0], dtype=torch.float64), 0.5, group_size=2, backend="reference")
+    y = gated_rms_norm(
+        x, z, torch.tensor([1.0, 10.0], dtype=torch.float64), 0.5, group_size=2, backend="reference"
+    )
     torch.testing.assert_close(y, torch.tensor([[3.0, 40.0]], dtype=torch.float64) / 13**0.5)
 
 
@@ -49,18 +54,24 @@ def test_the_gate_comes_before_the_norm():
     """Scaling the gate's product by a constant changes nothing but eps: the norm divides it out."""
     x, z, weight = make()
     y = gated_rms_norm(x, z, weight, 0.0, group_size=4, backend="reference")
-    torch.testing.assert_close(gated_rms_norm(7 * x, z, weight, 0.0, group_size=4, backend="reference"), y)
+    torch.testing.assert_close(
+        gated_rms_norm(7 * x, z, weight, 0.0, group_size=4, backend="reference"), y
+    )
 
 
 def test_low_precision_rounds_once():
     x, z, weight = (value.bfloat16() for value in make())
     y = gated_rms_norm(x, z, weight, 1e-5, group_size=4, backend="reference")
-    wide = gated_rms_norm(x.float(), z.float(), weight.float(), 1e-5, group_size=4, backend="reference")
+    wide = gated_rms_norm(
+        x.float(), z.float(), weight.float(), 1e-5, group_size=4, backend="reference"
+    )
     assert y.dtype == torch.bfloat16 and torch.equal(y, wide.bfloat16())
 
 
 def test_no_host_sync_and_static_shapes():
-    run_without_values(partial(gated_rms_norm, eps=1e-5, group_size=4, backend="reference"), *make())
+    run_without_values(
+        partial(gated_rms_norm, eps=1e-5, group_size=4, backend="reference"), *make()
+    )
 
 
 def test_what_cannot_be_is_refused_with_its_numbers():

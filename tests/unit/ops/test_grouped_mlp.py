@@ -1,4 +1,6 @@
-"""The reference against row-by-row products, its cleared rows, and its isolation through a changed routing."""
+"""The reference against row-by-row products, its cleared rows, and its isolation through a changed
+routing.
+"""
 
 from functools import partial
 
@@ -12,25 +14,36 @@ from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.permute.api import permute, unpermute
 
 R, D, E, F = 21, 6, 4, 5
-OFFSETS = {"usual": [4, 9, 16, 19], "empty experts and no tail": [0, 10, 10, 21], "all rows to one": [0, 0, 20, 20],
-           "no rows at all": [0, 0, 0, 0]}  # fmt: skip
+OFFSETS = {
+    "usual": [4, 9, 16, 19],
+    "empty experts and no tail": [0, 10, 10, 21],
+    "all rows to one": [0, 0, 20, 20],
+    "no rows at all": [0, 0, 0, 0],
+}
 
 
 def make(kind, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     factor = 2 if kind == "swiglu" else 1
-    return [torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((R, D), (E, factor * F, D), (E, D, F))]
+    return [
+        torch.randn(*shape, generator=generator, dtype=dtype)
+        for shape in ((R, D), (E, factor * F, D), (E, D, F))
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())
 def test_every_row_goes_through_its_expert(kind, ends):
     x, w1, w2 = (value.requires_grad_() for value in make(kind))
-    y = grouped_mlp(x, w1, w2, torch.tensor(ends, dtype=torch.int32), activation=kind, backend="reference")
+    y = grouped_mlp(
+        x, w1, w2, torch.tensor(ends, dtype=torch.int32), activation=kind, backend="reference"
+    )
     want = torch.zeros(R, D, dtype=torch.float64)
     for row in range(ends[-1]):
         expert = next(e for e in range(E) if row < ends[e])
-        want = want.index_add(0, torch.tensor([row]), (w2[expert] @ activation(w1[expert] @ x[row], kind))[None])
+        want = want.index_add(
+            0, torch.tensor([row]), (w2[expert] @ activation(w1[expert] @ x[row], kind))[None]
+        )
     torch.testing.assert_close(y, want)
     assert not y[ends[-1] :].any()
     if ends[-1]:
@@ -43,17 +56,30 @@ def test_every_row_goes_through_its_expert(kind, ends):
 
 @pytest.mark.parametrize("tokens", [24, 200])
 def test_documents_do_not_touch_each_other_by_a_bit_though_their_rows_move(tokens):
-    """Half of the tokens get other values and other experts; the other half's rows move, their bits do not."""
+    """Half of the tokens get other values and other experts; the other half's rows move, their bits
+    do not.
+    """
     width, experts, routes = 32, 8, 2
     torch.manual_seed(0)
-    w1, w2, router = torch.randn(experts, 64, width), torch.randn(experts, width, 64), torch.randn(width, experts)
+    w1, w2, router = (
+        torch.randn(experts, 64, width),
+        torch.randn(experts, width, 64),
+        torch.randn(width, experts),
+    )
     valid = torch.arange(tokens) < tokens - 3
 
     def layer(x):
         x = x.clone().requires_grad_()
         scores, ids = (x @ router).softmax(-1).topk(routes)
         permuted = permute(x, ids, experts, valid, backend="reference")
-        y = grouped_mlp(permuted.x_RD, w1, w2, permuted.offsets_E, activation="squared_relu", backend="reference")
+        y = grouped_mlp(
+            permuted.x_RD,
+            w1,
+            w2,
+            permuted.offsets_E,
+            activation="squared_relu",
+            backend="reference",
+        )
         y = unpermute(y, permuted, scores, backend="reference")
         return y.detach(), torch.autograd.grad(y.square().sum(), x)[0], permuted.row_TK
 
@@ -68,7 +94,9 @@ def test_documents_do_not_touch_each_other_by_a_bit_though_their_rows_move(token
 
 def test_no_host_sync_and_static_shapes():
     offsets = torch.tensor(OFFSETS["usual"], dtype=torch.int32)
-    run_without_values(partial(grouped_mlp, activation="gelu", backend="reference"), *make("gelu"), offsets)
+    run_without_values(
+        partial(grouped_mlp, activation="gelu", backend="reference"), *make("gelu"), offsets
+    )
 
 
 def test_what_cannot_be_is_refused_with_its_numbers():
@@ -78,5 +106,7 @@ def test_what_cannot_be_is_refused_with_its_numbers():
         grouped_mlp(x, w1, w2, offsets, activation="swiglu")
     with pytest.raises(ValueError, match=r"offsets has shape \[3\]"):
         grouped_mlp(x, w1, w2, offsets[1:], activation="gelu")
-    with pytest.raises(NoBackendError, match=r"must be bfloat16; channels \(6\) is not divisible by 8"):
+    with pytest.raises(
+        NoBackendError, match=r"must be bfloat16; channels \(6\) is not divisible by 8"
+    ):
         grouped_mlp(x, w1, w2, offsets, activation="gelu", backend="grouped_mm")

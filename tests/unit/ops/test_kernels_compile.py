@@ -1,7 +1,9 @@
-"""Our Triton kernels compile for Hopper, with what a launch on a GPU would specialise them to. No GPU is needed.
+"""Our Triton kernels compile for Hopper, with what a launch on a GPU would specialise them to. No
+GPU is needed.
 
-The interpreter runs kernels as Python: it knows no types, no arguments of 1 that become constants, no registers. Each
-op is called here on CPU tensors of awkward sizes, as it would be on a GPU, and every launch ends behind the compiler.
+The interpreter runs kernels as Python: it knows no types, no arguments of 1 that become constants,
+no registers. Each op is called here on CPU tensors of awkward sizes, as it would be on a GPU, and
+every launch ends behind the compiler.
 """
 
 import re
@@ -16,7 +18,9 @@ triton = pytest.importorskip("triton")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing"),
-    pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton has no tools for NVIDIA GPUs"),
+    pytest.mark.skipif(
+        not CUOBJDUMP.exists(), reason="this build of Triton has no tools for NVIDIA GPUs"
+    ),
 ]
 OPS = "megatron_packed.ops."
 SHARED_MEMORY = 227 * 1024
@@ -56,7 +60,9 @@ def compiled(monkeypatch, tmp_path):
 def stack_bytes(kernel, path):
     """Bytes of local memory per thread: what did not fit into registers."""
     path.write_bytes(kernel.asm["cubin"])
-    report = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    report = subprocess.run(
+        [CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True
+    ).stdout
     return int(re.search(r"STACK:(\d+)", report)[1])
 
 
@@ -86,27 +92,46 @@ def gated_rms_norm(size, dtype, in_flat_buffer):
     op = import_module(OPS + "gated_rms_norm.triton_kernels")
     weight = parameter(size, dtype=dtype, in_flat_buffer=in_flat_buffer)
     z_TD = leaf(5, size + 8, dtype=dtype)[:, :size]
-    backward(op.run(leaf(5, size, dtype=dtype), z_TD, weight, 1e-5, group_size=size // (2 - size % 2)))
+    backward(
+        op.run(leaf(5, size, dtype=dtype), z_TD, weight, 1e-5, group_size=size // (2 - size % 2))
+    )
 
 
 def scan_steps(size, dtype, in_flat_buffer):
     op = import_module(OPS + "ssd.chunk_sum")
     chunk, chunks, tiles = 128 if size > 8 else 16, 1 if size == 1 else 3, min(size, 4)
-    dt_TN, seq_idx_1T = torch.zeros(chunk * chunks - 1, size, dtype=dtype), torch.zeros(1, chunk * chunks - 1).int()
+    dt_TN, seq_idx_1T = (
+        torch.zeros(chunk * chunks - 1, size, dtype=dtype),
+        torch.zeros(1, chunk * chunks - 1).int(),
+    )
     per_head, parts = torch.zeros(size), torch.zeros(tiles, size, chunks, chunk)
     step_NQL, _ = op.chunk_sum_forward(dt_TN, per_head, per_head, seq_idx_1T, chunk)
     main_grads = (torch.zeros(size) if in_flat_buffer else None,) * 3
     op.chunk_sum_backward(
-        step_NQL, dt_TN, per_head, per_head, per_head, seq_idx_1T, d_sum_XNQL=parts,
-        d_last_sum_NQX=torch.zeros(size, chunks, 2 * tiles)[..., :tiles], d_log_XNQL=parts, d_reach_XNQL=parts,
-        d_step_XNQL=parts, d_D_XXQN=torch.zeros(tiles, 2 * tiles, chunks, size)[:, :tiles],
-        out_TN=torch.empty_like(dt_TN), main_grads=main_grads,
-    )  # fmt: skip
+        step_NQL,
+        dt_TN,
+        per_head,
+        per_head,
+        per_head,
+        seq_idx_1T,
+        d_sum_XNQL=parts,
+        d_last_sum_NQX=torch.zeros(size, chunks, 2 * tiles)[..., :tiles],
+        d_log_XNQL=parts,
+        d_reach_XNQL=parts,
+        d_step_XNQL=parts,
+        d_D_XXQN=torch.zeros(tiles, 2 * tiles, chunks, size)[:, :tiles],
+        out_TN=torch.empty_like(dt_TN),
+        main_grads=main_grads,
+    )
 
 
 def activations(size, dtype, in_flat_buffer):
     for kind in ("gelu", "squared_relu", "swiglu"):
-        backward(import_module(OPS + "activation.triton_kernel").run(leaf(3, 2 * size, dtype=dtype), kind))
+        backward(
+            import_module(OPS + "activation.triton_kernel").run(
+                leaf(3, 2 * size, dtype=dtype), kind
+            )
+        )
 
 
 def permutation(size, dtype, in_flat_buffer):
@@ -134,19 +159,38 @@ def cross_entropy(size, dtype, in_flat_buffer):
     grad_scale = torch.ones(()) if in_flat_buffer else None
     for shard in (None, part):
         loss_sum, _ = op.run(
-            leaf(5, 16, dtype=dtype), parameter(size, 16, dtype=dtype, in_flat_buffer=in_flat_buffer),
-            torch.zeros(5).int(), torch.ones(5), vocab_size=size, chunk_tokens=4,
-            grad_scale=grad_scale, shard=shard,
-        )  # fmt: skip
+            leaf(5, 16, dtype=dtype),
+            parameter(size, 16, dtype=dtype, in_flat_buffer=in_flat_buffer),
+            torch.zeros(5).int(),
+            torch.ones(5),
+            vocab_size=size,
+            chunk_tokens=4,
+            grad_scale=grad_scale,
+            shard=shard,
+        )
         loss_sum.backward(grad_scale)
 
 
-@pytest.mark.parametrize(("size", "dtype", "in_flat_buffer"), [
-    (1, torch.float32, False), (4096, torch.bfloat16, True), (5, torch.float16, True),
-])  # fmt: skip
-@pytest.mark.parametrize("launches", [
-    rms_norm, gated_rms_norm, scan_steps, activations, permutation, rope, cross_entropy,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "dtype", "in_flat_buffer"),
+    [
+        (1, torch.float32, False),
+        (4096, torch.bfloat16, True),
+        (5, torch.float16, True),
+    ],
+)
+@pytest.mark.parametrize(
+    "launches",
+    [
+        rms_norm,
+        gated_rms_norm,
+        scan_steps,
+        activations,
+        permutation,
+        rope,
+        cross_entropy,
+    ],
+)
 def test_every_launch_compiles_and_fits(launches, size, dtype, in_flat_buffer, compiled, tmp_path):
     launches(size, dtype, in_flat_buffer)
     assert compiled
@@ -158,7 +202,13 @@ def test_every_launch_compiles_and_fits(launches, size, dtype, in_flat_buffer, c
 def test_packs_of_any_length_share_the_kernels_that_add_up(compiled):
     op = import_module(OPS + "rms_norm.triton_kernel")
     for tokens in (1, 3, 40, 64):
-        backward(op.run(leaf(tokens, 256, dtype=torch.bfloat16), parameter(256, dtype=torch.bfloat16), 1e-5))
+        backward(
+            op.run(
+                leaf(tokens, 256, dtype=torch.bfloat16), parameter(256, dtype=torch.bfloat16), 1e-5
+            )
+        )
     names = [name for name, _ in compiled]
-    variants = {name: len({id(kernel) for other, kernel in compiled if other == name}) for name in names}
+    variants = {
+        name: len({id(kernel) for other, kernel in compiled if other == name}) for name in names
+    }
     assert variants["_sum_kernel"] == 1

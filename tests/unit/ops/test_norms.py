@@ -14,14 +14,18 @@ def formula(x, weight, eps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_its_formula(dtype):
     torch.manual_seed(0)
-    x, weight = torch.randn(9, 33, dtype=dtype, requires_grad=True), torch.rand(33, dtype=dtype, requires_grad=True)
+    x, weight = (
+        torch.randn(9, 33, dtype=dtype, requires_grad=True),
+        torch.rand(33, dtype=dtype, requires_grad=True),
+    )
     got, want = rms_norm(x, weight, 1e-5), formula(x, weight, 1e-5)
     assert got.dtype == dtype
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
     grad_out = torch.randn_like(got)
     for grad, want_grad in zip(
-        torch.autograd.grad(got, (x, weight), grad_out), torch.autograd.grad(want, (x, weight), grad_out.double())
+        torch.autograd.grad(got, (x, weight), grad_out),
+        torch.autograd.grad(want, (x, weight), grad_out.double()),
     ):
         torch.testing.assert_close(grad, want_grad, rtol=2 * tolerance, atol=5 * tolerance)
 
@@ -47,7 +51,9 @@ def test_rows_do_not_see_each_other():
 def test_layer_norm_takes_fp32_weights_for_bf16_rows():
     x, weight, bias = torch.randn(4, 16).bfloat16(), torch.rand(16), torch.rand(16)
     wide = x.double()
-    want = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    want = (wide - wide.mean(-1, keepdim=True)) / (
+        wide.var(-1, correction=0, keepdim=True) + 1e-5
+    ).sqrt()
     got = layer_norm(x, weight, bias, 1e-5)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want * weight + bias, rtol=2e-2, atol=2e-2)

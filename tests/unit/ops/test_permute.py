@@ -11,7 +11,19 @@ from megatron_packed.ops.permute.api import permute, unpermute
 T, K, E, D = 11, 2, 4, 3
 
 ROUTINGS = {
-    "mixed": [[1, 0], [1, 2], [3, 1], [0, 3], [2, 1], [1, 3], [0, 1], [3, 2], [1, 0], [2, 3], [0, 2]],
+    "mixed": [
+        [1, 0],
+        [1, 2],
+        [3, 1],
+        [0, 3],
+        [2, 1],
+        [1, 3],
+        [0, 1],
+        [3, 2],
+        [1, 0],
+        [2, 3],
+        [0, 2],
+    ],
     "one expert gets all first choices": [[2, 0]] * 11,
     "two experts stay empty": [[1, 3], [3, 1]] * 5 + [[1, 3]],
 }
@@ -30,8 +42,12 @@ def by_lists(ids, valid):
     return [(t, k) for e in range(E) for t, k in routes if valid[t] and ids[t, k] == e]
 
 
-@pytest.mark.parametrize("size", [T * K, 5, T * K + 3], ids=["a row for each route", "fewer", "more"])
-@pytest.mark.parametrize("first", [0, 1, -1], ids=["all experts", "the first is elsewhere", "the last is elsewhere"])
+@pytest.mark.parametrize(
+    "size", [T * K, 5, T * K + 3], ids=["a row for each route", "fewer", "more"]
+)
+@pytest.mark.parametrize(
+    "first", [0, 1, -1], ids=["all experts", "the first is elsewhere", "the last is elsewhere"]
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tail", [0, 2, T])
 def test_rows_are_in_expert_order(routing, tail, first, size):
@@ -49,7 +65,12 @@ def test_rows_are_in_expert_order(routing, tail, first, size):
     assert (permuted.row_TK < 0).sum() == T * K - len(rows)
     assert torch.equal(permuted.x_RD[: len(rows)], x[[t for t, _ in rows]])
     assert permuted.x_RD.shape == (size, D) and not permuted.x_RD[len(rows) :].any()
-    for tensor in (permuted.tokens_per_expert_E, permuted.offsets_E, permuted.token_R, permuted.row_TK):
+    for tensor in (
+        permuted.tokens_per_expert_E,
+        permuted.offsets_E,
+        permuted.token_R,
+        permuted.row_TK,
+    ):
         assert tensor.dtype == torch.int32
 
 
@@ -61,8 +82,12 @@ def test_the_same_number_of_rows_for_every_expert(routing, size):
     by_expert = [[(t, k) for t, k in by_lists(ids, valid) if ids[t, k] == e] for e in range(E)]
     assert permuted.tokens_per_expert_E.tolist() == [len(routes) for routes in by_expert]
     assert permuted.offsets_E.tolist() == [size * (e + 1) for e in range(E)]
-    rows = [route for routes in by_expert for route in routes[:size] + [None] * (size - len(routes))]
-    assert permuted.route_R.tolist() == [-1 if route is None else route[0] * K + route[1] for route in rows]
+    rows = [
+        route for routes in by_expert for route in routes[:size] + [None] * (size - len(routes))
+    ]
+    assert permuted.route_R.tolist() == [
+        -1 if route is None else route[0] * K + route[1] for route in rows
+    ]
     assert permuted.token_R.tolist() == [-1 if route is None else route[0] for route in rows]
     for row, route in enumerate(rows):
         assert torch.equal(permuted.x_RD[row], x[route[0]] if route else torch.zeros(D))

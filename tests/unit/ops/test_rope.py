@@ -1,4 +1,6 @@
-"""The reference against complex multiplication in float64, and its edges. The kernel: test_triton_interpreter.py."""
+"""The reference against complex multiplication in float64, and its edges. The kernel:
+test_triton_interpreter.py.
+"""
 
 import pytest
 import torch
@@ -10,8 +12,13 @@ from megatron_packed.ops.rope.api import apply_rope, rope_tables
 def complex_rotation(x, positions, rotary_dim, base):
     """Dimension r and r + R as one complex number, turned by position * base^(-2r / rotary_dim)."""
     half = rotary_dim // 2
-    angle = positions.double()[:, None] * base ** (-torch.arange(half, dtype=torch.float64) * 2 / rotary_dim)
-    turned = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double()) * torch.exp(1j * angle)[:, None]
+    angle = positions.double()[:, None] * base ** (
+        -torch.arange(half, dtype=torch.float64) * 2 / rotary_dim
+    )
+    turned = (
+        torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
+        * torch.exp(1j * angle)[:, None]
+    )
     return torch.cat([turned.real, turned.imag, x[..., rotary_dim:].double()], -1)
 
 
@@ -37,7 +44,9 @@ def test_a_document_is_turned_alike_wherever_it_lies():
     packed = [torch.cat([torch.randn(shift, 2, 8), x]) for x in (q, k)]
     inside = apply_rope(*packed, torch.cat([torch.arange(shift), torch.arange(50)]), *tables)
     assert all(torch.equal(a[shift:], b) for a, b in zip(inside, alone))
-    unreset = apply_rope(*packed, torch.arange(shift + 50), *tables)  # what a missing reset would do
+    unreset = apply_rope(
+        *packed, torch.arange(shift + 50), *tables
+    )  # what a missing reset would do
     assert not torch.allclose(unreset[0][shift:], alone[0], atol=1e-3)
 
 
@@ -55,8 +64,12 @@ def test_scores_depend_on_distance_only():
 
 def test_angles_are_exact_at_far_positions():
     cos, sin = rope_tables(200_000, 4, 10000.0)
-    assert cos[199_999, 0].item() == pytest.approx(float(torch.tensor(199_999.0, dtype=torch.float64).cos()), abs=6e-8)
-    assert sin[199_999, 1].item() == pytest.approx(float(torch.tensor(1999.99, dtype=torch.float64).sin()), abs=6e-8)
+    assert cos[199_999, 0].item() == pytest.approx(
+        float(torch.tensor(199_999.0, dtype=torch.float64).cos()), abs=6e-8
+    )
+    assert sin[199_999, 1].item() == pytest.approx(
+        float(torch.tensor(1999.99, dtype=torch.float64).sin()), abs=6e-8
+    )
 
 
 def test_a_position_outside_the_tables_is_loud_and_stays_in_its_row():
@@ -96,7 +109,9 @@ def test_bf16_gradients_are_rounded_once():
 
     def gradient(dtype):
         x = values.to(dtype).requires_grad_()
-        turned, _ = apply_rope(x, x[:, :1].detach(), torch.arange(64), cos, sin, backend="reference")
+        turned, _ = apply_rope(
+            x, x[:, :1].detach(), torch.arange(64), cos, sin, backend="reference"
+        )
         return torch.autograd.grad(turned, x, upstream.to(dtype))[0]
 
     assert torch.equal(gradient(torch.bfloat16), gradient(torch.float32).bfloat16())

@@ -1,4 +1,6 @@
-"""The chunked reference against the token-by-token recurrence, its isolation, and the guards of the GPU backend."""
+"""The chunked reference against the token-by-token recurrence, its isolation, and the guards of the
+GPU backend.
+"""
 
 from functools import partial
 
@@ -35,8 +37,17 @@ def make(tokens, dtype=torch.float32, seed=0, decay=1.0):
 def forward_backward(values, lengths, *, chunk_size=16, backend="reference", weight=None):
     """The output, and the gradient of each input for an output gradient that differs everywhere."""
     values = {name: value.clone().requires_grad_() for name, value in values.items()}
-    y = ssd(*(values[name] for name in ALL), *boundaries(lengths), chunk_size=chunk_size, backend=backend)
-    weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape) if weight is None else weight
+    y = ssd(
+        *(values[name] for name in ALL),
+        *boundaries(lengths),
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    weight = (
+        torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+        if weight is None
+        else weight
+    )
     gradients = torch.autograd.grad((y * weight.to(y.dtype)).sum(), values.values())
     return {"y": y.detach(), **dict(zip((f"d{name}" for name in ALL), gradients))}
 
@@ -47,7 +58,9 @@ def test_reference_is_the_recurrence(lengths, chunk_size):
     values = make(sum(lengths), torch.float64)
     want = forward_backward(values, lengths, backend="recurrence")
     got = forward_backward(values, lengths, chunk_size=chunk_size)
-    single = forward_backward({name: value.float() for name, value in values.items()}, lengths, chunk_size=chunk_size)
+    single = forward_backward(
+        {name: value.float() for name, value in values.items()}, lengths, chunk_size=chunk_size
+    )
     for name in want:
         assert relative_error(got[name], want[name]) < 5e-12, name
         assert relative_error(single[name], want[name]) < 1e-5, name
@@ -60,12 +73,17 @@ def test_packed_equals_documents_one_by_one(lengths):
     packed = forward_backward(values, lengths, weight=weight)
     documents, start = [], 0
     for length in lengths:
-        own = {name: v[start : start + length] if name in PER_TOKEN else v for name, v in values.items()}
+        own = {
+            name: v[start : start + length] if name in PER_TOKEN else v
+            for name, v in values.items()
+        }
         documents.append(forward_backward(own, [length], weight=weight[start : start + length]))
         start += length
     for name in packed:
         alone = [document[name] for document in documents]
-        want = torch.cat(alone) if name == "y" or name[1:] in PER_TOKEN else torch.stack(alone).sum(0)
+        want = (
+            torch.cat(alone) if name == "y" or name[1:] in PER_TOKEN else torch.stack(alone).sum(0)
+        )
         assert relative_error(packed[name], want) < 1e-5, name
 
 
@@ -75,7 +93,9 @@ def per_token_results(lengths, dtype=torch.float32):
 
     def run(inputs):
         results = forward_backward({name: {**inputs, **parameters}[name] for name in ALL}, lengths)
-        return {name: value for name, value in results.items() if name == "y" or name[1:] in PER_TOKEN}
+        return {
+            name: value for name, value in results.items() if name == "y" or name[1:] in PER_TOKEN
+        }
 
     return run, {name: values[name] for name in PER_TOKEN}
 
@@ -99,7 +119,9 @@ def running_sum_by_subtraction(values_QLN, seq_idx_QL):
 
 
 def no_mask(seq_idx_QL):
-    return torch.ones(seq_idx_QL.shape[0], seq_idx_QL.shape[1], seq_idx_QL.shape[1], dtype=torch.bool)
+    return torch.ones(
+        seq_idx_QL.shape[0], seq_idx_QL.shape[1], seq_idx_QL.shape[1], dtype=torch.bool
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +133,9 @@ def no_mask(seq_idx_QL):
     ],
 )
 def test_a_removed_boundary_is_caught(monkeypatch, name, broken):
-    """In float64: the sums are float64 for fp32 inputs too, where a leak of 1e-16 would rarely show."""
+    """In float64: the sums are float64 for fp32 inputs too, where a leak of 1e-16 would rarely
+    show.
+    """
     lengths = PACKS["starts and ends inside chunks"]
     run, inputs = per_token_results(lengths, torch.float64)
     monkeypatch.setattr(reference, name, broken)
@@ -123,7 +147,9 @@ def test_a_missing_seq_idx_is_caught(monkeypatch):
     run, inputs = per_token_results(lengths)
     true = reference.run
     monkeypatch.setattr(
-        reference, "run", lambda *a, chunk_size: true(*a[:7], torch.zeros_like(a[7]), a[8], chunk_size=chunk_size)
+        reference,
+        "run",
+        lambda *a, chunk_size: true(*a[:7], torch.zeros_like(a[7]), a[8], chunk_size=chunk_size),
     )
     assert leaks(run, inputs, lengths) == {"y", "dx", "ddt", "dB", "dC"}
 
@@ -138,11 +164,15 @@ def test_the_chunk_size_changes_rounding_only():
 
 
 def test_very_strong_decay_stays_finite_and_right():
-    """Sums of dt A reach -10,000: exp of a difference across documents would be inf, and inf * 0 is NaN."""
+    """Sums of dt A reach -10,000: exp of a difference across documents would be inf, and inf * 0 is
+    NaN.
+    """
     lengths = PACKS["starts and ends inside chunks"]
     values = make(sum(lengths), torch.float64, decay=100.0)
     want = forward_backward(values, lengths, backend="recurrence")
-    got = forward_backward({name: value.float() for name, value in values.items()}, lengths, chunk_size=64)
+    got = forward_backward(
+        {name: value.float() for name, value in values.items()}, lengths, chunk_size=64
+    )
     for name in want:
         assert torch.isfinite(got[name]).all(), name
         assert relative_error(got[name], want[name]) < 1e-4, name
@@ -157,15 +187,26 @@ def test_bfloat16_inputs_are_accumulated_in_fp32():
     want = forward_backward(wide, lengths, backend="recurrence", weight=weight)
     assert got["y"].dtype == got["dx"].dtype == torch.bfloat16
     for name in want:
-        assert relative_error(got[name], want[name]) < (2**-8 if got[name].dtype == torch.bfloat16 else 1e-5), name
+        assert relative_error(got[name], want[name]) < (
+            2**-8 if got[name].dtype == torch.bfloat16 else 1e-5
+        ), name
 
 
 def test_no_host_sync_and_static_shapes():
-    run_without_values(partial(ssd, chunk_size=16, backend="reference"), *make(100).values(), *boundaries([60, 40]))
+    run_without_values(
+        partial(ssd, chunk_size=16, backend="reference"), *make(100).values(), *boundaries([60, 40])
+    )
 
 
 def sizes(**changes):
-    usual = {"tokens": 8192, "heads": 64, "head_dim": 64, "groups": 8, "state_dim": 128, "chunk_size": 128}
+    usual = {
+        "tokens": 8192,
+        "heads": 64,
+        "head_dim": 64,
+        "groups": 8,
+        "state_dim": 128,
+        "chunk_size": 128,
+    }
     usual |= {"row_stride": 6144, "dtype": torch.bfloat16, "device_type": "cuda"}
     return Inputs(**(usual | changes))
 
@@ -177,9 +218,12 @@ def test_offsets_that_overflow_32_bits_are_seen():
     assert offsets.largest_offset(sizes(tokens=131072, **wide)) == 2**31
     assert offsets.largest_offset(sizes(tokens=131072 - 128, **wide)) < 2**31
     assert offsets.pieces(sizes(tokens=131072, **wide)) == 2
-    # x as a column slice of a row of 36,864 elements overflows at 58,255 tokens, though its own numel is far smaller
+    # x as a column slice of a row of 36,864 elements overflows at 58,255 tokens, though its own
+    # numel is far smaller
     assert offsets.largest_offset(sizes(tokens=58_368, row_stride=36_864)) > offsets.OFFSET_LIMIT
-    assert offsets.pieces(sizes(tokens=58_368, row_stride=36_864)) == 1  # one contiguous copy is enough
+    assert (
+        offsets.pieces(sizes(tokens=58_368, row_stride=36_864)) == 1
+    )  # one contiguous copy is enough
     assert offsets.pieces(sizes(tokens=2**24 * 2, heads=7, groups=1)) == 0  # nothing helps: refuse
 
 
@@ -191,7 +235,9 @@ def test_pieces_of_the_heads_are_the_whole(groups):
     arguments, boundary = tuple(values.values()), boundaries(lengths)
     whole = ssd(*arguments, *boundary, chunk_size=16)
     for count in (2, 4):
-        parts = [ssd(*offsets.piece(arguments, i, count), *boundary, chunk_size=16) for i in range(count)]
+        parts = [
+            ssd(*offsets.piece(arguments, i, count), *boundary, chunk_size=16) for i in range(count)
+        ]
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -199,7 +245,12 @@ def test_what_cannot_be_is_refused_with_its_numbers():
     values, (seq_idx, cu_seqlens) = make(8), boundaries([8])
     with pytest.raises(ValueError, match="4 heads are not divisible by 3 groups"):
         three = torch.zeros(8, 3, S)
-        ssd(*(three if name in "BC" else values[name] for name in ALL), seq_idx, cu_seqlens, chunk_size=4)
+        ssd(
+            *(three if name in "BC" else values[name] for name in ALL),
+            seq_idx,
+            cu_seqlens,
+            chunk_size=4,
+        )
     with pytest.raises(ValueError, match=r"seq_idx has shape \[1, 7\]"):
         ssd(*values.values(), seq_idx[:, :7], cu_seqlens, chunk_size=4)
     with pytest.raises(ValueError, match="chunk_size is 0"):

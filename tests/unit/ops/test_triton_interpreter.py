@@ -1,6 +1,7 @@
 """Our Triton kernels against their references on a CPU.
 
-Triton decides at import whether it interprets, so the cases (interpreted_*.py) run in one process of their own.
+Triton decides at import whether it interprets, so the cases (interpreted_*.py) run in one process
+of their own.
 """
 
 import os

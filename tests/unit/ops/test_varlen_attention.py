@@ -1,4 +1,6 @@
-"""The reference against a dense float64 softmax; isolation; block tables against FlexAttention's own mask builder."""
+"""The reference against a dense float64 softmax; isolation; block tables against FlexAttention's
+own mask builder.
+"""
 
 from itertools import pairwise
 
@@ -23,10 +25,14 @@ def offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def random_qkv(tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, dtype=torch.float32):
+def random_qkv(
+    tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, dtype=torch.float32
+):
     generator = torch.Generator().manual_seed(tokens)
     return [
-        torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     ]
 
@@ -37,7 +43,9 @@ def dense_attention(q, k, v, cu_seqlens, window=None):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).double() for x in (k, v))
     q = q.double()
     for start, end in pairwise(cu_seqlens.tolist()):
-        scores = torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]).double() * q.shape[-1] ** -0.5
+        scores = (
+            torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]).double() * q.shape[-1] ** -0.5
+        )
         for i in range(end - start):
             hidden = [j for j in range(end - start) if j > i or (window and i - j >= window)]
             scores[:, i, hidden] = -torch.inf
@@ -46,7 +54,9 @@ def dense_attention(q, k, v, cu_seqlens, window=None):
 
 
 def gradients(output, inputs):
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    weight = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
     return torch.autograd.grad((output.double() * weight).sum(), inputs, retain_graph=True)
 
 
@@ -68,11 +78,17 @@ def test_the_gpu_path_is_the_cpu_path(window, monkeypatch):
     lengths = [1, 300, 0, 40, 259]
     cu_seqlens, tokens = offsets(lengths), sum(lengths)
     q, k, v = random_qkv(tokens)
-    masked = reference._attend_segment(q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window)
+    masked = reference._attend_segment(
+        q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window
+    )
     alone = varlen_attention(q, k, v, cu_seqlens, tokens, window_size=window)
     torch.testing.assert_close(masked, alone, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(reference, "_SAVED_SCORES_LIMIT", 0)  # recompute each block in backward: same bits
-    recomputed = reference._attend_segment(q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window)
+    monkeypatch.setattr(
+        reference, "_SAVED_SCORES_LIMIT", 0
+    )  # recompute each block in backward: same bits
+    recomputed = reference._attend_segment(
+        q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window
+    )
     assert torch.equal(recomputed, masked)
     for got, expected in zip(gradients(recomputed, (q, k, v)), gradients(masked, (q, k, v))):
         assert torch.equal(got, expected)
@@ -112,7 +128,9 @@ def test_packed_equals_alone_bit_for_bit():
     q, k, v = random_qkv(sum(lengths))
     packed = varlen_attention(q, k, v, cu_seqlens, max(lengths))
     for start, end in pairwise(cu_seqlens.tolist()):
-        alone = varlen_attention(q[start:end], k[start:end], v[start:end], offsets([end - start]), end - start)
+        alone = varlen_attention(
+            q[start:end], k[start:end], v[start:end], offsets([end - start]), end - start
+        )
         assert torch.equal(packed[start:end], alone)
 
 
@@ -123,11 +141,20 @@ def test_sdpa_with_a_mask_agrees(window):
     q, k, v = random_qkv(128)
     seq_idx = tables.document_numbers(cu_seqlens, 128)
     prepared = prepare_tables(
-        "sdpa", seq_idx, cu_seqlens, num_heads=4, num_kv_heads=2, head_dim=8, dtype=q.dtype, window_size=window
+        "sdpa",
+        seq_idx,
+        cu_seqlens,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=q.dtype,
+        window_size=window,
     )
     want = varlen_attention(q, k, v, cu_seqlens, 64, window_size=window)
     for given in (prepared, None):
-        out = varlen_attention(q, k, v, cu_seqlens, 64, window_size=window, tables=given, backend="sdpa")
+        out = varlen_attention(
+            q, k, v, cu_seqlens, 64, window_size=window, tables=given, backend="sdpa"
+        )
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
         for got, expected in zip(gradients(out, (q, k, v)), gradients(want, (q, k, v))):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
@@ -138,11 +165,15 @@ def test_document_numbers_skip_empty_documents():
 
 
 @pytest.mark.parametrize("window", [None, 1, 128, 129, 200, 257])
-@pytest.mark.parametrize("lengths", [[1024], [128] * 8, [100, 28, 300, 1, 1, 82, 512], [1] * 300 + [724], [1023, 1]])
+@pytest.mark.parametrize(
+    "lengths", [[1024], [128] * 8, [100, 28, 300, 1, 1, 82, 512], [1] * 300 + [724], [1023, 1]]
+)
 def test_block_tables_list_what_the_mask_shows(lengths, window):
     cu_seqlens = offsets(lengths)
     built = tables.build_block_tables(tables.document_numbers(cu_seqlens, 1024), window)
-    want = create_block_mask(built.mask_mod(), 1, 1, 1024, 1024, device="cpu", BLOCK_SIZE=tables.BLOCK)
+    want = create_block_mask(
+        built.mask_mod(), 1, 1, 1024, 1024, device="cpu", BLOCK_SIZE=tables.BLOCK
+    )
     pairs = {
         (built.kv_num, built.kv_index): (want.kv_num_blocks, want.kv_indices),
         (built.full_kv_num, built.full_kv_index): (want.full_kv_num_blocks, want.full_kv_indices),
@@ -165,8 +196,13 @@ def test_flex_follows_its_tables_without_recompiling(window):
     for lengths in ([256], [100, 156], [1] * 56 + [200]):
         cu_seqlens = offsets(lengths)
         built = tables.build_block_tables(tables.document_numbers(cu_seqlens, 256), window)
-        assert all(torch.equal(a, b) for a, b in zip(built.tensors(), built.from_tensors(built.tensors(), 1).tensors()))
-        got = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), *built.tensors())[0].transpose(0, 1)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(built.tensors(), built.from_tensors(built.tensors(), 1).tensors())
+        )
+        got = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), *built.tensors())[0].transpose(
+            0, 1
+        )
         want = varlen_attention(q, k, v, cu_seqlens, 256, softmax_scale=0.3, window_size=window)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
     assert counters["unique_graphs"] == 1
@@ -180,7 +216,9 @@ def test_block_tables_are_refilled_in_place():
     addresses = [first.kv_index.data_ptr(), first.document_T.data_ptr()]
     first.copy_from(second)
     assert [first.kv_index.data_ptr(), first.document_T.data_ptr()] == addresses
-    assert torch.equal(first.kv_num, second.kv_num) and torch.equal(first.document_T, second.document_T)
+    assert torch.equal(first.kv_num, second.kv_num) and torch.equal(
+        first.document_T, second.document_T
+    )
     with pytest.raises(ValueError, match="window 5 cannot refill"):
         first.copy_from(tables.build_block_tables(tables.document_numbers(offsets([512]), 512), 5))
 
@@ -190,7 +228,9 @@ def test_wrong_offsets_are_refused():
     for lengths, message in (([4, 5], "rise from 0 to T = 10"), ([12, -2], "rise from 0")):
         with pytest.raises(ValueError, match=message):
             varlen_attention(q, k, v, offsets(lengths), 12)
-    with pytest.raises(ValueError, match=r"longest document has 10 tokens, more than max_seqlen \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"longest document has 10 tokens, more than max_seqlen \(4\)"
+    ):
         varlen_attention(q, k, v, offsets([10]), 4)
     with pytest.raises(ValueError, match="int32"):
         varlen_attention(q, k, v, offsets([10]).long(), 10)
@@ -206,8 +246,14 @@ def test_forced_backends_say_why_they_cannot_serve():
     for name in ("flash_attn_4", "flash_attn_2", "transformer_engine", "torch_varlen", "flex"):
         with pytest.raises(NoBackendError, match=f"{name}: .*{needs}"):
             varlen_attention(q, k, v, offsets([10]), 10, backend=name)
-    assert api.OP.select(api.Inputs(**{**INPUTS, "device_type": "cpu", "capability": None})).name == "reference"
-    assert prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES) is None
+    assert (
+        api.OP.select(api.Inputs(**{**INPUTS, "device_type": "cpu", "capability": None})).name
+        == "reference"
+    )
+    assert (
+        prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES)
+        is None
+    )
     many_tokens = api.Inputs(**{**INPUTS, "tokens": 65536})
     assert any("65536" in reason for reason in sdpa.not_supported_reasons(many_tokens))
 
@@ -233,7 +279,9 @@ INPUTS = dict(
 
 def reasons(module, **changes):
     return " ".join(
-        module.not_supported_reasons(api.Inputs(**{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes}))
+        module.not_supported_reasons(
+            api.Inputs(**{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes})
+        )
     )
 
 
@@ -258,19 +306,36 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = api._inputs(**sizes, tokens=8192, num_sequences=8200, window_size=None, deterministic=False, automatic=True)
-    assert found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
+    found = api._inputs(
+        **sizes,
+        tokens=8192,
+        num_sequences=8200,
+        window_size=None,
+        deterministic=False,
+        automatic=True,
+    )
+    assert (
+        found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
+    )
     many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None, "automatic": False}
     found = api._inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # what cuDNN is told by hand counts as well
+    monkeypatch.setenv(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"
+    )  # what cuDNN is told by hand counts as well
     assert api._inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
 
 
 @pytest.mark.parametrize("documents", [1, 3, 1024])
 def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
     """A pack that falls back has less room than its graph."""
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    sizes = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+    }
     found = api.inputs_of_pack(**sizes, tokens=1024, deterministic=True, documents=documents)
     assert found.oversized_square == 1025 * 4 * 1024**2
 
@@ -278,10 +343,18 @@ def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
 def test_limits_of_kernels_count_the_tail_as_a_document(monkeypatch):
     """2^31 elements of flash-attn's buffer are too many, 2^30 of cuDNN's are, one row fewer is not."""
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
-    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    sizes = {
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 128,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+    }
     for tokens, elements in ((2**24 - 128 * 4 - 1, 0), (2**24 - 128 * 4, 2**31)):
         found = api.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=False)
         assert (found.oversized_backward, found.oversized_square) == (elements, 0)
     for tokens, elements in ((2**14 - 1, 0), (2**14, 2**30)):
-        found = api.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=True, automatic=False)
+        found = api.inputs_of_pack(
+            **sizes, tokens=tokens, documents=3, deterministic=True, automatic=False
+        )
         assert (found.oversized_backward, found.oversized_square) == (0, elements)

@@ -33,11 +33,17 @@ def by_rows(q_TNH, k_TKH, v_TKH, packed, size, comm_type):
     pieces = [torch.stack(kv) for kv in zip(k, v)]
     outputs = [
         zigzag_attention(
-            q[rank], k[rank], v[rank], packed.cu_seqlens, packed.max_seqlen,
-            seq_idx_1T=packed.seq_idx, slots_T=order.slots_T, peers=peers_in_one_process(rank, pieces, comm_type),
+            q[rank],
+            k[rank],
+            v[rank],
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            seq_idx_1T=packed.seq_idx,
+            slots_T=order.slots_T,
+            peers=peers_in_one_process(rank, pieces, comm_type),
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     return torch.cat(outputs)[order.places_T]
 
 
@@ -53,7 +59,9 @@ def by_rows(q_TNH, k_TKH, v_TKH, packed, size, comm_type):
         ([], 16, 2, 2, torch.float32),
     ],
 )
-def test_rows_of_all_ranks_are_those_of_the_whole_pack(lengths, total, size, kv_heads, dtype, comm_type):
+def test_rows_of_all_ranks_are_those_of_the_whole_pack(
+    lengths, total, size, kv_heads, dtype, comm_type
+):
     torch.manual_seed(0)
     packed = PackedSeqParams.from_lengths(lengths, total, capacity=len(lengths) + 2)
     shapes = ((total, 4, 16), (total, kv_heads, 16), (total, kv_heads, 16))
@@ -62,7 +70,9 @@ def test_rows_of_all_ranks_are_those_of_the_whole_pack(lengths, total, size, kv_
     results = []
     for backend in ("whole", comm_type):
         if backend == "whole":
-            o_TNH = varlen_attention(*inputs, packed.cu_seqlens, packed.max_seqlen, backend="reference")
+            o_TNH = varlen_attention(
+                *inputs, packed.cu_seqlens, packed.max_seqlen, backend="reference"
+            )
         else:
             o_TNH = by_rows(*inputs, packed, size, comm_type)
         assert o_TNH.dtype == dtype
@@ -77,7 +87,9 @@ def test_scores_far_apart_between_ranks_neither_overflow_nor_vanish():
     packed = PackedSeqParams.from_lengths([32], 32)
     for scale in (1.0, -1.0):
         q_TNH = torch.full((32, 1, 16), 30.0, dtype=torch.float64)
-        k_TKH = scale * torch.linspace(-30, 30, 32, dtype=torch.float64).view(32, 1, 1).expand(32, 1, 16)
+        k_TKH = scale * torch.linspace(-30, 30, 32, dtype=torch.float64).view(32, 1, 1).expand(
+            32, 1, 16
+        )
         v_TKH = torch.randn(32, 1, 16, dtype=torch.float64)
         expected = varlen_attention(q_TNH, k_TKH, v_TKH, packed.cu_seqlens, 32, backend="reference")
         torch.testing.assert_close(by_rows(q_TNH, k_TKH, v_TKH, packed, 4, "p2p"), expected)
@@ -88,5 +100,8 @@ def test_a_forced_backend_that_cannot_serve_says_why_and_what_can():
     packed = PackedSeqParams.from_lengths([8], 8)
     peers = Peers(rank=0, size=2, comm_type="p2p", gather_rows=lambda t: t, pass_on=lambda t: t)
     options = {"seq_idx_1T": packed.seq_idx, "slots_T": torch.arange(8), "peers": peers}
-    with pytest.raises(NoBackendError, match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend"):
+    with pytest.raises(
+        NoBackendError,
+        match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend",
+    ):
         zigzag_attention(x, x, x, packed.cu_seqlens, 8, **options, backend="transformer_engine")

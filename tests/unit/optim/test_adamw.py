@@ -23,26 +23,45 @@ def make_slices(seed: int = 0) -> list[Slices]:
         return [t.square() for t in made] if positive else made
 
     return [
-        Slices(weight_decay=wd, params=tensors(), grads=tensors(), exp_avgs=tensors(), exp_avg_sqs=tensors(True))
+        Slices(
+            weight_decay=wd,
+            params=tensors(),
+            grads=tensors(),
+            exp_avgs=tensors(),
+            exp_avg_sqs=tensors(True),
+        )
         for wd in (0.1, 0.0)
     ]
 
 
 def control(*, step: int = 5, skip: float = 0.0, divisor: float | None = 2.5) -> Control:
     return Control(
-        lr=torch.tensor(1e-2), step=torch.tensor(float(step)), skip=torch.tensor(skip),
-        grad_divisor=None if divisor is None else torch.tensor(divisor), beta1=BETA1, beta2=BETA2, eps=EPS,
-    )  # fmt: skip
+        lr=torch.tensor(1e-2),
+        step=torch.tensor(float(step)),
+        skip=torch.tensor(skip),
+        grad_divisor=None if divisor is None else torch.tensor(divisor),
+        beta1=BETA1,
+        beta2=BETA2,
+        eps=EPS,
+    )
 
 
 def state(slices: list[Slices]) -> list[torch.Tensor]:
-    return [t.clone() for group in slices for t in [*group.params, *group.exp_avgs, *group.exp_avg_sqs]]
+    return [
+        t.clone() for group in slices for t in [*group.params, *group.exp_avgs, *group.exp_avg_sqs]
+    ]
 
 
-def capturable_kernel(chunk, noop, lists, lr, beta1, beta2, eps, step, mode, bias, weight_decay, inv_scale) -> None:
-    """What apex's and TransformerEngine's kernels compute, with their types, in their order of operations."""
+def capturable_kernel(
+    chunk, noop, lists, lr, beta1, beta2, eps, step, mode, bias, weight_decay, inv_scale
+) -> None:
+    """What apex's and TransformerEngine's kernels compute, with their types, in their order of
+    operations.
+    """
     assert chunk == 65536 and mode == 1 and bias == 1
-    assert (noop.dtype, step.dtype, lr.dtype, inv_scale.dtype) == (torch.int32, torch.int32) + (torch.float32,) * 2
+    assert (noop.dtype, step.dtype, lr.dtype, inv_scale.dtype) == (torch.int32, torch.int32) + (
+        torch.float32,
+    ) * 2
     assert {t.shape for t in (noop, step, lr, inv_scale)} == {(1,)}
     if int(noop) == 1:
         return
@@ -50,12 +69,20 @@ def capturable_kernel(chunk, noop, lists, lr, beta1, beta2, eps, step, mode, bia
         grad.mul_(inv_scale)
         exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * grad)
         exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * grad * grad)
-        unbiased, unbiased_sq = exp_avg / (1 - beta1 ** int(step)), exp_avg_sq / (1 - beta2 ** int(step))
+        unbiased, unbiased_sq = (
+            exp_avg / (1 - beta1 ** int(step)),
+            exp_avg_sq / (1 - beta2 ** int(step)),
+        )
         param.sub_(lr * (unbiased / (unbiased_sq.sqrt() + eps) + weight_decay * param))
 
 
 def run_multi_tensor(slices: list[Slices], numbers: Control) -> None:
-    launch(lambda op, noop, lists, *args: op(65536, noop, lists, *args), capturable_kernel, slices, numbers)
+    launch(
+        lambda op, noop, lists, *args: op(65536, noop, lists, *args),
+        capturable_kernel,
+        slices,
+        numbers,
+    )
 
 
 RUNS = [adamw_reference.run, adamw_torch.run, run_multi_tensor]
@@ -69,13 +96,20 @@ def test_one_update_follows_the_formulas(run, divisor: float | None, step: int) 
     run(slices, control(step=step, divisor=divisor))
     for found, start in zip(slices, exact):
         for i in range(2):
-            p, g, m, v = (t[i].double() for t in (start.params, start.grads, start.exp_avgs, start.exp_avg_sqs))
+            p, g, m, v = (
+                t[i].double()
+                for t in (start.params, start.grads, start.exp_avgs, start.exp_avg_sqs)
+            )
             g = g / (divisor or 1.0)
             m = BETA1 * m + (1 - BETA1) * g
             v = BETA2 * v + (1 - BETA2) * g * g
             p = p * (1 - 1e-2 * start.weight_decay)
             p = p - 1e-2 * (m / (1 - BETA1**step)) / ((v / (1 - BETA2**step)).sqrt() + EPS)
-            for got, want in ((found.params[i], p), (found.exp_avgs[i], m), (found.exp_avg_sqs[i], v)):
+            for got, want in (
+                (found.params[i], p),
+                (found.exp_avgs[i], m),
+                (found.exp_avg_sqs[i], v),
+            ):
                 torch.testing.assert_close(got.double(), want, rtol=5e-6, atol=1e-7)
 
 
@@ -95,13 +129,17 @@ def test_a_skipped_update_changes_no_bit(run, bad: float) -> None:
 def test_auto_is_torch_and_others_must_be_able() -> None:
     assert OP.select(Inputs(device_type="cpu")).name == "torch"
     assert OP.select(Inputs(device_type="cpu"), "reference").name == "reference"
-    with pytest.raises(NoBackendError, match=r"'apex' cannot serve .*the kernel runs on cuda, not on cpu"):
+    with pytest.raises(
+        NoBackendError, match=r"'apex' cannot serve .*the kernel runs on cuda, not on cpu"
+    ):
         OP.select(Inputs(device_type="cpu"), "apex")
     with pytest.raises(NoBackendError, match="has no backend 'lion'"):
         OP.select(Inputs(device_type="cpu"), "lion")
 
 
-def test_a_stranger_called_apex_is_recognised_without_importing_it(tmp_path: Path, monkeypatch) -> None:
+def test_a_stranger_called_apex_is_recognised_without_importing_it(
+    tmp_path: Path, monkeypatch
+) -> None:
     assert adamw_apex.apex_problems() == ["NVIDIA's apex is not installed."]
     stranger = tmp_path / "apex"
     stranger.mkdir()
@@ -116,25 +154,37 @@ def test_a_stranger_called_apex_is_recognised_without_importing_it(tmp_path: Pat
     [problem] = adamw_apex.apex_problems()
     assert "too old" in problem
     monkeypatch.delitem(sys.modules, "amp_C")
-    (tmp_path / "amp_C.py").write_text("multi_tensor_adam_capturable = multi_tensor_adam = None  # now it is there")
+    (tmp_path / "amp_C.py").write_text(
+        "multi_tensor_adam_capturable = multi_tensor_adam = None  # now it is there"
+    )
     assert adamw_apex.apex_problems() == []
     monkeypatch.delitem(sys.modules, "amp_C")
     assert "apex" not in sys.modules
 
 
 def test_apex_and_transformer_engine_launch_their_capturable_kernels(monkeypatch) -> None:
-    """With stand-ins for the packages: the module finds the kernel and the call has the kernel's signature."""
+    """With stand-ins for the packages: the module finds the kernel and the call has the kernel's
+    signature.
+    """
 
     def applier(op, noop, lists, *args):
         return op(65536, noop, lists, *args)
 
-    monkeypatch.setitem(sys.modules, "amp_C", types.SimpleNamespace(multi_tensor_adam_capturable=capturable_kernel))
-    monkeypatch.setitem(sys.modules, "apex.multi_tensor_apply", types.SimpleNamespace(multi_tensor_applier=applier))
-    engine = types.SimpleNamespace(multi_tensor_adam_capturable=capturable_kernel, multi_tensor_applier=applier)
+    monkeypatch.setitem(
+        sys.modules, "amp_C", types.SimpleNamespace(multi_tensor_adam_capturable=capturable_kernel)
+    )
+    monkeypatch.setitem(
+        sys.modules, "apex.multi_tensor_apply", types.SimpleNamespace(multi_tensor_applier=applier)
+    )
+    engine = types.SimpleNamespace(
+        multi_tensor_adam_capturable=capturable_kernel, multi_tensor_applier=applier
+    )
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", engine)
-    monkeypatch.delitem(sys.modules, "megatron_packed.optim.adamw_transformer_engine", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "megatron_packed.optim.adamw_transformer_engine", raising=False
+    )
     from megatron_packed.optim import adamw_transformer_engine
 
     expected = make_slices()

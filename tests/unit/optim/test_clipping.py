@@ -57,5 +57,8 @@ def test_what_another_rank_counts_is_left_out_and_left_alone() -> None:
     before, counted = grads.clone(), grads.clone()
     counted[5:700], counted[4000:5000] = 0, 0
     norm, _ = norm_and_flag(Counted([grads], [grads[5:700], grads[4000:5000]]))
-    assert torch.equal(norm, norm_and_flag(Counted([counted]))[0]) and norm < norm_and_flag(Counted([grads]))[0]
+    assert (
+        torch.equal(norm, norm_and_flag(Counted([counted]))[0])
+        and norm < norm_and_flag(Counted([grads]))[0]
+    )
     assert torch.equal(grads, before)

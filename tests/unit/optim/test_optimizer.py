@@ -13,21 +13,31 @@ LR = float(np.float32(3e-3))  # the device holds float32: give torch.optim the s
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 
 
-def make_model(dtype: torch.dtype = torch.float32, sizes: tuple[int, int, int] = (24, 40, 10)) -> nn.Module:
+def make_model(
+    dtype: torch.dtype = torch.float32, sizes: tuple[int, int, int] = (24, 40, 10)
+) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(*sizes[:2]), nn.LayerNorm(sizes[1]), nn.Linear(*sizes[1:])).to(dtype)
+    model = nn.Sequential(nn.Linear(*sizes[:2]), nn.LayerNorm(sizes[1]), nn.Linear(*sizes[1:])).to(
+        dtype
+    )
     for name, p in model.named_parameters():
         p.no_weight_decay = name.endswith("bias") or name.startswith("1.")
     return model
 
 
 def make_optimizer(buffers: FlatBuffers, **changes) -> Optimizer:
-    return Optimizer(buffers, **{"beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS, "weight_decay": DECAY, **changes})
+    return Optimizer(
+        buffers,
+        **{"beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS, "weight_decay": DECAY, **changes},
+    )
 
 
 def torch_adamw(model: nn.Module, fused: bool) -> torch.optim.AdamW:
     groups = [
-        {"params": [p for p in model.parameters() if p.no_weight_decay == skip], "weight_decay": 0.0 if skip else DECAY}
+        {
+            "params": [p for p in model.parameters() if p.no_weight_decay == skip],
+            "weight_decay": 0.0 if skip else DECAY,
+        }
         for skip in (False, True)
     ]
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=fused)
@@ -43,16 +53,22 @@ def backward(model: nn.Module, buffers: FlatBuffers, step: int) -> None:
     loss_of(model, step).backward()
 
 
-# Multiples of 16: torch's CPU kernel rounds the elements behind its last full vector differently. In flat buffers there
-# are none, whatever the sizes of the parameters.
+# Multiples of 16: torch's CPU kernel rounds the elements behind its last full vector differently.
+# In flat buffers there are none, whatever the sizes of the parameters.
 WHOLE_VECTORS = (32, 48, 16)
 
 
 @pytest.mark.parametrize(
     ("implementation", "sizes", "tolerance"),
-    [("torch", WHOLE_VECTORS, 0.0), ("torch", (24, 40, 10), 1e-7), ("reference", (24, 40, 10), 1e-6)],
+    [
+        ("torch", WHOLE_VECTORS, 0.0),
+        ("torch", (24, 40, 10), 1e-7),
+        ("reference", (24, 40, 10), 1e-6),
+    ],
 )
-def test_twenty_steps_equal_torch_adamw(implementation: str, sizes: tuple, tolerance: float) -> None:
+def test_twenty_steps_equal_torch_adamw(
+    implementation: str, sizes: tuple, tolerance: float
+) -> None:
     """Bit for bit with the fused kernel where nothing is clipped."""
     ours, theirs = make_model(sizes=sizes), make_model(sizes=sizes)
     buffers = FlatBuffers(ours)
@@ -90,7 +106,9 @@ def test_clipped_steps_equal_torch_clipping() -> None:
 
 def test_bf16_follows_a_float32_oracle_fed_with_the_same_gradients() -> None:
     model = make_model(torch.bfloat16, WHOLE_VECTORS)
-    model.router = nn.Parameter(torch.randn(4, 16))  # a float32 parameter among bf16 ones is its own master
+    model.router = nn.Parameter(
+        torch.randn(4, 16)
+    )  # a float32 parameter among bf16 ones is its own master
     model.router.no_weight_decay = False
     oracle = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
@@ -98,18 +116,28 @@ def test_bf16_follows_a_float32_oracle_fed_with_the_same_gradients() -> None:
     buffers = FlatBuffers(model)
     optimizer = make_optimizer(buffers, clip_grad=0.0)
     groups = [
-        {"params": [q for q in oracle.values() if q.no_weight_decay == skip], "weight_decay": 0.0 if skip else DECAY}
+        {
+            "params": [q for q in oracle.values() if q.no_weight_decay == skip],
+            "weight_decay": 0.0 if skip else DECAY,
+        }
         for skip in (False, True)
     ]
     reference = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-    masters = {n.removeprefix("master/"): t for n, t in optimizer.state_shards().items() if n.startswith("master/")}
+    masters = {
+        n.removeprefix("master/"): t
+        for n, t in optimizer.state_shards().items()
+        if n.startswith("master/")
+    }
     small_updates = 0
     for step in range(20):
         backward(model, buffers, step)
         model.router.main_grad.copy_(model.router.detach().sin())
         for name, q in oracle.items():
             q.grad = buffers.parameters[name].main_grad.clone()
-        previous = {name: (p.detach().clone(), masters[name].clone()) for name, p in model.named_parameters()}
+        previous = {
+            name: (p.detach().clone(), masters[name].clone())
+            for name, p in model.named_parameters()
+        }
         optimizer.step(LR)
         reference.step()
         for name, q in oracle.items():
@@ -125,7 +153,9 @@ def test_bf16_follows_a_float32_oracle_fed_with_the_same_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), "loss"])
-def test_a_non_finite_step_changes_no_bit_and_is_reported(dtype, implementation: str, bad: float | str) -> None:
+def test_a_non_finite_step_changes_no_bit_and_is_reported(
+    dtype, implementation: str, bad: float | str
+) -> None:
     model = make_model(dtype)
     buffers = FlatBuffers(model, extras={"loss": 1})
     optimizer = make_optimizer(buffers, implementation=implementation)
@@ -169,7 +199,9 @@ def test_state_round_trip_continues_bit_for_bit(dtype: torch.dtype) -> None:
     saved = {name: t.clone() for name, t in optimizer.state_shards().items()}
     shapes = optimizer.global_shapes()
     assert saved.keys() == shapes.keys() and shapes["exp_avg/0.weight"] == (40, 24)
-    assert all(t.dim() == 1 and t.dtype == torch.float32 and t.is_contiguous() for t in saved.values())
+    assert all(
+        t.dim() == 1 and t.dtype == torch.float32 and t.is_contiguous() for t in saved.values()
+    )
 
     other = make_model(dtype)
     with torch.no_grad():
@@ -180,19 +212,26 @@ def test_state_round_trip_continues_bit_for_bit(dtype: torch.dtype) -> None:
     addresses = [t.data_ptr() for t in [*other.parameters(), *loaded.state_shards().values()]]
     loaded.load_state({name: t.view(shapes[name]) for name, t in saved.items()})
     for step in range(3, 5):
-        for module, its_buffers, its_optimizer in ((model, buffers, optimizer), (other, other_buffers, loaded)):
+        for module, its_buffers, its_optimizer in (
+            (model, buffers, optimizer),
+            (other, other_buffers, loaded),
+        ):
             backward(module, its_buffers, step)
             its_optimizer.step(LR)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))
     for name, tensor in loaded.state_shards().items():
         assert torch.equal(tensor, optimizer.state_shards()[name])
-    assert [t.data_ptr() for t in [*other.parameters(), *loaded.state_shards().values()]] == addresses
+    assert [
+        t.data_ptr() for t in [*other.parameters(), *loaded.state_shards().values()]
+    ] == addresses
 
 
 def test_weights_loaded_into_the_module_become_masters() -> None:
     model = make_model(torch.bfloat16)
     optimizer = make_optimizer(FlatBuffers(model))
-    model.load_state_dict({name: torch.full_like(t, 0.25) for name, t in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.full_like(t, 0.25) for name, t in model.state_dict().items()}
+    )
     optimizer.reset_masters()
     assert (optimizer.state_shards()["master/0.weight"] == 0.25).all()
     optimizer.write_params()
@@ -210,7 +249,9 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     assert not any((t == 7).any() for t in optimizer.state_shards().values())
 
 
-def test_padding_stays_zero_and_slices_cover_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_stays_zero_and_slices_cover_everything_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron_packed.optim import optimizer as module
 
     monkeypatch.setattr(module, "MAX_SLICE_ELEMENTS", 320)  # long slices go to the kernel in pieces
@@ -220,19 +261,29 @@ def test_padding_stays_zero_and_slices_cover_everything_once(monkeypatch: pytest
     monkeypatch.undo()
     whole_optimizer = make_optimizer(whole_buffers)
     pieces = [t for group in optimizer._slices for t in group.params]
-    assert max(t.numel() for t in pieces) == 320 and sum(t.numel() for t in pieces) == buffers.layout.numel
+    assert (
+        max(t.numel() for t in pieces) == 320
+        and sum(t.numel() for t in pieces) == buffers.layout.numel
+    )
     for step in range(3):
         backward(pieced, buffers, step)
         backward(whole, whole_buffers, step)
         optimizer.step(LR)
         whole_optimizer.step(LR)
-    assert torch.equal(buffers.params[Part(torch.float32)], whole_buffers.params[Part(torch.float32)])
+    assert torch.equal(
+        buffers.params[Part(torch.float32)], whole_buffers.params[Part(torch.float32)]
+    )
     used = sum(p.numel() for p in pieced.parameters())
-    assert buffers.params[Part(torch.float32)].count_nonzero() <= used and optimizer.exp_avg.count_nonzero() <= used
+    assert (
+        buffers.params[Part(torch.float32)].count_nonzero() <= used
+        and optimizer.exp_avg.count_nonzero() <= used
+    )
 
 
 def test_the_captured_form_keeps_the_learning_rate_written_before() -> None:
-    """``step()`` without an argument uses the device value, so that a replayed graph sees a new rate."""
+    """``step()`` without an argument uses the device value, so that a replayed graph sees a new
+    rate.
+    """
     twins = []
     for explicit in (True, False):
         model = make_model()

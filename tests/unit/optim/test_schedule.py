@@ -13,8 +13,19 @@ LR, MIN = 3e-4, 3e-5
 
 def run_of(*flags: str) -> RunConfig:
     """The smallest run with ``flags``."""
-    least = ["--hybrid-layer-pattern", "-", "--hidden-size", "64", "--seq-length", "64", "--data-path", "x.jsonl"]
-    return parse_or_exit([*least, "--lr", str(LR), "--min-lr", str(MIN), *flags], launched=False, here=False)
+    least = [
+        "--hybrid-layer-pattern",
+        "-",
+        "--hidden-size",
+        "64",
+        "--seq-length",
+        "64",
+        "--data-path",
+        "x.jsonl",
+    ]
+    return parse_or_exit(
+        [*least, "--lr", str(LR), "--min-lr", str(MIN), *flags], launched=False, here=False
+    )
 
 
 def close(expected):
@@ -22,7 +33,9 @@ def close(expected):
 
 
 def schedule(**changes) -> Schedule:
-    return Schedule(**{"lr": LR, "min_lr": MIN, "decay_style": "linear", "decay_steps": 100, **changes})
+    return Schedule(
+        **{"lr": LR, "min_lr": MIN, "decay_style": "linear", "decay_steps": 100, **changes}
+    )
 
 
 def test_warmup_starts_at_init_and_reaches_lr_at_its_end() -> None:
@@ -65,24 +78,43 @@ def test_wsd_is_flat_until_its_last_steps(style: str, half: float) -> None:
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
 def test_rates_stay_within_their_bounds_and_never_rise_after_the_warmup(style: str) -> None:
-    rate = schedule(decay_style=style, warmup_steps=7.5, wsd_decay_steps=40 if style == "WSD" else None)
+    rate = schedule(
+        decay_style=style, warmup_steps=7.5, wsd_decay_steps=40 if style == "WSD" else None
+    )
     rates = [rate.at(step) for step in range(150)]
-    assert rates[:8] == sorted(rates[:8]) and rates[0] < rates[7] and rates[8:] == sorted(rates[8:], reverse=True)
+    assert (
+        rates[:8] == sorted(rates[:8])
+        and rates[0] < rates[7]
+        and rates[8:] == sorted(rates[8:], reverse=True)
+    )
     assert max(rates) <= LR and min(rates[8:]) >= MIN - 1e-18
 
 
 def test_from_config_takes_megatrons_defaults() -> None:
     cosine = ("--train-iters", "200", "--lr-decay-style", "cosine")
     default = Schedule.from_config(run_of(*cosine, "--lr-warmup-iters", "3"))
-    assert default.decay_steps == 200 and default.warmup_steps == 3 and default.decay_style == "cosine"
-    part = Schedule.from_config(run_of(*cosine, "--lr-decay-iters", "50", "--lr-warmup-fraction", "0.05"))
+    assert (
+        default.decay_steps == 200 and default.warmup_steps == 3 and default.decay_style == "cosine"
+    )
+    part = Schedule.from_config(
+        run_of(*cosine, "--lr-decay-iters", "50", "--lr-warmup-fraction", "0.05")
+    )
     assert part.decay_steps == 50 and part.warmup_steps == 2.5 and part.at(50) == close(MIN)
 
 
 def test_lengths_in_samples_are_megatrons() -> None:
     """Which counts ``step * global_batch_size`` samples."""
-    wsd = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "minus_sqrt", "--lr-wsd-decay-samples", "301")
-    config = run_of("--global-batch-size", "8", "--train-samples", "1001", "--lr-warmup-samples", "44", *wsd)
+    wsd = (
+        "--lr-decay-style",
+        "WSD",
+        "--lr-wsd-decay-style",
+        "minus_sqrt",
+        "--lr-wsd-decay-samples",
+        "301",
+    )
+    config = run_of(
+        "--global-batch-size", "8", "--train-samples", "1001", "--lr-warmup-samples", "44", *wsd
+    )
     assert config.training.train_iters == 125
     rate = Schedule.from_config(config)
     for step in (0, 3, 5, 6, 87, 88, 124, 125):
@@ -97,9 +129,19 @@ def test_lengths_in_samples_are_megatrons() -> None:
 
 
 def test_after_another_batch_size_samples_go_on_counting() -> None:
-    """50 steps of 4 samples, then of 8: step 50 stands where 200 samples do; iterations stay what they are."""
+    """50 steps of 4 samples, then of 8: step 50 stands where 200 samples do; iterations stay what
+    they are.
+    """
     batch, origin = ("--global-batch-size", "8", "--micro-batch-size", "2"), (200 - 50 * 8) // 2
-    samples = run_of(*batch, "--train-samples", "1001", "--lr-decay-style", "cosine", "--lr-warmup-samples", "300")
+    samples = run_of(
+        *batch,
+        "--train-samples",
+        "1001",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-warmup-samples",
+        "300",
+    )
     rate = Schedule.from_config(samples, origin)
     assert rate.at(50) == close(LR * 200 / 300)
     assert rate.at(75) == close(MIN + (LR - MIN) * (1 + math.cos(math.pi * 100 / 701)) / 2)
@@ -108,8 +150,13 @@ def test_after_another_batch_size_samples_go_on_counting() -> None:
     iterations = run_of(*batch, "--train-iters", "100", "--lr-warmup-iters", "10")
     assert Schedule.from_config(iterations, origin) == Schedule.from_config(iterations)
     assert iterations.last_iteration(origin) == 100
-    both = run_of(*batch, "--train-samples", "1001", "--lr-decay-iters", "100", "--lr-warmup-iters", "10")
-    assert Schedule.from_config(both, origin) == Schedule.from_config(both) and both.last_iteration(origin) == 150
+    both = run_of(
+        *batch, "--train-samples", "1001", "--lr-decay-iters", "100", "--lr-warmup-iters", "10"
+    )
+    assert (
+        Schedule.from_config(both, origin) == Schedule.from_config(both)
+        and both.last_iteration(origin) == 150
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,13 +178,25 @@ def test_units_of_a_schedule(flags: str, units: set[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decay_style": "polynomial"}, "lr_decay_style 'polynomial' is unknown; choose one of constant, linear"),
+        (
+            {"decay_style": "polynomial"},
+            "lr_decay_style 'polynomial' is unknown; choose one of constant, linear",
+        ),
         ({"min_lr": 1.0}, r"min_lr \(1.0\) must lie between 0 and lr \(0.0003\)"),
         ({"warmup_init": 1.0}, r"lr_warmup_init \(1.0\) must lie between"),
-        ({"warmup_steps": 100}, r"warm-up \(100 steps\) must end before the decay does \(100 steps\)"),
-        ({"decay_style": "WSD"}, r"lr_wsd_decay_iters \(None\) must lie between 1 and lr_decay_iters \(100\)"),
+        (
+            {"warmup_steps": 100},
+            r"warm-up \(100 steps\) must end before the decay does \(100 steps\)",
+        ),
+        (
+            {"decay_style": "WSD"},
+            r"lr_wsd_decay_iters \(None\) must lie between 1 and lr_decay_iters \(100\)",
+        ),
         ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"lr_wsd_decay_iters \(101\) must lie"),
-        ({"decay_style": "WSD", "wsd_decay_steps": 5, "wsd_decay_style": "x"}, "lr_wsd_decay_style 'x' is unknown"),
+        (
+            {"decay_style": "WSD", "wsd_decay_steps": 5, "wsd_decay_style": "x"},
+            "lr_wsd_decay_style 'x' is unknown",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict, message: str) -> None:

@@ -1,4 +1,6 @@
-"""Running medians on the device against `statistics`, what enters the window, and its way through a checkpoint."""
+"""Running medians on the device against `statistics`, what enters the window, and its way through a
+checkpoint.
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ def detector(window: int = 8, *, skip: bool = True) -> SpikeDetector:
     return SpikeDetector(window=window, factors=FACTORS, skip=skip, device=torch.device("cpu"))
 
 
-def observed(one: SpikeDetector, loss: float, norm: float, skip: float = 0.0) -> tuple[list[float], bool]:
+def observed(
+    one: SpikeDetector, loss: float, norm: float, skip: float = 0.0
+) -> tuple[list[float], bool]:
     """The medians of what is a spike, and whether the step is skipped."""
     result = one.observe(torch.tensor([loss]), torch.tensor(norm), torch.tensor(skip))
     return one.medians.tolist(), bool(result)
@@ -32,8 +36,14 @@ def test_decisions_are_those_of_plain_lists(window: int) -> None:
     for _ in range(300):
         pair = tuple(torch.tensor(draw.lognormvariate(0, 1.2)).item() for _ in FACTORS)
         invalid = draw.random() < 0.1
-        medians = [median_low(column) for column in zip(*seen[-window:])] if len(seen[-window:]) * 2 >= window else []
-        above = [not invalid and value > k * middle for value, k, middle in zip(pair, FACTORS, medians)]
+        medians = (
+            [median_low(column) for column in zip(*seen[-window:])]
+            if len(seen[-window:]) * 2 >= window
+            else []
+        )
+        above = [
+            not invalid and value > k * middle for value, k, middle in zip(pair, FACTORS, medians)
+        ]
         expected = [middle if spike else 0.0 for spike, middle in zip(above, medians)] or [0.0, 0.0]
         assert observed(one, *pair, skip=float(invalid)) == (expected, invalid or any(above))
         seen += [] if invalid else [pair]  # a spike enters too
@@ -91,7 +101,9 @@ def test_a_window_comes_back_from_json_bit_for_bit(filled: int, size: int) -> No
 def test_the_policy_makes_the_detector() -> None:
     made = {
         policy: SpikeDetector.from_config(
-            TrainingConfig(train_iters=1, loss_spike_policy=policy, loss_spike_window=6, loss_spike_factor=2.5),
+            TrainingConfig(
+                train_iters=1, loss_spike_policy=policy, loss_spike_window=6, loss_spike_factor=2.5
+            ),
             torch.device("cpu"),
         )
         for policy in ("off", "warn", "skip")

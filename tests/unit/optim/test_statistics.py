@@ -33,7 +33,11 @@ def job(**asked) -> tuple[Tied, FlatBuffers, Optimizer]:
 
 def test_both_are_those_of_a_loop_over_the_parameters() -> None:
     model, buffers, optimizer = job(params_norm=True, count_zeros_of=37 * 24 + 5 * 7)
-    masters = {n.removeprefix("master/"): t for n, t in optimizer.state_shards().items() if n.startswith("master/")}
+    masters = {
+        n.removeprefix("master/"): t
+        for n, t in optimizer.state_shards().items()
+        if n.startswith("master/")
+    }
     for step in range(3):
         for parameter in model.parameters():
             grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
@@ -55,12 +59,18 @@ def test_both_are_those_of_a_loop_over_the_parameters() -> None:
 
 
 def test_what_another_rank_counts_too_is_counted_once() -> None:
-    """Two of three ranks hold a copy of some elements, two a copy of a whole tensor: shares of all add up."""
-    whole = torch.randn(4096, generator=torch.Generator().manual_seed(0)).where(torch.arange(4096) % 3 > 0, 0)
+    """Two of three ranks hold a copy of some elements, two a copy of a whole tensor: shares of all
+    add up.
+    """
+    whole = torch.randn(4096, generator=torch.Generator().manual_seed(0)).where(
+        torch.arange(4096) % 3 > 0, 0
+    )
     copied = torch.ones(4096).where(torch.arange(4096) % 2 > 0, 0)
     mine = Counted([whole, copied], [whole[100:700]], [1, 2])
     before = whole.clone()
-    statistics = Statistics(mine, mine, elements=10_000, params_norm=True, group=None, device=torch.device("cpu"))
+    statistics = Statistics(
+        mine, mine, elements=10_000, params_norm=True, group=None, device=torch.device("cpu")
+    )
     statistics.before_update()
     statistics.after_update()
     kept = torch.cat([whole[:100], whole[700:]])
@@ -75,7 +85,9 @@ def test_more_zeros_than_float32_counts() -> None:
     grads[0], grads[1], grads[2] = float("nan"), float("-inf"), 1e-45
     assert nonzeros(grads) == 3
     counted = Counted([grads])
-    statistics = Statistics(counted, counted, elements=elements, params_norm=False, group=None, device=grads.device)
+    statistics = Statistics(
+        counted, counted, elements=elements, params_norm=False, group=None, device=grads.device
+    )
     statistics.before_update()
     statistics.after_update()
     vector = [2.0, 0.0, 1.0, 0.0, 9.0, 0.0, 7.5, *statistics.grad_zeros.tolist(), *[0.0] * 5]

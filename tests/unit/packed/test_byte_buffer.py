@@ -5,7 +5,12 @@ import torch
 
 from megatron_packed.packed.buffer import ALIGNMENT, BufferLayout
 
-FIELDS = [("a", torch.int32, (3,)), ("b", torch.bool, (5,)), ("c", torch.float32, (2, 3)), ("d", torch.int32, (0,))]
+FIELDS = [
+    ("a", torch.int32, (3,)),
+    ("b", torch.bool, (5,)),
+    ("c", torch.float32, (2, 3)),
+    ("d", torch.int32, (0,)),
+]
 
 
 def test_sections_are_aligned_and_do_not_overlap():
@@ -34,7 +39,9 @@ def test_views_alias_the_buffer_and_keep_their_values_through_one_copy():
     assert copies["c"].sum() == 15
 
 
-@pytest.mark.parametrize("buffer", [torch.zeros(63, dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)])
+@pytest.mark.parametrize(
+    "buffer", [torch.zeros(63, dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)]
+)
 def test_another_buffer_is_refused(buffer):
     with pytest.raises(ValueError, match=r"uint8 of shape \(64,\)"):
         BufferLayout.of(FIELDS).views(buffer)

@@ -64,8 +64,18 @@ def test_one_rank_has_all_slots():
 @pytest.mark.parametrize(
     ("lengths", "total", "zigzag", "message"),
     [
-        ([3, 4], 9, False, r"9 token slots, which do not divide among cp_size = 2 ranks.* multiple of 2\."),
-        ([4, 4], 9, True, r"9 token slots, which do not divide among cp_size = 2 ranks.* multiple of 4\."),
+        (
+            [3, 4],
+            9,
+            False,
+            r"9 token slots, which do not divide among cp_size = 2 ranks.* multiple of 2\.",
+        ),
+        (
+            [4, 4],
+            9,
+            True,
+            r"9 token slots, which do not divide among cp_size = 2 ranks.* multiple of 4\.",
+        ),
         ([4, 6], 16, True, r"document 1 has 6 token slots.*--pad-packed-seq-alignment 4"),
         ([4, 8], 14, True, "the tail of a pack has 2 token slots"),
     ],

@@ -1,4 +1,6 @@
-"""Percentiles of document counts, the share of packs that a capacity covers, and the choice of capacities."""
+"""Percentiles of document counts, the share of packs that a capacity covers, and the choice of
+capacities.
+"""
 
 import time
 from itertools import combinations
@@ -10,11 +12,17 @@ from megatron_packed.packed.capacity import Cell, Ladder, choose_capacities, cov
 
 
 def published_counts(packs: int = 10_000) -> np.ndarray:
-    """Counts with the published percentiles (P50 12, P90 43, P99 106, most 358), a power law between each two."""
-    exceeded = np.array([1.0, 0.5, 0.1, 0.01, 1 / packs])  # share of packs with more documents, or as many
+    """Counts with the published percentiles (P50 12, P90 43, P99 106, most 358), a power law
+    between each two.
+    """
+    exceeded = np.array(
+        [1.0, 0.5, 0.1, 0.01, 1 / packs]
+    )  # share of packs with more documents, or as many
     counts = np.array([1, 12, 43, 106, 358])
     points = 1 - np.arange(packs) / packs
-    return np.ceil(np.exp(np.interp(-np.log(points), -np.log(exceeded), np.log(counts))) - 1e-9).astype(int)
+    return np.ceil(
+        np.exp(np.interp(-np.log(points), -np.log(exceeded), np.log(counts))) - 1e-9
+    ).astype(int)
 
 
 def test_published_example():
@@ -34,7 +42,11 @@ def test_against_counting():
         for capacity, share in coverage(counts, range(0, 45, 4)).items():
             assert share == sum(count <= capacity for count in counts.tolist()) / counts.size
         for share in (0.01, 0.25, 0.5, 0.9, 0.99, 1.0):
-            expected = min(count for count in counts.tolist() if sum(counts <= count) >= share * counts.size - 1e-9)
+            expected = min(
+                count
+                for count in counts.tolist()
+                if sum(counts <= count) >= share * counts.size - 1e-9
+            )
             assert percentile(counts, share) == expected
 
 
@@ -54,7 +66,8 @@ def test_nothing_to_measure_is_refused():
             percentile(np.ones(3, int), share)
 
 
-# -------------------------------------------------------------------------------------------------------------- ladder
+# --------------------------------------------------------------------------------------------------------------
+# ladder
 
 
 def test_a_pack_takes_the_smallest_cell_that_holds_it():
@@ -72,7 +85,9 @@ def test_cells_also_step_in_the_longest_row():
     ladder = Ladder(cells)
     for num_seqs in range(34):
         for longest in range(1, 103):
-            holding = [cell for cell in cells if num_seqs <= cell.capacity and longest <= cell.max_seqlen]
+            holding = [
+                cell for cell in cells if num_seqs <= cell.capacity and longest <= cell.max_seqlen
+            ]
             assert ladder.cell_for(num_seqs, longest) == min(holding, default=None)
     assert ladder.capacities == (8, 32)
 
@@ -85,18 +100,27 @@ def test_a_ladder_that_holds_nothing_is_refused():
             Cell(capacity, max_seqlen)
 
 
-# -------------------------------------------------------------------------------------------------------------- choice
+# --------------------------------------------------------------------------------------------------------------
+# choice
 
 
 def expected_cost(counts, capacities, document_cost, rung_cost):
     rooms = [min(capacity for capacity in capacities if capacity >= count) for count in counts]
-    return sum(1 + document_cost * room for room in rooms) / len(counts) + rung_cost * len(capacities)
+    return sum(1 + document_cost * room for room in rooms) / len(counts) + rung_cost * len(
+        capacities
+    )
 
 
 def by_trying_all(counts, document_cost, rung_cost, most_rungs):
-    """Least cost of any set of capacities that covers every pack, counts that do not occur included."""
+    """Least cost of any set of capacities that covers every pack, counts that do not occur
+    included.
+    """
     largest = max(1, *counts)
-    sets = [(*under, largest) for rungs in range(most_rungs) for under in combinations(range(1, largest), rungs)]
+    sets = [
+        (*under, largest)
+        for rungs in range(most_rungs)
+        for under in combinations(range(1, largest), rungs)
+    ]
     return min(expected_cost(counts, capacities, document_cost, rung_cost) for capacities in sets)
 
 
@@ -104,8 +128,13 @@ def test_choice_against_trying_all():
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(300):
-        counts = np.minimum(rng.geometric(rng.uniform(0.1, 0.9), rng.integers(1, 40)), 16) - rng.integers(0, 2)
-        costs = {"document_cost": rng.choice([0.0, 0.001, 0.02, 0.3]), "rung_cost": rng.choice([0.0, 0.01, 0.1])}
+        counts = np.minimum(
+            rng.geometric(rng.uniform(0.1, 0.9), rng.integers(1, 40)), 16
+        ) - rng.integers(0, 2)
+        costs = {
+            "document_cost": rng.choice([0.0, 0.001, 0.02, 0.3]),
+            "rung_cost": rng.choice([0.0, 0.01, 0.1]),
+        }
         most_rungs = int(rng.integers(1, 5))
         chosen = choose_capacities(counts, **costs, most_rungs=most_rungs)
         assert list(chosen) == sorted(set(chosen)) and 1 <= len(chosen) <= most_rungs
@@ -119,7 +148,9 @@ def test_choice_against_trying_all():
 def test_choice_prefers_few_capacities():
     assert choose_capacities([5] * 10) == (5,)
     assert choose_capacities([3, 3, 3, 3, 100]) == (3, 100)
-    assert choose_capacities([11, 12, 13, 14]) == (14,)  # what the balanced packer makes: one capacity
+    assert choose_capacities([11, 12, 13, 14]) == (
+        14,
+    )  # what the balanced packer makes: one capacity
     assert choose_capacities(np.arange(1, 200), document_cost=0.0, rung_cost=0.0) == (199,)
     assert choose_capacities([0, 0]) == (1,)
     counts = published_counts()

@@ -12,7 +12,10 @@ PACKED_TENSORS = ("cu_seqlens", "seq_idx", "position_ids", "valid")
 
 def random_documents(rng, lengths):
     return [
-        Document(rng.integers(1, 1000, length), rng.integers(0, 2, length) if rng.random() < 0.7 else None)
+        Document(
+            rng.integers(1, 1000, length),
+            rng.integers(0, 2, length) if rng.random() < 0.7 else None,
+        )
         for length in lengths
     ]
 
@@ -23,7 +26,9 @@ def by_hand(documents, slots):
     for document in documents:
         length = len(document.tokens)
         for at in range(length):
-            counts = at + 1 < length and (document.target_mask is None or document.target_mask[at + 1])
+            counts = at + 1 < length and (
+                document.target_mask is None or document.target_mask[at + 1]
+            )
             tokens.append(document.tokens[at])
             labels.append(document.tokens[at + 1] if counts else NO_LABEL)
             mask.append(1 if counts else 0)
@@ -33,7 +38,13 @@ def by_hand(documents, slots):
 
 @pytest.mark.parametrize(
     ("lengths", "slots", "capacity"),
-    [([3, 5], 10, 4), ([1, 1, 2], 4, None), ([9], 9, None), ([], 5, 2), (list(range(1, 120)), 8000, 128)],
+    [
+        ([3, 5], 10, 4),
+        ([1, 1, 2], 4, None),
+        ([9], 9, None),
+        ([], 5, 2),
+        (list(range(1, 120)), 8000, 128),
+    ],
 )
 def test_labels_never_cross_a_boundary(lengths, slots, capacity):
     documents = random_documents(np.random.default_rng(len(lengths)), lengths)
@@ -67,16 +78,22 @@ def test_padding_token_is_still_a_target():
 def test_all_tensors_are_views_of_one_buffer():
     batch = MicroBatch.build([(np.arange(1, 4), None)], 6, capacity=2)
     storage = batch.buffer.untyped_storage().data_ptr()
-    for tensor in [getattr(batch, name) for name in TENSORS] + [getattr(batch.packed, name) for name in PACKED_TENSORS]:
+    for tensor in [getattr(batch, name) for name in TENSORS] + [
+        getattr(batch.packed, name) for name in PACKED_TENSORS
+    ]:
         assert tensor.untyped_storage().data_ptr() == storage
         assert tensor.data_ptr() % 16 == 0
 
 
 def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
-    """What a CUDA-graph slot does: overwrite its own buffer, and see the new pack at the old addresses."""
+    """What a CUDA-graph slot does: overwrite its own buffer, and see the new pack at the old
+    addresses.
+    """
     rng = np.random.default_rng(0)
     first = MicroBatch.build(random_documents(rng, [3, 5]), 20, capacity=6, scales=(1.0, 1.0))
-    second = MicroBatch.build(random_documents(rng, [1, 2, 3, 4]), 20, capacity=6, scales=(0.5, 0.25))
+    second = MicroBatch.build(
+        random_documents(rng, [1, 2, 3, 4]), 20, capacity=6, scales=(0.5, 0.25)
+    )
     assert first.layout == second.layout == MicroBatchLayout(20, 6)
     addresses = [getattr(first, name).data_ptr() for name in TENSORS]
     first.buffer.copy_(second.buffer)
@@ -85,13 +102,24 @@ def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
         assert torch.equal(getattr(first, name), getattr(second, name))
     for name in PACKED_TENSORS:
         assert torch.equal(getattr(first.packed, name), getattr(second.packed, name))
-    assert first.packed.cu_seqlens_cpu.tolist() == [0, 3, 8, 20, 20, 20, 20, 20]  # the host twin is not in the buffer
+    assert first.packed.cu_seqlens_cpu.tolist() == [
+        0,
+        3,
+        8,
+        20,
+        20,
+        20,
+        20,
+        20,
+    ]  # the host twin is not in the buffer
 
 
 def test_offsets_do_not_depend_on_the_capacity():
     """So that one buffer with room for the largest capacity serves all of them at fixed addresses."""
     small, large = (MicroBatchLayout(37, capacity).buffer for capacity in (2, 502))
-    starts = [{section.name: section.start for section in layout.sections} for layout in (small, large)]
+    starts = [
+        {section.name: section.start for section in layout.sections} for layout in (small, large)
+    ]
     assert starts[0] == starts[1]
     assert set(starts[0]) == {*TENSORS, *PACKED_TENSORS}
     assert large.num_bytes - small.num_bytes == 4 * 500  # cu_seqlens alone
@@ -137,8 +165,12 @@ def test_wrong_documents_are_refused():
 
 @pytest.mark.parametrize("mask", [[0.5, 1.0], [-100, 7], [float("nan"), 1], [2, 0]])
 def test_weights_and_labels_are_no_target_masks(mask):
-    with pytest.raises(ValueError, match="document 1 has a target mask with other entries than 0 and 1"):
-        MicroBatch.build([(np.arange(2), np.array([True, True])), (np.arange(2), np.array(mask))], 8)
+    with pytest.raises(
+        ValueError, match="document 1 has a target mask with other entries than 0 and 1"
+    ):
+        MicroBatch.build(
+            [(np.arange(2), np.array([True, True])), (np.arange(2), np.array(mask))], 8
+        )
 
 
 def test_without_scales_a_pack_is_normalised_by_its_own_targets():
@@ -151,12 +183,18 @@ def test_without_scales_a_pack_is_normalised_by_its_own_targets():
 @pytest.mark.parametrize(
     ("tokens", "found"),
     [
-        (np.array([1, 2**33, 3]), "token 8589934592 at position 1; .* 0 or more and is stored as int32"),
+        (
+            np.array([1, 2**33, 3]),
+            "token 8589934592 at position 1; .* 0 or more and is stored as int32",
+        ),
         (np.array([1, 2**33], np.uint64), "token 8589934592 at position 1"),
         (np.array([2**31], np.uint32), "token 2147483648 at position 0"),
         (np.array([4, -100, 3], np.int32), "token -100 at position 1; a token number is 0 or more"),
         (np.array([4, -1]), "token -1 at position 1"),
-        (np.array([1.5, 2.0]), r"tokens of type float64 and shape \(2,\), beginning with 1.5; .* one row of integers"),
+        (
+            np.array([1.5, 2.0]),
+            r"tokens of type float64 and shape \(2,\), beginning with 1.5; .* one row of integers",
+        ),
         (np.array([True, False]), "tokens of type bool"),
         (np.array(["a", "b"]), "tokens of type <U1"),
         (np.array([[1, 2]]), r"tokens of type int64 and shape \(1, 2\)"),
@@ -168,11 +206,15 @@ def test_tokens_that_are_no_token_numbers_are_refused(tokens, found):
         MicroBatch.build([(np.arange(3), None), (tokens, None)], 8)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4", list])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4", list]
+)
 def test_tokens_of_any_integer_type_are_taken(dtype):
     tokens = [0, 5, 100] if dtype is list else np.array([0, 5, 100], dtype)
     assert MicroBatch.build([(tokens, None)], 4, vocab_size=101).tokens.tolist() == [0, 5, 100, 0]
-    with pytest.raises(ValueError, match=r"document 0 has token 100 at position 2; .* is below vocab_size=100"):
+    with pytest.raises(
+        ValueError, match=r"document 0 has token 100 at position 2; .* is below vocab_size=100"
+    ):
         MicroBatch.build([(tokens, None)], 4, vocab_size=100)
 
 
@@ -187,7 +229,9 @@ def test_a_pack_is_shown_in_one_short_line():
 def test_one_copy_to_the_gpu_from_pinned_memory():
     from torch.profiler import ProfilerActivity, profile
 
-    batch = MicroBatch.build(random_documents(np.random.default_rng(1), [3, 50, 7]), 100, capacity=8).pin_memory()
+    batch = MicroBatch.build(
+        random_documents(np.random.default_rng(1), [3, 50, 7]), 100, capacity=8
+    ).pin_memory()
     assert batch.buffer.is_pinned()
     batch.to("cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -204,7 +248,28 @@ def test_aligned_documents_by_hand():
     documents = [Document(np.arange(1, 6)), Document(np.arange(11, 15)), Document(np.array([21]))]
     batch = MicroBatch.build(documents, 20, capacity=4, alignment=4)
     assert batch.packed.cu_seqlens.tolist() == [0, 8, 12, 16, 20, 20]
-    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 11, 12, 13, 14, 21, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.tokens.tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        0,
+        0,
+        0,
+        11,
+        12,
+        13,
+        14,
+        21,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
     assert batch.labels.tolist() == [2, 3, 4, 5, 0, 0, 0, 0, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert batch.loss_mask.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert batch.packed.valid.int().tolist() == [1] * 5 + [0] * 3 + [1] * 4 + [1] + [0] * 7

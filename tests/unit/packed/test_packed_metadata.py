@@ -6,7 +6,8 @@ import pytest
 from megatron_packed.packed import metadata
 
 PACKS = [
-    # lengths, slots, capacity: exact fit, tail, empty rows, single tokens, one document, no document
+    # lengths, slots, capacity: exact fit, tail, empty rows, single tokens, one document, no
+    # document
     ([3, 5], 8, None),
     ([3, 5], 10, None),
     ([3, 5], 10, 2),

@@ -13,12 +13,19 @@ from megatron_packed.packed.params import PackedSeqParams
 def test_fields():
     packed = PackedSeqParams.from_lengths([3, 5], 10, capacity=4)
     assert packed.cu_seqlens.tolist() == [0, 3, 8, 10, 10, 10]
-    assert packed.cu_seqlens.dtype == packed.seq_idx.dtype == packed.position_ids.dtype == torch.int32
+    assert (
+        packed.cu_seqlens.dtype == packed.seq_idx.dtype == packed.position_ids.dtype == torch.int32
+    )
     assert packed.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]]
     assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1]
     assert packed.valid.dtype == torch.bool
     assert packed.valid.tolist() == [True] * 8 + [False] * 2
-    assert (packed.num_seqs, packed.capacity, packed.total_tokens, packed.max_seqlen) == (2, 4, 10, 5)
+    assert (packed.num_seqs, packed.capacity, packed.total_tokens, packed.max_seqlen) == (
+        2,
+        4,
+        10,
+        5,
+    )
     assert packed.document_lengths.tolist() == [3, 5]
 
 
@@ -43,7 +50,9 @@ def test_all_tail(capacity):
 def test_max_seqlen_covers_the_tail_and_may_be_raised_but_not_lowered():
     assert PackedSeqParams.from_lengths([3], 20).max_seqlen == 17
     assert PackedSeqParams.from_lengths([3], 20, max_seqlen=20).max_seqlen == 20
-    with pytest.raises(ValueError, match=r"max_seqlen \(16\) is below the longest row of the pack \(17 tokens"):
+    with pytest.raises(
+        ValueError, match=r"max_seqlen \(16\) is below the longest row of the pack \(17 tokens"
+    ):
         PackedSeqParams.from_lengths([3], 20, max_seqlen=16)
 
 
@@ -51,7 +60,10 @@ def test_device_tensors_share_one_buffer_and_the_host_twin_does_not():
     packed = PackedSeqParams.from_lengths([3, 5], 10)
     tensors = [packed.cu_seqlens, packed.seq_idx, packed.position_ids, packed.valid]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    assert packed.cu_seqlens_cpu.untyped_storage().data_ptr() != packed.cu_seqlens.untyped_storage().data_ptr()
+    assert (
+        packed.cu_seqlens_cpu.untyped_storage().data_ptr()
+        != packed.cu_seqlens.untyped_storage().data_ptr()
+    )
     packed.cu_seqlens.zero_()  # as when a slot reuses the buffer
     assert packed.cu_seqlens_cpu.tolist() == [0, 3, 8, 10]
 
@@ -71,7 +83,9 @@ def test_immutable_and_tables_make_a_new_value():
 
 
 def test_to_megatron_core(monkeypatch):
-    """Against a stand-in with megatron.core's fields, whose constructor would build seq_idx on the device."""
+    """Against a stand-in with megatron.core's fields, whose constructor would build seq_idx on the
+    device.
+    """
 
     @dataclass
     class MegatronPackedSeqParams:
@@ -87,7 +101,9 @@ def test_to_megatron_core(monkeypatch):
         pad_between_seqs: bool | None = None
 
         def __post_init__(self):
-            assert self.total_tokens is None, "the constructor would compute seq_idx with a synchronisation"
+            assert self.total_tokens is None, (
+                "the constructor would compute seq_idx with a synchronisation"
+            )
 
     module = types.ModuleType("megatron.core.packed_seq_params")
     module.PackedSeqParams = MegatronPackedSeqParams

@@ -1,4 +1,6 @@
-"""te_patches is a folder for PYTHONPATH, not a package: it is put on the path for one test at a time."""
+"""te_patches is a folder for PYTHONPATH, not a package: it is put on the path for one test at a
+time.
+"""
 
 import importlib
 import sys

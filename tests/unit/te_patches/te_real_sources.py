@@ -1,7 +1,9 @@
-"""Fetches the sources of real TransformerEngine releases from the package index, by pip, for the tests of te_patches.
+"""Fetches the sources of real TransformerEngine releases from the package index, by pip, for the
+tests of te_patches.
 
-The wheel ``transformer-engine`` holds plain Python and is about 1 MB. The two modules that are needed are kept in
-``runs/te_sources``, which git ignores. By hand: ``python tests/unit/te_patches/te_real_sources.py 2.8.0 2.17.1``.
+The wheel ``transformer-engine`` holds plain Python and is about 1 MB. The two modules that are
+needed are kept in ``runs/te_sources``, which git ignores. By hand: ``python
+tests/unit/te_patches/te_real_sources.py 2.8.0 2.17.1``.
 """
 
 import os
@@ -33,21 +35,44 @@ def sources(version: str) -> dict[str, str]:
 
 
 def fetch_all(versions: list[str]) -> None:
-    """Fetches what the cache does not have, two at a time; raises `Unreachable` at the first that fails."""
+    """Fetches what the cache does not have, two at a time; raises `Unreachable` at the first that
+    fails.
+    """
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(sources, versions))
 
 
 def _fetch(version: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--ignore-requires-python", "--retries", "0", "--timeout", "10", "--dest", scratch]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
+        command += [
+            "--ignore-requires-python",
+            "--retries",
+            "0",
+            "--timeout",
+            "10",
+            "--dest",
+            scratch,
+        ]
         try:
             done = subprocess.run(
-                [*command, f"transformer-engine=={version}"], capture_output=True, text=True, timeout=60
+                [*command, f"transformer-engine=={version}"],
+                capture_output=True,
+                text=True,
+                timeout=60,
             )
         except subprocess.TimeoutExpired:
-            raise Unreachable(f"pip download of transformer-engine {version} took more than 60 s") from None
+            raise Unreachable(
+                f"pip download of transformer-engine {version} took more than 60 s"
+            ) from None
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]

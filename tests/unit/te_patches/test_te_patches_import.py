@@ -1,4 +1,5 @@
-"""te_patches on PYTHONPATH, in processes of their own: a TransformerEngine of three small files, torch of twenty lines.
+"""te_patches on PYTHONPATH, in processes of their own: a TransformerEngine of three small files,
+torch of twenty lines.
 
 The stand-in of torch prints SYNC whenever a number would travel from the GPU to the host.
 """
@@ -87,10 +88,13 @@ def site(tmp_path, known):
     (package / "dot_product_attention.py").write_text(FORWARD)
     (package / "context_parallel.py").write_text(BACKWARD)
     functions = [
-        next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)) for source in sources
+        next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+        for source in sources
     ]
     prints = tuple(map(known.fingerprint_of, sources, functions))
-    tmp_path.teach = f"import te_thd_patch, te_thd_sources; te_thd_sources.KNOWN[{KNOWN_AS!r}] = {prints!r}\n"
+    tmp_path.teach = (
+        f"import te_thd_patch, te_thd_sources; te_thd_sources.KNOWN[{KNOWN_AS!r}] = {prints!r}\n"
+    )
     set_version(tmp_path, KNOWN_AS)
     return tmp_path
 
@@ -109,7 +113,9 @@ def tmp_path(tmp_path):
 def set_version(site, version):
     info = site / "transformer_engine-0.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n"
+    )
 
 
 def python(site, code, *flags, patches=TE_PATCHES, **env):
@@ -117,9 +123,12 @@ def python(site, code, *flags, patches=TE_PATCHES, **env):
     ours = ("PYTHON", "LOCAL_RANK", "SLURM", "MEGATRON_PACKED")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60,
+        [sys.executable, *flags, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=clean | {"PYTHONPATH": f"{patches}{os.pathsep}{site}"} | env,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()
 
@@ -165,9 +174,13 @@ def test_without_context_parallelism_nothing_is_different(site):
 )
 def test_what_is_not_known_is_left_untouched_and_said(site, version, why):
     set_version(site, version)
-    out, err = python(site, site.teach + USE + "print('_te_thd_patch' in vars(sys.modules[P2P.__module__]))")
+    out, err = python(
+        site, site.teach + USE + "print('_te_thd_patch' in vars(sys.modules[P2P.__module__]))"
+    )
     assert out == [*NOT_PATCHED, "False"]
-    assert len(err) == 1 and err[0].startswith(f"te_patches: TransformerEngine {version} is left untouched: {why}")
+    assert len(err) == 1 and err[0].startswith(
+        f"te_patches: TransformerEngine {version} is left untouched: {why}"
+    )
 
 
 def test_one_doctored_function_leaves_both_modules_untouched(site):
@@ -214,10 +227,15 @@ def test_undo_before_and_after_import_and_back(site):
 
 
 def test_installed_after_transformer_engine_it_says_so(site):
-    late = USE + "import te_thd_patch; te_thd_patch.install(); print(te_thd_patch._finder in sys.meta_path)"
+    late = (
+        USE
+        + "import te_thd_patch; te_thd_patch.install(); print(te_thd_patch._finder in sys.meta_path)"
+    )
     out, err = python(site, late, MEGATRON_PACKED_TE_PATCHES="0")
     assert out == [*NOT_PATCHED, "False"]
-    assert err == ["te_patches: TransformerEngine is left untouched: it was imported before this patch was installed"]
+    assert err == [
+        "te_patches: TransformerEngine is left untouched: it was imported before this patch was installed"
+    ]
 
 
 def test_the_switch_leaves_nothing_behind(site):
@@ -226,7 +244,8 @@ def test_the_switch_leaves_nothing_behind(site):
     assert python(site, code, MEGATRON_PACKED_TE_PATCHES="0") == (["False False"], [])
 
 
-# --- Other sitecustomize modules, and interpreter start. --------------------------------------------------------------
+# --- Other sitecustomize modules, and interpreter start.
+# --------------------------------------------------------------
 
 OTHER = """
 import sys
@@ -285,27 +304,44 @@ def test_an_error_in_the_patch_stops_nobody(site, tmp_path):
     out, err = python(site, "print('up')", patches=broken)
     assert out == ["next", "up"]
     assert len(err) == 1
-    assert err[0].startswith("te_patches: not armed, TransformerEngine is left untouched: SyntaxError")
+    assert err[0].startswith(
+        "te_patches: not armed, TransformerEngine is left untouched: SyntaxError"
+    )
 
 
-@pytest.mark.parametrize(("flag", "runs"), [("-E", False), ("-I", False), ("-S", False), ("-s", True), ("-P", True)])
+@pytest.mark.parametrize(
+    ("flag", "runs"), [("-E", False), ("-I", False), ("-S", False), ("-s", True), ("-P", True)]
+)
 def test_flags_of_python(site, flag, runs):
     if flag == "-P" and sys.version_info < (3, 11):
         pytest.skip("Python 3.10 has no -P")
-    assert python(site, "import sys; print('te_thd_patch' in sys.modules)", flag) == ([str(runs)], [])
+    assert python(site, "import sys; print('te_thd_patch' in sys.modules)", flag) == (
+        [str(runs)],
+        [],
+    )
 
 
 def test_without_transformer_engine_nothing_happens(tmp_path):
     code = "import sys; print(*sys.modules)\ntry:\n    import transformer_engine\nexcept ImportError: print('none')"
     out, err = python(tmp_path, code)
     assert (out[1:], err) == (["none"], [])
-    heavy = {"torch", "numpy", "ast", "hashlib", "re", "typing", "importlib.metadata", "te_thd_sources"}
+    heavy = {
+        "torch",
+        "numpy",
+        "ast",
+        "hashlib",
+        "re",
+        "typing",
+        "importlib.metadata",
+        "te_thd_sources",
+    }
     more = {*out[0].split()} - {*python(tmp_path, code, patches=tmp_path)[0][0].split()}
     assert "te_thd_patch" in more and not more & heavy
 
 
 def test_start_costs_less_than_10_ms(tmp_path):
     """The least of five, since other processes may run at the same time."""
+
     def milliseconds():
         _, err = python(tmp_path, "", "-X", "importtime")
         line = next(line for line in err if re.search(r"\bsitecustomize$", line))

@@ -1,11 +1,12 @@
-"""te_patches on sources: real releases from the package index, and a stand-in of ours that needs no network.
+"""te_patches on sources: real releases from the package index, and a stand-in of ours that needs no
+network.
 
-Of every source: fingerprints match, nothing but what waits for the GPU is different, the result compiles, and the
-statements and functions in question, run by themselves before and after, give the same numbers; those after also run on
-tensors that cannot be read.
+Of every source: fingerprints match, nothing but what waits for the GPU is different, the result
+compiles, and the statements and functions in question, run by themselves before and after, give the
+same numbers; those after also run on tensors that cannot be read.
 
-Real releases: five below 2.18 that cover every form of the statements, and 2.18.0. ``TE_PATCHES_RELEASES=all`` takes
-every release that is known.
+Real releases: five below 2.18 that cover every form of the statements, and 2.18.0.
+``TE_PATCHES_RELEASES=all`` takes every release that is known.
 """
 
 import ast
@@ -75,8 +76,14 @@ def reorder_seq_chunks_after_a2a_before_attn_thd(x, cu_seqlens, seq_chunk_ids, c
 }
 
 CALLS = {  # in backward, by first release that has them
-    "2.3.0": ["dq[cu_seqlens_q_padded[-1]:].fill_(0)", "dkv[:, cu_seqlens_kv_padded[-1]:].fill_(0)"],
-    "2.8.0": [f"{x}[cu_seqlens_{y}_padded[-1]:].fill_(0)" for x, y in (("dq", "q"), ("dk", "kv"), ("dv", "kv"))],
+    "2.3.0": [
+        "dq[cu_seqlens_q_padded[-1]:].fill_(0)",
+        "dkv[:, cu_seqlens_kv_padded[-1]:].fill_(0)",
+    ],
+    "2.8.0": [
+        f"{x}[cu_seqlens_{y}_padded[-1]:].fill_(0)"
+        for x, y in (("dq", "q"), ("dk", "kv"), ("dv", "kv"))
+    ],
 }
 CALLS["2.5.0"] = CALLS["2.8.0"] + CALLS["2.3.0"][1:]
 COMPARISONS = [f"torch.equal(cu_seqlens_{x}_padded[:-1], cu_seqlens_{x}[:-1])" for x in ("q", "kv")]
@@ -88,7 +95,9 @@ def calls_in_backward(version):
 
 
 def differences(before, after):
-    """``(before, after)``, as text, of every call that te_patches replaces; the trees must be equal elsewhere."""
+    """``(before, after)``, as text, of every call that te_patches replaces; the trees must be equal
+    elsewhere.
+    """
     match after:
         case ast.Call(ast.Attribute(ast.Name("_te_thd_patch"))):
             assert isinstance(before, ast.Call)
@@ -125,7 +134,9 @@ def check(patch, known, version, sources, expected_backward, reorders):
     trees, words = known.patched_trees(version, sources)
     old = {module: ast.parse(source) for module, source in sources.items()}
     names = list(known.FUNCTIONS)[: 4 if reorders else 2]
-    before, after = ([function_in(all_[known.FUNCTIONS[name]], name) for name in names] for all_ in (old, trees))
+    before, after = (
+        [function_in(all_[known.FUNCTIONS[name]], name) for name in names] for all_ in (old, trees)
+    )
     assert words == (
         f"2 in DotProductAttention.forward, {len(expected_backward)} in AttnFuncWithCPAndKVP2P.backward"
         + "".join(f", all in {name}" for name in names[2:])
@@ -134,28 +145,43 @@ def check(patch, known, version, sources, expected_backward, reorders):
         compile(tree, module, "exec")
     if reorders:
         same_order(patch, old[BACKWARD_MODULE], before[2:], after[2:])
-    for original, function, helper in zip(before[2:], after[2:], ("to_rank_order", "to_sequence_order")):
+    for original, function, helper in zip(
+        before[2:], after[2:], ("to_rank_order", "to_sequence_order")
+    ):
         has_text = ast.get_docstring(original) is not None
         inserted = ast.unparse(function.body.pop(int(has_text)))
         arguments = ", ".join(argument.arg for argument in function.args.args)
-        assert inserted == f"if _te_thd_patch.active():\n    return _te_thd_patch.{helper}({arguments})"
+        assert (
+            inserted
+            == f"if _te_thd_patch.active():\n    return _te_thd_patch.{helper}({arguments})"
+        )
 
-    forward, backward = (differences(old[module], trees[module]) for module in (FORWARD_MODULE, BACKWARD_MODULE))
+    forward, backward = (
+        differences(old[module], trees[module]) for module in (FORWARD_MODULE, BACKWARD_MODULE)
+    )
     assert [call for call, _ in forward] == COMPARISONS
     assert [call for _, call in forward] == [
-        call.replace("torch.", "_te_thd_patch.").replace(":-1])", ":-1], context_parallel)") for call in COMPARISONS
+        call.replace("torch.", "_te_thd_patch.").replace(":-1])", ":-1], context_parallel)")
+        for call in COMPARISONS
     ]
     assert sorted(call for call, _ in backward) == sorted(expected_backward)
     for call, replacement in backward:
         tensor, start = re.fullmatch(r"(\w+)\[(?::, )?(\w+\[-1\]):\]\.fill_\(0\)", call).groups()
         assert replacement == f"_te_thd_patch.zero_tail({tensor}, {start}, {int(':, ' in call)})"
 
-    decisions = [statement(function, "pad_between_seqs is None") for function in (before[0], after[0])]
+    decisions = [
+        statement(function, "pad_between_seqs is None") for function in (before[0], after[0])
+    ]
     same_decision(patch, *(code for _, code in decisions))
     condition = "ctx.qkv_format == 'thd' and (not ctx.use_fused_attention)"
-    same_gradients(patch, *(statement(function, condition)[1] for function in (before[1], after[1])))
-    assigned = [node.lineno for node in ast.walk(after[0]) if isinstance(node, ast.Assign)
-                and ast.unparse(node.targets[0]) == "context_parallel"]  # fmt: skip
+    same_gradients(
+        patch, *(statement(function, condition)[1] for function in (before[1], after[1]))
+    )
+    assigned = [
+        node.lineno
+        for node in ast.walk(after[0])
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "context_parallel"
+    ]
     assert any(number < decisions[1][0].lineno for number in assigned)
 
 
@@ -174,11 +200,15 @@ def same_order(patch, module, before, after):
         functions.append([own[function.name] for function in group])
     for cp in (1, 2, 4):
         for documents in ([1], [0, 3, 0, 0, 1, 2, 0], [2, 1, 1, 5, 0, 0]):
-            offsets = torch.tensor([0, *itertools.accumulate(2 * cp * n for n in documents)], dtype=torch.int32)
+            offsets = torch.tensor(
+                [0, *itertools.accumulate(2 * cp * n for n in documents)], dtype=torch.int32
+            )
             x, seq_chunk_ids = torch.randn(int(offsets[-1]), 2), names[ids](cp, torch.device("cpu"))
             (to_ranks, back), (our_to_ranks, our_back) = functions
             assert torch.equal(to_ranks(x, offsets, cp), our_to_ranks(x, offsets, cp))
-            assert torch.equal(back(x, offsets, seq_chunk_ids, cp), our_back(x, offsets, seq_chunk_ids, cp))
+            assert torch.equal(
+                back(x, offsets, seq_chunk_ids, cp), our_back(x, offsets, seq_chunk_ids, cp)
+            )
     unreadable = [tensor.to("meta") for tensor in (x, offsets, seq_chunk_ids)]
     assert our_back(*unreadable, 4).shape == our_to_ranks(*unreadable[:2], 4).shape == x.shape
     patch._active = False  # undone: what is patched does as before
@@ -194,21 +224,35 @@ def run(statement, names):
 
 
 def same_decision(patch, before, after):
-    """Same memory decides as torch.equal; different memory counts as padded, with context parallelism alone."""
+    """Same memory decides as torch.equal; different memory counts as padded, with context
+    parallelism alone.
+    """
     real, copy = torch.tensor([0, 4, 8]), torch.tensor([0, 4, 8])
     padded = torch.tensor([0, 6, 12])
     for padded_q, padded_kv, cp, expected in [
-        (None, None, True, False), (real, real, True, False), (real.view(-1), real, True, False),
-        (None, real, True, False), (padded, padded, True, True), (real, padded, True, True),
-        (copy, copy, False, False), (padded, real, False, True), (copy, copy, True, "not known"),
-    ]:  # fmt: skip
+        (None, None, True, False),
+        (real, real, True, False),
+        (real.view(-1), real, True, False),
+        (None, real, True, False),
+        (padded, padded, True, True),
+        (real, padded, True, True),
+        (copy, copy, False, False),
+        (padded, real, False, True),
+        (copy, copy, True, "not known"),
+    ]:
         results = []
         for code in (before, after):
             names = {
-                "torch": torch, "_te_thd_patch": patch, "context_parallel": cp, "qkv_format": "thd",
-                "pad_between_seqs": None, "cu_seqlens_q": real, "cu_seqlens_kv": real,
-                "cu_seqlens_q_padded": padded_q, "cu_seqlens_kv_padded": padded_kv,
-            }  # fmt: skip
+                "torch": torch,
+                "_te_thd_patch": patch,
+                "context_parallel": cp,
+                "qkv_format": "thd",
+                "pad_between_seqs": None,
+                "cu_seqlens_q": real,
+                "cu_seqlens_kv": real,
+                "cu_seqlens_q_padded": padded_q,
+                "cu_seqlens_kv_padded": padded_kv,
+            }
             exec(code, names)
             results.append(names["pad_between_seqs"])
         assert results == ([False, True] if expected == "not known" else [expected, expected])
@@ -220,9 +264,15 @@ def same_gradients(patch, before, after):
         tensors = {name: torch.randn(6, 2, 3, generator=generator) for name in ("dq", "dk", "dv")}
         tensors["dkv"] = torch.randn(2, 6, 2, 3, generator=generator)
         offsets = torch.tensor([0, total // 2, total], dtype=torch.int32)
-        tensors |= {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": (offsets + 1).clamp(max=6)}
+        tensors |= {
+            "cu_seqlens_q_padded": offsets,
+            "cu_seqlens_kv_padded": (offsets + 1).clamp(max=6),
+        }
         ctx = SimpleNamespace(qkv_format="thd", use_fused_attention=False, enable_mla=mla)
-        return {name: x.to(device) for name, x in tensors.items()} | {"ctx": ctx, "_te_thd_patch": patch}
+        return {name: x.to(device) for name, x in tensors.items()} | {
+            "ctx": ctx,
+            "_te_thd_patch": patch,
+        }
 
     for total in (0, 1, 4, 6):
         for mla in (False, True):
@@ -231,7 +281,11 @@ def same_gradients(patch, before, after):
             exec(after, new)
             for name in ("dq", "dk", "dv", "dkv"):
                 assert torch.equal(old[name], new[name])
-            assert old["dq"][total:].count_nonzero() == 0 < old["dq"][:total].count_nonzero() + (total == 0)
+            assert (
+                old["dq"][total:].count_nonzero()
+                == 0
+                < old["dq"][:total].count_nonzero() + (total == 0)
+            )
     # Tensors on "meta" have no values: whatever reads one on the host fails.
     exec(after, names("meta", 4, True))
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -241,18 +295,35 @@ def same_gradients(patch, before, after):
 HOST_READ = re.compile(
     r"torch\.(equal|nonzero|unique|masked_select)\(|torch\.arange\((?!cp_size,)|\.(item|tolist|cpu|nonzero)\(\)|_padded\[-1\]:|_kv\[-1\]:|_q\[-1\]:"
 )
-HELPERS_OF_DATA = {"pad_thd_sequences_for_cp", "generate_positional_ids_for_cp", "get_batch_on_this_cp_rank"}
+HELPERS_OF_DATA = {
+    "pad_thd_sequences_for_cp",
+    "generate_positional_ids_for_cp",
+    "get_batch_on_this_cp_rank",
+}
 
 
 def host_reads(tree, known):
-    """What reads a tensor on the host, without functions that prepare batches or are replaced as a whole."""
-    nodes = [node for node in tree.body if getattr(node, "name", "") not in {*HELPERS_OF_DATA, *known.STAND_INS}]
-    return [line.strip() for node in nodes for line in ast.unparse(node).splitlines() if HOST_READ.search(line)]
+    """What reads a tensor on the host, without functions that prepare batches or are replaced as a
+    whole.
+    """
+    nodes = [
+        node
+        for node in tree.body
+        if getattr(node, "name", "") not in {*HELPERS_OF_DATA, *known.STAND_INS}
+    ]
+    return [
+        line.strip()
+        for node in nodes
+        for line in ast.unparse(node).splitlines()
+        if HOST_READ.search(line)
+    ]
 
 
 @pytest.fixture
 def stand_in(known, monkeypatch):
-    """te_thd_sources, to which the stand-in is release 2.5.99; it is what te_patches would know of such a release."""
+    """te_thd_sources, to which the stand-in is release 2.5.99; it is what te_patches would know of
+    such a release.
+    """
     prints = tuple(
         known.fingerprint_of(STAND_IN[module], function_in(ast.parse(STAND_IN[module]), name))
         for name, module in known.FUNCTIONS.items()
@@ -266,16 +337,39 @@ def test_stand_in(patch, stand_in):
     trees, _ = stand_in.patched_trees("2.5.99+4ea4e8b", STAND_IN)  # a build from source
     assert host_reads(trees[BACKWARD_MODULE], stand_in) == ["ends = cu_seqlens.tolist()"]
     others = "return torch.equal(a, b) or a[b[-1]:].fill_(0)"
-    assert host_reads(trees[FORWARD_MODULE], stand_in) == [others, "max_seqlen_q = cu_seqlens_q.max().item()"]
+    assert host_reads(trees[FORWARD_MODULE], stand_in) == [
+        others,
+        "max_seqlen_q = cu_seqlens_q.max().item()",
+    ]
 
 
 @pytest.mark.parametrize(
     ("module", "old", "new", "why"),
     [
-        (FORWARD_MODULE, "is not None", "is None", "DotProductAttention.forward is not that of this release"),
-        (FORWARD_MODULE, "# a comment, too, is fingerprinted", "", "DotProductAttention.forward is not that of this"),
-        (BACKWARD_MODULE, "dq[cu_seqlens_q_", "dq[cu_seqlens_kv_", "AttnFuncWithCPAndKVP2P.backward is not that of"),
-        (BACKWARD_MODULE, "def backward", "def back", "0 definitions of AttnFuncWithCPAndKVP2P.backward instead of"),
+        (
+            FORWARD_MODULE,
+            "is not None",
+            "is None",
+            "DotProductAttention.forward is not that of this release",
+        ),
+        (
+            FORWARD_MODULE,
+            "# a comment, too, is fingerprinted",
+            "",
+            "DotProductAttention.forward is not that of this",
+        ),
+        (
+            BACKWARD_MODULE,
+            "dq[cu_seqlens_q_",
+            "dq[cu_seqlens_kv_",
+            "AttnFuncWithCPAndKVP2P.backward is not that of",
+        ),
+        (
+            BACKWARD_MODULE,
+            "def backward",
+            "def back",
+            "0 definitions of AttnFuncWithCPAndKVP2P.backward instead of",
+        ),
         (BACKWARD_MODULE, "class Attn", "class BAttn", "0 definitions"),
     ],
 )
@@ -286,7 +380,10 @@ def test_a_doctored_source_is_refused(stand_in, module, old, new, why):
 
 
 def test_white_space_and_what_lies_around_may_differ(stand_in):
-    sources = {module: "import os\n\n" + source.replace("  #", "\t #") for module, source in STAND_IN.items()}
+    sources = {
+        module: "import os\n\n" + source.replace("  #", "\t #")
+        for module, source in STAND_IN.items()
+    }
     stand_in.patched_trees("2.5.99", sources)
 
 
@@ -296,9 +393,13 @@ def test_versions_from_2_18_on_need_no_patch(known, version):
         known.patched_trees(version, STAND_IN)
 
 
-@pytest.mark.parametrize("version", ["1.13.0", "2.2.0", "2.8.1", "2.8", "2.8.0.dev0", "2.18rc1", "0+unknown", ""])
+@pytest.mark.parametrize(
+    "version", ["1.13.0", "2.2.0", "2.8.1", "2.8", "2.8.0.dev0", "2.18rc1", "0+unknown", ""]
+)
 def test_unknown_versions_are_refused(known, version):
-    with pytest.raises(known.Refused, match=r"this release is not known \(2\.3\.0, .* 2\.17\.1 are\)"):
+    with pytest.raises(
+        known.Refused, match=r"this release is not known \(2\.3\.0, .* 2\.17\.1 are\)"
+    ):
         known.patched_trees(version, STAND_IN)
 
 
@@ -315,7 +416,9 @@ def test_undone_helpers_do_what_the_statements_did(patch):
 def test_the_same_memory_is_equal_only_if_it_is_read_alike(patch):
     offsets = torch.tensor([0, 4, 4, 4])
     assert patch.equal(offsets[:2], offsets.view(2, 2)[0], True)
-    assert not patch.equal(offsets[:2], offsets[::2], True) and not patch.equal(offsets[:2], offsets[:3], True)
+    assert not patch.equal(offsets[:2], offsets[::2], True) and not patch.equal(
+        offsets[:2], offsets[:3], True
+    )
 
 
 def test_rows_behind_the_last_document_travel_and_come_back(patch):
@@ -324,7 +427,9 @@ def test_rows_behind_the_last_document_travel_and_come_back(patch):
     assert by_rank.tolist()[:12] == [0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 22, 23]
     assert torch.equal(patch.to_sequence_order(by_rank, offsets, None, 2), x)
     pack = torch.arange(48).view(2, 24)
-    assert torch.equal(patch.to_rank_order(pack, offsets, 2, seq_dim=1), torch.stack([by_rank, by_rank + 24]))
+    assert torch.equal(
+        patch.to_rank_order(pack, offsets, 2, seq_dim=1), torch.stack([by_rank, by_rank + 24])
+    )
     with pytest.raises(ValueError, match=r"22 packed rows are not divisible by 2 \* 2 \(cp_size\)"):
         patch.to_rank_order(x[:22], offsets, 2)
 
@@ -335,7 +440,8 @@ def test_it_stands_alone_and_is_small():
     assert not any(re.search(r"(import|from) megatron_packed", text) for text in texts)
 
 
-# --- Real releases. ---------------------------------------------------------------------------------------------------
+# --- Real releases.
+# ---------------------------------------------------------------------------------------------------
 
 RELEASES = ["2.3.0", "2.5.0", "2.8.0", "2.12.0", "2.17.1"]
 FIXED = "2.18.0"
@@ -343,7 +449,9 @@ FIXED = "2.18.0"
 
 @pytest.fixture(scope="module")
 def real_sources():
-    """Fetches once what the tests of real releases need; skips all of them where there is no package index."""
+    """Fetches once what the tests of real releases need; skips all of them where there is no
+    package index.
+    """
     try:
         te_real_sources.fetch_all([FIXED])
         te_real_sources.fetch_all(releases())
@@ -364,13 +472,20 @@ def test_real_release(patch, known, real_sources, version):
     sources = real_sources(version)
     reorders = "reorder_seq_chunks_before_a2a_after_attn_thd" in sources[BACKWARD_MODULE]
     check(patch, known, version, sources, calls_in_backward(version), reorders)
-    assert sorted(host_reads(ast.parse(sources[BACKWARD_MODULE]), known)) == sorted(calls_in_backward(version))
+    assert sorted(host_reads(ast.parse(sources[BACKWARD_MODULE]), known)) == sorted(
+        calls_in_backward(version)
+    )
     trees, _ = known.patched_trees(version, sources)
     assert host_reads(trees[BACKWARD_MODULE], known) == []
-    longest = ("max_seqlen_q = int((seqlens_q", "max_seqlen_kv = int((seqlens_kv")  # only if the caller gives none
+    longest = (
+        "max_seqlen_q = int((seqlens_q",
+        "max_seqlen_kv = int((seqlens_kv",
+    )  # only if the caller gives none
     assert all(line.startswith(longest) for line in host_reads(trees[FORWARD_MODULE], known))
     with pytest.raises(known.Refused, match="is not that of this release"):
-        doctored = sources[BACKWARD_MODULE].replace("dq[cu_seqlens_q_padded[-1]", "dq[cu_seqlens_kv_padded[-1]")
+        doctored = sources[BACKWARD_MODULE].replace(
+            "dq[cu_seqlens_q_padded[-1]", "dq[cu_seqlens_kv_padded[-1]"
+        )
         known.patched_trees(version, sources | {BACKWARD_MODULE: doctored})
 
 
@@ -392,6 +507,8 @@ def test_without_an_index_the_reason_is_said(monkeypatch, tmp_path):
         monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
         monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
         monkeypatch.setattr(te_real_sources, "CACHE", tmp_path)
-        with pytest.raises(te_real_sources.Unreachable, match=r"pip could not download transformer-engine 2\.8\.0"):
+        with pytest.raises(
+            te_real_sources.Unreachable, match=r"pip could not download transformer-engine 2\.8\.0"
+        ):
             te_real_sources.sources("2.8.0")
     assert list(tmp_path.iterdir()) == []

@@ -34,26 +34,54 @@ from stand_in import RecordingEngine
 SLOTS, VOCAB = 48, 211
 PATTERN = "M*-EM*E"
 SIZES = {
-    "hidden_size": 256, "mamba_head_dim": 64, "mamba_state_dim": 64, "mamba_chunk_size": 64, "ffn_hidden_size": 512,
-    "moe_ffn_hidden_size": 128, "mamba_num_heads": 8,
-}  # fmt: skip
+    "hidden_size": 256,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+    "mamba_chunk_size": 64,
+    "ffn_hidden_size": 512,
+    "moe_ffn_hidden_size": 128,
+    "mamba_num_heads": 8,
+}
 """That kernels of GPUs take."""
 NO_EXPERTS = {
-    "num_experts": None, "moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None,
-    "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
-}  # fmt: skip
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+}
 
 
 def config_of(
-    device: str = "cpu", *, bf16: bool = False, bucket: int = 4000, graphs: bool = False, **model: object
+    device: str = "cpu",
+    *,
+    bf16: bool = False,
+    bucket: int = 4000,
+    graphs: bool = False,
+    **model: object,
 ) -> RunConfig:
     options = {
-        "hybrid_layer_pattern": PATTERN, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
-        "ffn_hidden_size": 48, "mamba_head_dim": 8, "mamba_num_heads": 8, "mamba_state_dim": 16, "mamba_num_groups": 2,
-        "mamba_chunk_size": 8, "normalization": "RMSNorm", "squared_relu": True, "num_experts": 4,
-        "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16, "moe_aux_loss_coeff": 1e-2,
-        "moe_z_loss_coeff": 1e-3, "position_embedding_type": "rope", "add_bias_linear": False, **model,
-    }  # fmt: skip
+        "hybrid_layer_pattern": PATTERN,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "mamba_head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_state_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": 8,
+        "normalization": "RMSNorm",
+        "squared_relu": True,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_z_loss_coeff": 1e-3,
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        **model,
+    }
     return RunConfig(
         model=ModelConfig(**options),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
@@ -72,7 +100,9 @@ def job_of(device: str = "cpu", **options: object) -> Job:
 def packs(count: int, ladder: Ladder | None = None) -> list[MicroBatch]:
     draw = np.random.default_rng(0)
     lengths = [(19, 8, 3, 1), (30,), ()]
-    filled = [[(draw.integers(0, VOCAB, n), None) for n in lengths[number % 3]] for number in range(count)]
+    filled = [
+        [(draw.integers(0, VOCAB, n), None) for n in lengths[number % 3]] for number in range(count)
+    ]
     cells = [None if ladder is None else ladder.cell_for(len(pack), SLOTS) for pack in filled]
     sizes = [(None, None) if cell is None else (cell.capacity, cell.max_seqlen) for cell in cells]
     return [
@@ -103,7 +133,12 @@ def seen_at_start(job: Job, monkeypatch: pytest.MonkeyPatch) -> dict[Bucket, Ten
     [
         {},
         {"untie_embeddings_and_output_weights": True},
-        {"hybrid_layer_pattern": "M*-*M", "add_bias_linear": True, "add_qkv_bias": True, **NO_EXPERTS},
+        {
+            "hybrid_layer_pattern": "M*-*M",
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            **NO_EXPERTS,
+        },
     ],
     ids=["tied", "untied", "biases"],
 )
@@ -122,7 +157,9 @@ def test_a_bucket_is_complete_when_its_sum_begins(
         assert begun.any()
     first = [used[0] for used in stages_of_buckets(job.buffers, job.model.stages)]
     assert job.step.overlapped is not None
-    assert job.step.overlapped.begun_in_backward == sum(stage > 0 for stage in first) > len(first) / 2
+    assert (
+        job.step.overlapped.begun_in_backward == sum(stage > 0 for stage in first) > len(first) / 2
+    )
 
 
 def test_the_order_is_that_of_the_backward_pass() -> None:
@@ -133,11 +170,15 @@ def test_the_order_is_that_of_the_backward_pass() -> None:
     assert stages == sorted(stages, reverse=True) and {0, 1, len(PATTERN)} >= {stages[-1]}
     found = stages_of_buckets(job.buffers, job.model.stages)
     [embedding] = [s.bucket for s in job.buffers.layout.slots if s.name == "embedding.weight"]
-    assert found[embedding][0] == 0 and found[embedding][-1] == len(job.model.stages) - 1  # tied: first and last
+    assert (
+        found[embedding][0] == 0 and found[embedding][-1] == len(job.model.stages) - 1
+    )  # tied: first and last
 
 
 def test_what_gets_no_gradient_holds_nothing_up() -> None:
-    """Experts that no token goes to, packs without a document, a frozen embedding: all buckets begin all the same."""
+    """Experts that no token goes to, packs without a document, a frozen embedding: all buckets
+    begin all the same.
+    """
     job = job_of(num_experts=64)
     assert job.step.overlapped is not None
     job.step([MicroBatch.build([], SLOTS, scales=(0.0, 0.0))], 1e-2)
@@ -153,7 +194,11 @@ def test_late_parameters_come_behind_the_backward_pass() -> None:
     job = job_of()
     late = [job.model.layers[-1].norm.weight]
     overlapped = OverlappedReduce(job.buffers, ParallelGroups.single(), job.model.stages, late=late)
-    [bucket] = {s.bucket for s in job.buffers.layout.slots if s.name == f"layers.{len(PATTERN) - 1}.norm.weight"}
+    [bucket] = {
+        s.bucket
+        for s in job.buffers.layout.slots
+        if s.name == f"layers.{len(PATTERN) - 1}.norm.weight"
+    }
     assert {b: s for s, b in overlapped._queue}[job.buffers.layout.buckets[bucket]] == 0
 
 
@@ -166,10 +211,14 @@ def test_micro_batches_before_the_last_begin_nothing() -> None:
     job.step.forward_backward = lambda mb: (forward_backward(mb), begun.append(overlapped._next))[0]  # type: ignore
     job.step(packs(3), 1e-2)
     total = len(job.buffers.layout.buckets)
-    assert begun[:2] == [total, total] and 0 < begun[2] < total  # the queue is at its end until the last one begins
+    assert (
+        begun[:2] == [total, total] and 0 < begun[2] < total
+    )  # the queue is at its end until the last one begins
 
 
-def test_behind_a_last_micro_batch_that_failed_none_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_last_micro_batch_that_failed_none_is_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in a capture that finds no memory: what is captured next must not begin sums."""
     job, expected = job_of(), job_of()
     overlapped = job.step.overlapped
@@ -188,7 +237,9 @@ def test_behind_a_last_micro_batch_that_failed_none_is_the_last(monkeypatch: pyt
     assert torch.equal(job.step(packs(3), 1e-2), expected.step(packs(3), 1e-2))
 
 
-def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in a warm-up and in the capture behind it, which must not depend on what came between."""
     job = job_of()
     job.step(packs(2), 1e-2)
@@ -203,11 +254,15 @@ def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(monkeypatch: py
         assert list(seen) == late
 
 
-def check_replays(device: str, engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+def check_replays(
+    device: str, engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
     """A step whose layers are replays: every bucket is complete when its sum begins."""
     config = config_of(device, graphs=True, **options)
     job, ladder = build_job(config, ParallelGroups.single(device), VOCAB), Ladder.of([5], SLOTS)
-    graphs = build_graphs(config, job, ladder, ParallelGroups.single(device), lambda line: None, engine)
+    graphs = build_graphs(
+        config, job, ladder, ParallelGroups.single(device), lambda line: None, engine
+    )
     assert graphs is not None
     with released(graphs):
         capture_graphs(graphs, job.step, 3, ParallelGroups.single(device))
@@ -232,9 +287,15 @@ def test_a_bucket_is_complete_behind_replays_on_a_gpu(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", [{}, {"untie_embeddings_and_output_weights": True}], ids=["tied", "untied"])
-def test_a_bucket_is_complete_on_a_gpu(model: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the kernels that add to the buffer themselves; several steps, as clones do not wait for anything."""
+@pytest.mark.parametrize(
+    "model", [{}, {"untie_embeddings_and_output_weights": True}], ids=["tied", "untied"]
+)
+def test_a_bucket_is_complete_on_a_gpu(
+    model: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the kernels that add to the buffer themselves; several steps, as clones do not wait
+    for anything.
+    """
     job = job_of("cuda", bf16=True, bucket=100_000, **SIZES, **model)
     for _ in range(3):
         with monkeypatch.context() as patch:

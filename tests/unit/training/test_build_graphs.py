@@ -1,4 +1,6 @@
-"""Which modules of a job are captured, on which packs, and that a capture changes nothing of the job."""
+"""Which modules of a job are captured, on which packs, and that a capture changes nothing of the
+job.
+"""
 
 import hashlib
 import pickle
@@ -27,7 +29,13 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build import build_job
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import failure_of
-from megatron_packed.training.graphs import build_graphs, capture_graphs, dummy_pack, modules_to_capture, released
+from megatron_packed.training.graphs import (
+    build_graphs,
+    capture_graphs,
+    dummy_pack,
+    modules_to_capture,
+    released,
+)
 from megatron_packed.training.state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
@@ -44,7 +52,9 @@ def config_of(**graphs):
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
         optim=OptimizerConfig(lr=1e-2),
-        training=TrainingConfig(train_iters=5, device="cpu", loss_spike_policy="skip", loss_spike_window=4),
+        training=TrainingConfig(
+            train_iters=5, device="cpu", loss_spike_policy="skip", loss_spike_window=4
+        ),
         cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
         logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
@@ -52,7 +62,9 @@ def config_of(**graphs):
 
 def by_engine(config):
     """Captured by TransformerEngine, though on a CPU, where the stand-in serves."""
-    object.__setattr__(config, "cuda_graph", replace(config.cuda_graph, cuda_graph_impl="transformer_engine"))
+    object.__setattr__(
+        config, "cuda_graph", replace(config.cuda_graph, cuda_graph_impl="transformer_engine")
+    )
     return config
 
 
@@ -81,7 +93,9 @@ def micro_batch(lengths, seed=3):
 )
 def test_modules_in_the_order_of_the_model(modules, names):
     model = job_of(config_of()).model
-    options = CudaGraphConfig.__new__(CudaGraphConfig)  # moe with its own part is refused as a configuration
+    options = CudaGraphConfig.__new__(
+        CudaGraphConfig
+    )  # moe with its own part is refused as a configuration
     object.__setattr__(options, "cuda_graph_modules", modules)
     found = modules_to_capture(options, model)
     assert list(found) == names
@@ -99,7 +113,9 @@ def test_nothing_without_graphs_and_a_sentence_without_a_gpu():
     assert "forward" not in vars(job.model.layers[0])
 
 
-@pytest.mark.parametrize("cell", [Cell(1, 96), Cell(7, 96), Cell(96, 96), Cell(500, 96), Cell(6, 20), Cell(3, 35)])
+@pytest.mark.parametrize(
+    "cell", [Cell(1, 96), Cell(7, 96), Cell(96, 96), Cell(500, 96), Cell(6, 20), Cell(3, 35)]
+)
 def test_a_dummy_fills_its_cell_and_looks_like_training(cell):
     made = dummy_pack(cell, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
     count, lengths = min(cell.capacity, 96), np.asarray(made.packed.document_lengths)
@@ -107,7 +123,11 @@ def test_a_dummy_fills_its_cell_and_looks_like_training(cell):
     assert lengths.min() >= 1 and lengths.max() <= cell.max_seqlen
     assert (made.layout.capacity, made.packed.max_seqlen) == (cell.capacity, cell.max_seqlen)
     assert count in (1, 96) or len(set(lengths.tolist())) > 1
-    assert made.tokens.min() >= 0 and made.tokens.max() < VOCAB and len(made.tokens.unique()) > VOCAB / 2
+    assert (
+        made.tokens.min() >= 0
+        and made.tokens.max() < VOCAB
+        and len(made.tokens.unique()) > VOCAB / 2
+    )
     targets = 4 * made.num_target_tokens
     assert made.scales.tolist() == pytest.approx([1 / targets if targets else 1, 1 / 4])
     again = dummy_pack(cell, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
@@ -123,19 +143,30 @@ def test_a_dummy_is_no_longer_than_the_rotary_tables():
     """A pack may be longer than every document in it."""
     made = dummy_pack(Cell(3, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, longest=30)
     assert list(made.packed.document_lengths) == [30, 30, 30] and made.packed.max_seqlen == 96
-    aligned = dummy_pack(Cell(1, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, alignment=8, longest=30)
+    aligned = dummy_pack(
+        Cell(1, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, alignment=8, longest=30
+    )
     assert list(aligned.packed.document_lengths) == [24]
 
 
 def state_hash(job):
-    """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random states."""
+    """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random
+    states.
+    """
     digest = hashlib.sha256()
     tensors = {held.shard.name: held.shard.tensor for held in held_state(job.model, job.optimizer)}
     tensors |= {f"buffer {name}": tensor for name, tensor in job.model.named_buffers()}
-    tensors |= {"storage": job.buffers.storage, "metrics": job.step.metrics, "rng": torch.get_rng_state()}
+    tensors |= {
+        "storage": job.buffers.storage,
+        "metrics": job.step.metrics,
+        "rng": torch.get_rng_state(),
+    }
     tensors["spikes"] = job.optimizer.spikes.recent
     for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            name.encode()
+            + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     digest.update(pickle.dumps((np.random.get_state(), random.getstate(), job.model.training)))
     return digest.hexdigest()
 
@@ -143,13 +174,22 @@ def state_hash(job):
 def test_a_capture_changes_nothing_of_the_job():
     config = config_of()
     job = job_of(config)
-    job.step([micro_batch([20, 9, 3])], 1e-2)  # moments, expert biases and statistics that are not zero
+    job.step(
+        [micro_batch([20, 9, 3])], 1e-2
+    )  # moments, expert biases and statistics that are not zero
     job.buffers.zero_grad()
-    before, addresses = state_hash(job), [parameter.data_ptr() for parameter in job.model.parameters()]
-    assert any(bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name)
+    before, addresses = (
+        state_hash(job),
+        [parameter.data_ptr() for parameter in job.model.parameters()],
+    )
+    assert any(
+        bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name
+    )
     graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, RecordingEngine())
     sizes = {"total_tokens": SLOTS, "vocab_size": VOCAB, "packs_per_step": 3}
-    graphs.tune(job.step.forward_backward, partial(dummy_pack, **sizes))  # what several GPUs do before
+    graphs.tune(
+        job.step.forward_backward, partial(dummy_pack, **sizes)
+    )  # what several GPUs do before
     assert job.buffers.grads.abs().sum() > 0
     job.buffers.zero_grad()
     assert state_hash(job) == before
@@ -157,19 +197,27 @@ def test_a_capture_changes_nothing_of_the_job():
     assert state_hash(job) == before
     assert [parameter.data_ptr() for parameter in job.model.parameters()] == addresses
     assert graphs.counters.captures == 2 * (1 + 2 * 4)
-    assert graphs.counters.replays == 0 and not graphs.counters.fallbacks and not graphs.counters.module_fallbacks
+    assert (
+        graphs.counters.replays == 0
+        and not graphs.counters.fallbacks
+        and not graphs.counters.module_fallbacks
+    )
     job.step([micro_batch([20, 9, 3])], 1e-2)
     assert state_hash(job) != before
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
-    """Documents fill a fourth of a pack, and the tables have as many positions; the tail may be longer."""
+    """Documents fill a fourth of a pack, and the tables have as many positions; the tail may be
+    longer.
+    """
     samples = PackingConfig(seq_length=SLOTS // 4, micro_batch_size=4, global_batch_size=12)
     rotary = replace(CONFIG, position_embedding_type="rope", max_position_embeddings=SLOTS // 4)
     config = replace(config_of(cuda_graph_impl=impl), model=rotary, packing=samples)
     eager, graphed = job_of(config), job_of(config)
-    graphs = graphed.step.graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, RecordingEngine())
+    graphs = graphed.step.graphs = build_graphs(
+        config, graphed, LADDER, GROUPS, lambda line: None, RecordingEngine()
+    )
     capture_graphs(graphs, graphed.step, 3, GROUPS, first=True)
     batches = [micro_batch(lengths) for lengths in ([SLOTS // 4, 3], [5], [SLOTS // 4] * 4)]
     assert torch.equal(graphed.step(batches, 1e-2), eager.step(batches, 1e-2))
@@ -186,13 +234,21 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, engine, made_by)
     graphed.step.graphs = graphs
     capture_graphs(graphs, graphed.step, 3, GROUPS)
-    steps = [[[48], [20, 9, 3], [1] * 9], [[]], [[5] * 5, [40]], [[1] * 48, [1] * 6], [[30, 2], [2, 30], [7], [9] * 5]]
+    steps = [
+        [[48], [20, 9, 3], [1] * 9],
+        [[]],
+        [[5] * 5, [40]],
+        [[1] * 48, [1] * 6],
+        [[30, 2], [2, 30], [7], [9] * 5],
+    ]
     for number, packs in enumerate(steps):
         if number == 3:
             capture_graphs(graphs, graphed.step, 3, GROUPS)
         engine.scramble()
         batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(packs)]
-        assert torch.equal(graphed.step(batches, 1e-2 / (1 + number)), eager.step(batches, 1e-2 / (1 + number)))
+        assert torch.equal(
+            graphed.step(batches, 1e-2 / (1 + number)), eager.step(batches, 1e-2 / (1 + number))
+        )
         assert state_hash(graphed) == state_hash(eager)
     beyond = sum(len(lengths) > 5 for packs in steps for lengths in packs)
     assert graphs.counters.fallbacks == {"more than 5 documents": beyond}
@@ -228,6 +284,11 @@ def test_graphs_are_released_on_every_way_out_and_the_first_error_is_the_one_tol
 
 
 def test_a_forbidden_fallback_has_a_code_and_a_sentence():
-    failure = failure_of(GraphFallbackError("it would run eagerly; raise the capacity."), rank=2, step=7)
+    failure = failure_of(
+        GraphFallbackError("it would run eagerly; raise the capacity."), rank=2, step=7
+    )
     assert failure.exit_code == ExitCode.FALLBACK == 23
-    assert failure.reason == "CUDA graph fallback on rank 2 in step 7: it would run eagerly; raise the capacity."
+    assert (
+        failure.reason
+        == "CUDA graph fallback on rank 2 in step 7: it would run eagerly; raise the capacity."
+    )

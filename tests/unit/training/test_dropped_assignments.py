@@ -1,4 +1,6 @@
-"""Assignments that an expert's capacity drops are counted by layer, whatever runs the layers, and are shown."""
+"""Assignments that an expert's capacity drops are counted by layer, whatever runs the layers, and
+are shown.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,9 @@ STEP = [[48], [20, 9, 3], []]
 
 
 def with_capacity(config):
-    model = dataclasses.replace(config.model, hybrid_layer_pattern="EM*-E", moe_expert_capacity_factor=FACTOR)
+    model = dataclasses.replace(
+        config.model, hybrid_layer_pattern="EM*-E", moe_expert_capacity_factor=FACTOR
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -40,20 +44,26 @@ def expected():
     dropped = torch.zeros(2)
     for batch in batches():
         counts = model(batch).tokens_per_expert
-        room = expert_capacity(batch.tokens.numel(), model.config.moe_router_topk, counts.shape[1], FACTOR)
+        room = expert_capacity(
+            batch.tokens.numel(), model.config.moe_router_topk, counts.shape[1], FACTOR
+        )
         dropped += (counts - room).clamp(min=0).sum(1)
     assert dropped.min() > 10 and dropped[0] != dropped[1]
     return dropped.tolist()
 
 
 @pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
-@pytest.mark.parametrize("memory", [MemoryConfig(), PARTS, TRAVELLERS], ids=["kept", "recomputed", "offloaded"])
+@pytest.mark.parametrize(
+    "memory", [MemoryConfig(), PARTS, TRAVELLERS], ids=["kept", "recomputed", "offloaded"]
+)
 def test_a_step_counts_what_was_beyond_the_room_of_experts(impl, memory, expected):
     config = dataclasses.replace(with_capacity(config_of(cuda_graph_impl=impl)), memory=memory)
     job = build_job(config, GROUPS, VOCAB)
     if impl != "none":
         engine = RecordingEngine()
-        graphs = job.step.graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, engine)
+        graphs = job.step.graphs = build_graphs(
+            config, job, LADDER, GROUPS, lambda line: None, engine
+        )
         capture_graphs(graphs, job.step, len(STEP), GROUPS, first=True)
     job.step(batches(), 1e-2)
     counts = job.step.counts_of(job.step.numbers.tolist())
@@ -71,7 +81,10 @@ def test_without_a_capacity_there_is_nothing_to_count():
 
 
 def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
-    figures = [ExpertFigures.of([30.0, 10.0, 20.0, 20.0], 2, 7, dropped) for dropped in ([8.0, 2.0], [0.0, 0.0])]
+    figures = [
+        ExpertFigures.of([30.0, 10.0, 20.0, 20.0], 2, 7, dropped)
+        for dropped in ([8.0, 2.0], [0.0, 0.0])
+    ]
     lines = [record(number, experts=one).as_dict() for number, one in enumerate(figures, start=1)]
     assert (lines[0]["expert_dropped"], lines[0]["expert_dropped_share"]) == (10, 0.125)
     assert lines[0]["expert_dropped_by_layer"] == [0.2, 0.05]
@@ -98,7 +111,11 @@ def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
 def test_the_self_test_says_what_couples_documents_by_design(changes, said, capsys):
     config = with_capacity(config_of(cuda_graph_impl="none"))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
-    _self_test(config, GROUPS, build_job(config, GROUPS, VOCAB).model, Console(rank=0, total_steps=1))
+    _self_test(
+        config, GROUPS, build_job(config, GROUPS, VOCAB).model, Console(rank=0, total_steps=1)
+    )
     line = capsys.readouterr().out
-    assert "checks passed" in line and ("couples the documents of a pack by design" in line) == bool(said)
+    assert "checks passed" in line and (
+        "couples the documents of a pack by design" in line
+    ) == bool(said)
     assert all(option in line for option in said)

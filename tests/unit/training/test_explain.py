@@ -21,17 +21,50 @@ from megatron_packed.training.kernels import chosen_kernels, op_inputs
 
 ROOT = Path(__file__).parents[3]
 FLAGS = [
-    "--hybrid-layer-pattern", "M*-E", "--hidden-size", "64", "--num-attention-heads", "4", "--kv-channels", "16",
-    "--mamba-num-heads", "4", "--mamba-head-dim", "16", "--mamba-num-groups", "1", "--mamba-state-dim", "16",
-    "--num-experts", "4", "--squared-relu", "--normalization", "RMSNorm", "--disable-bias-linear",
-    "--position-embedding-type", "rope", "--seq-length", "128", "--train-iters", "1", "--lr", "1e-3",
-    "--train-data-path", str(ROOT / "README.md"), "--tokenizer-type", "ByteTokenizer", "--device", "cpu",
-]  # fmt: skip
+    "--hybrid-layer-pattern",
+    "M*-E",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--kv-channels",
+    "16",
+    "--mamba-num-heads",
+    "4",
+    "--mamba-head-dim",
+    "16",
+    "--mamba-num-groups",
+    "1",
+    "--mamba-state-dim",
+    "16",
+    "--num-experts",
+    "4",
+    "--squared-relu",
+    "--normalization",
+    "RMSNorm",
+    "--disable-bias-linear",
+    "--position-embedding-type",
+    "rope",
+    "--seq-length",
+    "128",
+    "--train-iters",
+    "1",
+    "--lr",
+    "1e-3",
+    "--train-data-path",
+    str(ROOT / "README.md"),
+    "--tokenizer-type",
+    "ByteTokenizer",
+    "--device",
+    "cpu",
+]
 CPU = torch.device("cpu")
 
 
 def rows(*flags, device=CPU):
-    return {row.name.strip(): row for row in capabilities(parse([*FLAGS, *flags], world_size=1), device)}
+    return {
+        row.name.strip(): row for row in capabilities(parse([*FLAGS, *flags], world_size=1), device)
+    }
 
 
 def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
@@ -70,7 +103,12 @@ def test_layers_are_local_or_refused_where_transformer_engine_cannot_run():
 
 def test_layers_by_transformer_engine(monkeypatch):
     monkeypatch.setattr(explain_module, "engine_refusal", lambda device, dtype: None)
-    assert next(row for row in capabilities(by_transformer_engine(), CPU) if row.name == "layers").state == "on"
+    assert (
+        next(
+            row for row in capabilities(by_transformer_engine(), CPU) if row.name == "layers"
+        ).state
+        == "on"
+    )
 
 
 def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, capsys):
@@ -89,22 +127,35 @@ def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, 
 
 def test_attention_that_comes_along_is_asked_too():
     """The option that chose it is the one that is refused."""
-    with pytest.raises(ConfigError, match=r"^--transformer-impl transformer_engine: its attention cannot serve: .*name "
-                                          r"another --attention-backend beside it, or give local\.$"):  # fmt: skip
+    with pytest.raises(
+        ConfigError,
+        match=r"^--transformer-impl transformer_engine: its attention cannot serve: .*name "
+        r"another --attention-backend beside it, or give local\.$",
+    ):
         chosen_kernels(by_transformer_engine(), CPU)
-    with pytest.raises(ConfigError, match=r"^--attention-backend flash_attn_2: cannot serve as attention: "):
+    with pytest.raises(
+        ConfigError, match=r"^--attention-backend flash_attn_2: cannot serve as attention: "
+    ):
         chosen_kernels(by_transformer_engine(attention_backend="flash_attn_2"), CPU)
 
 
 @pytest.mark.parametrize("capacity, refused", [(14, False), (15, True)])
 def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
-    """Where it takes memory for every document, a run whose first capture would find out is refused at the start."""
+    """Where it takes memory for every document, a run whose first capture would find out is refused
+    at the start.
+    """
     flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity)]
     config = parse([*("4096" if flag == "128" else flag for flag in FLAGS), *flags], world_size=1)
-    chosen = {"deterministic_mode": True, "attention_backend": "transformer_engine", "device": "auto"}
+    chosen = {
+        "deterministic_mode": True,
+        "attention_backend": "transformer_engine",
+        "device": "auto",
+    }
     config = replace(config, training=replace(config.training, **chosen))
     told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
-    assert bool(told["varlen_attention"].oversized_square) == refused  # 2^30 / (4 heads x 4096^2) = 16, with the tail
+    assert (
+        bool(told["varlen_attention"].oversized_square) == refused
+    )  # 2^30 / (4 heads x 4096^2) = 16, with the tail
 
 
 def test_context_parallelism_says_how_and_where_documents_lie():
@@ -118,7 +169,10 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     assert ring["context parallelism"].reason.endswith("by p2p; documents lie at multiples of 4")
     assert "kernel zigzag_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
-    asked = [backends_of(parse([*words, name], world_size=2)).get("zigzag_attention") for name in ("auto", "reference")]
+    asked = [
+        backends_of(parse([*words, name], world_size=2)).get("zigzag_attention")
+        for name in ("auto", "reference")
+    ]
     assert asked == [None, "reference"]
 
 
@@ -140,19 +194,39 @@ def test_replicas_are_those_of_the_processes_that_there_are():
     replicas, optimizer = said(2, "--context-parallel-size", "2", "--use-distributed-optimizer")
     assert replicas == ("off", "one replica, of 2 processes; gradients by reduce-scatter")
     assert optimizer == ("on", "its part of the fp32 masters and moments on every rank", "")
-    replicas, optimizer = said(2, *tensor, "--expert-tensor-parallel-size", "1")  # copies of experts
-    assert replicas == ("off", "one replica, of 2 processes; gradients by all-reduce") and optimizer[1] == everything
+    replicas, optimizer = said(
+        2, *tensor, "--expert-tensor-parallel-size", "1"
+    )  # copies of experts
+    assert (
+        replicas == ("off", "one replica, of 2 processes; gradients by all-reduce")
+        and optimizer[1] == everything
+    )
 
 
 def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
-    assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].reason) == ("off", "--cuda-graph-impl none")
-    found = rows("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "mamba",
-                 "--cuda-graph-max-packed-seqs", "16", "64")  # fmt: skip
+    assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].reason) == (
+        "off",
+        "--cuda-graph-impl none",
+    )
+    found = rows(
+        "--cuda-graph-impl",
+        "local",
+        "--cuda-graph-modules",
+        "attn",
+        "mamba",
+        "--cuda-graph-max-packed-seqs",
+        "16",
+        "64",
+    )
     assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].reason
     assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp"
     assert found["capacities"].reason == "16 64 documents; what has more runs eagerly"
-    strict = rows("--cuda-graph-impl", "local", "--cuda-graph-strict", "--cuda-graph-max-packed-seqs", "16")
-    assert strict["CUDA graphs"].reason.endswith("the same result. --cuda-graph-strict ends the run for it.")
+    strict = rows(
+        "--cuda-graph-impl", "local", "--cuda-graph-strict", "--cuda-graph-max-packed-seqs", "16"
+    )
+    assert strict["CUDA graphs"].reason.endswith(
+        "the same result. --cuda-graph-strict ends the run for it."
+    )
     assert strict["capacities"].reason == "16 documents; what has more ends the run"
     on_gpu = {row.name.strip(): row for row in _graph_rows_of_a_gpu()}
     assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].reason == "1 captured"
@@ -170,14 +244,23 @@ def test_routers_alone_leave_experts_eager():
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
     assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
     assert found["moe"].state == "off" and found["moe"].advice == "moe in the place of moe_router"
-    assert found["the rest"].state == "off" and found["the rest"].advice == "--cuda-graph-impl full_iteration"
+    assert (
+        found["the rest"].state == "off"
+        and found["the rest"].advice == "--cuda-graph-impl full_iteration"
+    )
 
 
 @pytest.mark.parametrize("modules", [("attn",), ("attn", "moe_router")])
 def test_experts_that_no_graph_can_hold_are_not_advised_without_another_dispatcher(modules):
     """Nor are whole steps: what is advised is not refused when it is given."""
-    flags = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall",
-             "--global-batch-size", "2"]  # fmt: skip
+    flags = [
+        "--expert-model-parallel-size",
+        "2",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+        "--global-batch-size",
+        "2",
+    ]
     graphs = ["--cuda-graph-impl", "local", "--cuda-graph-modules", *modules]
     config = parse([*FLAGS, *flags, *graphs], world_size=2)
     found = {row.name.strip(): row for row in explain_module._graphs(config, torch.device("cuda"))}
@@ -190,7 +273,11 @@ def test_experts_that_no_graph_can_hold_are_not_advised_without_another_dispatch
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     (row,) = _graph_rows_of_a_gpu("transformer_engine")
-    assert row.state == "off" and "TransformerEngine does not import" in row.reason and "or give local" in row.advice
+    assert (
+        row.state == "off"
+        and "TransformerEngine does not import" in row.reason
+        and "or give local" in row.advice
+    )
     monkeypatch.setattr(explain_module, "maker", lambda: None)
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
     assert found["CUDA graphs"].reason.endswith("of each module, by its make_graphed_callables")
@@ -200,7 +287,14 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
 @pytest.mark.parametrize("comm", ["p2p", "all_gather"])
 def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
     """No attention of whole packs is there to ask what room costs it."""
-    flags = ("--context-parallel-size", "2", "--cp-comm-type", comm, "--cuda-graph-max-packed-seqs", "16")
+    flags = (
+        "--context-parallel-size",
+        "2",
+        "--cp-comm-type",
+        comm,
+        "--cuda-graph-max-packed-seqs",
+        "16",
+    )
     found = {row.name.strip() for row in _graph_rows_of_a_gpu(flags=flags)}
     assert {"CUDA graphs", "attn", "capacities", "audit"} <= found
 
@@ -209,14 +303,24 @@ def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
     ("flags", "state", "reason"),
     [
         ((), "off", "every activation"),
-        (("full", "--recompute-method", "uniform", "--recompute-num-layers", "3"), "on",
-         "4 of 4 layers, in groups of 3 that keep their input alone"),
-        (("full", "--recompute-method", "block", "--recompute-num-layers", "2"), "on",
-         "2 of 4 layers, the input of each"),
+        (
+            ("full", "--recompute-method", "uniform", "--recompute-num-layers", "3"),
+            "on",
+            "4 of 4 layers, in groups of 3 that keep their input alone",
+        ),
+        (
+            ("full", "--recompute-method", "block", "--recompute-num-layers", "2"),
+            "on",
+            "2 of 4 layers, the input of each",
+        ),
         (("selective",), "on", "core_attn of 1 layer; MFU counts"),
-        (("selective", "--recompute-modules", "layernorm", "mamba"), "on", "layernorm of 4 layers, mamba of 1 layer;"),
+        (
+            ("selective", "--recompute-modules", "layernorm", "mamba"),
+            "on",
+            "layernorm of 4 layers, mamba of 1 layer;",
+        ),
     ],
-)  # fmt: skip
+)
 def test_recomputation(flags, state, reason):
     row = rows(*(("--recompute-granularity", *flags) if flags else ()))["recomputation"]
     assert row.state == state and row.reason.startswith(reason)
@@ -225,12 +329,27 @@ def test_recomputation(flags, state, reason):
 def test_offload():
     row = rows()["offload"]
     assert row.state == "off" and "--fine-grained" in row.advice
-    whole = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3")
+    whole = (
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "block",
+        "--recompute-num-layers",
+        "3",
+    )
     assert "--offload-layer-inputs" in rows(*whole)["offload"].advice
-    row = rows(*whole, "--offload-layer-inputs", "--fine-grained-activation-offloading", "--offload-modules", "moe_act",
-               "mlp_norm")["offload"]  # fmt: skip
+    row = rows(
+        *whole,
+        "--offload-layer-inputs",
+        "--fine-grained-activation-offloading",
+        "--offload-modules",
+        "moe_act",
+        "mlp_norm",
+    )["offload"]
     assert row.state == "partial"
-    assert row.reason.startswith("the inputs of 3 layers, moe_act of 1 layer, mlp_norm of 1 layer: on this device")
+    assert row.reason.startswith(
+        "the inputs of 3 layers, moe_act of 1 layer, mlp_norm of 1 layer: on this device"
+    )
 
 
 def _graph_rows_of_a_gpu(impl="local", flags=(), modules=()):
@@ -247,17 +366,36 @@ def _graph_rows_of_a_gpu(impl="local", flags=(), modules=()):
 
 @pytest.mark.parametrize(
     "chosen, capacity, said",
-    [("transformer_engine", 128, True), ("transformer_engine", 64, False), ("flash_attn_4", 128, False)],
+    [
+        ("transformer_engine", 128, True),
+        ("transformer_engine", 64, False),
+        ("flash_attn_4", 128, False),
+    ],
 )
 def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, capacity, said):
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(Op, "select", lambda self, inputs, backend="auto": Backend(chosen, "nowhere"))
-    command = [*FLAGS, "--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "16", str(capacity)]
-    found = [row for row in explain_module._graphs(parse(command, world_size=1), torch.device("cuda"))
-             if row.name.strip() == "attention"]  # fmt: skip
+    monkeypatch.setattr(
+        Op, "select", lambda self, inputs, backend="auto": Backend(chosen, "nowhere")
+    )
+    command = [
+        *FLAGS,
+        "--cuda-graph-impl",
+        "local",
+        "--cuda-graph-max-packed-seqs",
+        "16",
+        str(capacity),
+    ]
+    found = [
+        row
+        for row in explain_module._graphs(parse(command, world_size=1), torch.device("cuda"))
+        if row.name.strip() == "attention"
+    ]
     assert len(found) == said
     if said:
-        assert f"room for, {capacity} of them" in found[0].reason and "--attention-backend flex" in found[0].advice
+        assert (
+            f"room for, {capacity} of them" in found[0].reason
+            and "--attention-backend flex" in found[0].advice
+        )
 
 
 def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
@@ -266,7 +404,10 @@ def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
     op = Op("thing", tuple(Backend(name, "nowhere") for name in reasons))
     gpu = torch.device("cuda")
     found = kernel(op, 1, "auto", gpu)
-    assert found.state == "partial" and found.reason == "good, because not quick: a.b does not import: no a"
+    assert (
+        found.state == "partial"
+        and found.reason == "good, because not quick: a.b does not import: no a"
+    )
     assert found.advice == "install the extra 'gpu'"
     assert kernel(op, 2, "slow", gpu).reason == "slow, as asked"
     assert kernel(op, 3, "quick", gpu).state == "off"
@@ -275,11 +416,16 @@ def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
 
 
 def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatch):
-    monkeypatch.setattr(Backend, "reasons", lambda self, inputs: [] if self.name == "reference" else ["too old"])
+    monkeypatch.setattr(
+        Backend, "reasons", lambda self, inputs: [] if self.name == "reference" else ["too old"]
+    )
     inputs = {op.name: (op, inputs) for op, inputs in op_inputs(parse(FLAGS, world_size=1), CPU)}
     for asked in ("auto", "reference"):
         found = kernel(*inputs["ssd"], asked, torch.device("cuda"))
-        assert found.state == "partial" and "7.1 times as long as mamba_ssm (measured on an H200)" in found.reason
+        assert (
+            found.state == "partial"
+            and "7.1 times as long as mamba_ssm (measured on an H200)" in found.reason
+        )
         assert "times as long" not in kernel(*inputs["ssd"], asked, CPU).reason
 
 
@@ -290,9 +436,13 @@ def test_the_table_is_for_people():
     assert "context parallelism" in text and "not built yet" in text
 
 
-@pytest.mark.parametrize(("command", "code"), [(["pretrain_hybrid.py"], 0), (["-m", "megatron_packed.cli.main"], 2)])
+@pytest.mark.parametrize(
+    ("command", "code"), [(["pretrain_hybrid.py"], 0), (["-m", "megatron_packed.cli.main"], 2)]
+)
 def test_the_flag_ends_the_program(command, code):
     words = [*command, *(["packing"] if code else []), *FLAGS, "--explain"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
-    assert ("kernel ssd" in done.stdout) if code == 0 else ("pretrain_hybrid.py alone" in done.stderr)
+    assert (
+        ("kernel ssd" in done.stdout) if code == 0 else ("pretrain_hybrid.py alone" in done.stderr)
+    )

@@ -1,6 +1,8 @@
-"""Whole steps in graphs: k micro-batches are k + 1 replays, and every number is that of the eager steps.
+"""Whole steps in graphs: k micro-batches are k + 1 replays, and every number is that of the eager
+steps.
 
-With the stand-in for capture, which runs a captured function again; on a GPU: `tests/gpu/test_full_iteration_gpu.py`.
+With the stand-in for capture, which runs a captured function again; on a GPU:
+`tests/gpu/test_full_iteration_gpu.py`.
 """
 
 import hashlib
@@ -26,7 +28,14 @@ from megatron_packed.training.train_step import StepValues
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingEngine
 
-STEPS = [[[48]], [[20, 9, 3], [1] * 5], [[48], [20, 9, 3], [1] * 9, [2] * 5], [[]], [[5] * 5, [1] * 48], [[30, 2]]]
+STEPS = [
+    [[48]],
+    [[20, 9, 3], [1] * 5],
+    [[48], [20, 9, 3], [1] * 9, [2] * 5],
+    [[]],
+    [[5] * 5, [1] * 48],
+    [[30, 2]],
+]
 """Lengths of the documents of each pack; those of more than 5 fit no cell."""
 PARTS = 1
 """One process without validation has the micro-batch alone."""
@@ -41,7 +50,9 @@ class Job:
         self.step = self.job.step
         self.graphs = None
         if engine is not None:
-            self.graphs = build_graphs(self.config, self.job, LADDER, GROUPS, self.said.append, engine)
+            self.graphs = build_graphs(
+                self.config, self.job, LADDER, GROUPS, self.said.append, engine
+            )
             self.step.graphs = self.graphs
 
     def capture(self):
@@ -59,9 +70,13 @@ def captured(engine=None, **graphs):
 
 def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
     for number, packs in enumerate(steps):
-        values, wanted = (StepValues.from_list(job.run(packs, number).tolist()) for job in (found, expected))
+        values, wanted = (
+            StepValues.from_list(job.run(packs, number).tolist()) for job in (found, expected)
+        )
         assert values == wanted._replace(weights_moved=moved), number
-        assert moved or state_hash(found.job) == state_hash(expected.job), number  # which has the flag in it
+        assert moved or state_hash(found.job) == state_hash(expected.job), (
+            number
+        )  # which has the flag in it
 
 
 def test_a_capture_changes_nothing_of_the_job():
@@ -72,7 +87,10 @@ def test_a_capture_changes_nothing_of_the_job():
     job.graphs._finish = lambda: [ends.append(len(job.engine.graphs)), finish()]
     job.capture()
     assert state_hash(job.job) == before
-    assert ends == [0, 0]  # before anything is captured: workspaces are made, communicators connect; then for its graph
+    assert ends == [
+        0,
+        0,
+    ]  # before anything is captured: workspaces are made, communicators connect; then for its graph
     assert job.graphs.counters.captures == len(LADDER.cells) * PARTS + 1
     assert job.graphs.counters.replays == 0 and job.engine.log == []
     job.run([[20, 9, 3]])
@@ -81,7 +99,9 @@ def test_a_capture_changes_nothing_of_the_job():
 
 @pytest.mark.shows("graphs: full_iteration", "one process")
 def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replays():
-    """For any number of micro-batches and any mix of cells, those that fit none run eagerly between replays."""
+    """For any number of micro-batches and any mix of cells, those that fit none run eagerly between
+    replays.
+    """
     graphed = captured()
     assert_same_steps(graphed, Job())
     beyond = sum(len(lengths) > 5 for packs in STEPS for lengths in packs)
@@ -92,7 +112,9 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
     graphed.engine.log.clear()
     for k in (1, 2, 4):
         values = StepValues.from_list(graphed.run([[9] * 3] * k).tolist())
-        assert values.params_norm > 1 and values.grad_zeros > 100  # found in the graph that ends a step
+        assert (
+            values.params_norm > 1 and values.grad_zeros > 100
+        )  # found in the graph that ends a step
         assert len(graphed.engine.log) == k + 1 and len(set(graphed.engine.log)) == 2
         graphed.engine.log.clear()
 
@@ -122,7 +144,9 @@ def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
     assert_same_steps(graphed, eager)  # and it goes on as if nothing had been
 
 
-@pytest.mark.parametrize(("extra", "factor"), [(float("inf"), 1.0), (0.0, float("inf"))], ids=["loss", "gradient"])
+@pytest.mark.parametrize(
+    ("extra", "factor"), [(float("inf"), 1.0), (0.0, float("inf"))], ids=["loss", "gradient"]
+)
 def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(extra, factor):
     """In the second of three micro-batches, where the other of the two is sound."""
     eager = Job()
@@ -143,7 +167,9 @@ def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(ex
     model.forward_backward = overflowing
     values = StepValues.from_list(eager.run([[20, 9, 3]] * 3).tolist())
     assert values.nonfinite and values.bad_micro_batches == {0: 1}
-    assert math.isfinite(values.loss) == (extra == 0) and math.isfinite(values.grad_norm) == (factor == 1)
+    assert math.isfinite(values.loss) == (extra == 0) and math.isfinite(values.grad_norm) == (
+        factor == 1
+    )
     assert state_hash_of_weights(eager) == before
 
 
@@ -156,18 +182,28 @@ def without_targets(lengths, seed=3):
 
 
 def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gradients():
-    """Captured or not: no decay, no momentum, and neither the step count nor the experts' biases move."""
+    """Captured or not: no decay, no momentum, and neither the step count nor the experts' biases
+    move.
+    """
     graphed, eager = captured(), Job()
     assert_same_steps(graphed, eager, [[[20, 9, 3]], [[9, 9], [5] * 5]])
     before, steps = state_hash_of_weights(graphed), graphed.job.optimizer.steps.item()
-    found = [job.step([without_targets([20, 9, 3]), without_targets([41])], 1e-2).clone() for job in (graphed, eager)]
+    found = [
+        job.step([without_targets([20, 9, 3]), without_targets([41])], 1e-2).clone()
+        for job in (graphed, eager)
+    ]
     values = StepValues.from_list(found[0].tolist())
     assert torch.equal(*found) and values.no_targets and not values.nonfinite
-    assert values.aux_loss > 0 and values.grad_norm > 0  # there is something that would have been applied
+    assert (
+        values.aux_loss > 0 and values.grad_norm > 0
+    )  # there is something that would have been applied
     assert graphed.job.optimizer.steps.item() == steps == 2
     assert state_hash_of_weights(graphed) == before == state_hash_of_weights(eager)
     # One target in one micro-batch of a step is enough.
-    found = [job.step([without_targets([20, 9]), micro_batch([2])], 1e-2).clone() for job in (graphed, eager)]
+    found = [
+        job.step([without_targets([20, 9]), micro_batch([2])], 1e-2).clone()
+        for job in (graphed, eager)
+    ]
     assert torch.equal(*found) and not StepValues.from_list(found[0].tolist()).no_targets
     assert state_hash_of_weights(graphed) != before and graphed.job.optimizer.steps.item() == 3
 
@@ -180,14 +216,20 @@ def spike(job):
 
 
 def test_a_spike_is_skipped_alike_by_replay_and_eagerly():
-    """Weights, moments, step count and experts' biases are those of the step before; the window has the spike."""
+    """Weights, moments, step count and experts' biases are those of the step before; the window has
+    the spike.
+    """
     graphed, eager = captured(), Job()
     assert_same_steps(graphed, eager, [[[20, 9, 3], [9, 9]]] * 4)
     before = [weights(job) for job in (graphed, eager)]
     found = [spike(job) for job in (graphed, eager)]
     assert found[0] == found[1] and [name for name, _ in found[0].spikes] == ["loss", "grad_norm"]
     assert [weights(job) for job in (graphed, eager)] == before
-    assert graphed.job.optimizer.spikes.recent[0, -1] == found[0].loss > 10 * graphed.job.optimizer.spikes.recent[0, 0]
+    assert (
+        graphed.job.optimizer.spikes.recent[0, -1]
+        == found[0].loss
+        > 10 * graphed.job.optimizer.spikes.recent[0, 0]
+    )
     assert state_hash(graphed.job) == state_hash(eager.job)
     assert_same_steps(graphed, eager, [[[20, 9, 3], [9, 9]]])
     assert weights(graphed) != before[0]
@@ -220,7 +262,9 @@ def test_a_held_step_is_no_observation_and_is_compared_when_it_is_done_again():
 
 def weights(job):
     """Return a hash of each tensor that an update changes."""
-    states = {held.shard.name: held.shard.tensor for held in held_state(job.job.model, job.job.optimizer)}
+    states = {
+        held.shard.name: held.shard.tensor for held in held_state(job.job.model, job.job.optimizer)
+    }
     parts = {name: tensor.view(-1).view(torch.uint8).numpy() for name, tensor in states.items()}
     return {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
 
@@ -235,8 +279,13 @@ def state_hash_of_weights(job):
 def test_the_stop_flag_and_the_rate_are_those_of_the_step():
     graphed, eager = captured(), Job()
     for stop, lr in ((False, 1e-2), (True, 1e-3), (False, 3e-3)):
-        found = [job.step([micro_batch([9, 9])], lr, stop_requested=stop).clone() for job in (graphed, eager)]
-        assert torch.equal(*found) and StepValues.from_list(found[0].tolist()).stop_requested == stop
+        found = [
+            job.step([micro_batch([9, 9])], lr, stop_requested=stop).clone()
+            for job in (graphed, eager)
+        ]
+        assert (
+            torch.equal(*found) and StepValues.from_list(found[0].tolist()).stop_requested == stop
+        )
         assert state_hash(graphed.job) == state_hash(eager.job)
 
 
@@ -249,10 +298,15 @@ def test_a_step_that_is_done_again_runs_eagerly(monkeypatch):
     replays = graphed.graphs.counters.replays
     batches = [[micro_batch([9, 9])] for _ in range(2)]
     found = graphed.step.redo(batches[0], 1e-2).clone()
-    assert torch.equal(found, eager.step.redo(batches[1], 1e-2)) and not StepValues.from_list(found.tolist()).held
+    assert (
+        torch.equal(found, eager.step.redo(batches[1], 1e-2))
+        and not StepValues.from_list(found.tolist()).held
+    )
     assert state_hash(graphed.job) == state_hash(eager.job)
     assert graphed.graphs.counters.replays == replays
-    assert graphed.graphs.counters.fallbacks == {"it needs room for all rows of experts, and its graphs have less": 1}
+    assert graphed.graphs.counters.fallbacks == {
+        "it needs room for all rows of experts, and its graphs have less": 1
+    }
     assert_same_steps(graphed, eager)
     assert graphed.graphs.counters.replays > replays
 
@@ -264,7 +318,10 @@ def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
         router.expert_bias = router.expert_bias.clone()
     assert graphed.graphs.moved
     assert_same_steps(graphed, eager, STEPS[:2], moved=True)
-    assert graphed.graphs.counters.fallbacks == {"weights have moved to other memory": 3} and not graphed.engine.log
+    assert (
+        graphed.graphs.counters.fallbacks == {"weights have moved to other memory": 3}
+        and not graphed.engine.log
+    )
     graphed.capture()
     assert not graphed.graphs.moved
     assert_same_steps(graphed, eager, STEPS[:2])
@@ -291,9 +348,13 @@ def test_all_that_graphs_use_is_watched():
 def test_a_cell_that_cannot_be_captured_runs_eagerly_and_says_why():
     """Captures come in the order: the end, the largest cell, the others."""
     graphed = captured(RecordingEngine(fail_at=(1,)))
-    assert graphed.said[0].startswith("no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1")
+    assert graphed.said[0].startswith(
+        "no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1"
+    )
     assert graphed.said[0].endswith("it runs eagerly")
-    assert graphed.said[1].startswith("captured whole steps for up to 2") and graphed.said[1].endswith("(2 of 2)")
+    assert graphed.said[1].startswith("captured whole steps for up to 2") and graphed.said[
+        1
+    ].endswith("(2 of 2)")
     assert_same_steps(graphed, Job())
     counters = graphed.graphs.counters
     assert counters.captures == 2 and counters.replays == 4
@@ -314,7 +375,10 @@ def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monke
 
     monkeypatch.setattr(graphed.job.model, "forward", no_memory)
     graphed.capture()
-    assert "no graphs for up to 5 documents: validation: OutOfMemoryError: no memory for logits" in graphed.said[0]
+    assert (
+        "no graphs for up to 5 documents: validation: OutOfMemoryError: no memory for logits"
+        in graphed.said[0]
+    )
     assert_same_steps(graphed, expected)
 
 
@@ -336,7 +400,10 @@ def test_without_its_end_or_any_cell_a_step_is_eager_as_a_whole(fail_at):
 
 def test_what_one_rank_cannot_capture_none_keeps():
     """The other rank fails where it is asked for the first or the second time."""
-    for failing, said in ((0, "as the end of a step"), (1, "up to 5 documents: micro-batch: rank 1 cannot")):
+    for failing, said in (
+        (0, "as the end of a step"),
+        (1, "up to 5 documents: micro-batch: rank 1 cannot"),
+    ):
         job, asked = Job(RecordingEngine()), []
 
         def agree(failed, asked=asked, failing=failing):
@@ -369,12 +436,16 @@ def test_strict():
     with pytest.raises(GraphFallbackError, match=r"no graphs for up to 2 documents: .* forbids"):
         captured(RecordingEngine(fail_at=(2,)), cuda_graph_strict=True)
     graphed = captured(cuda_graph_strict=True)
-    with pytest.raises(GraphFallbackError, match="more than 5 documents; raise --cuda-graph-max-packed-seqs"):
+    with pytest.raises(
+        GraphFallbackError, match="more than 5 documents; raise --cuda-graph-max-packed-seqs"
+    ):
         graphed.run([[1] * 9])
 
 
 def test_nothing_lives_between_graphs():
-    """What a part returns would keep memory of the pool, and a static micro-batch has no fact of one pack."""
+    """What a part returns would keep memory of the pool, and a static micro-batch has no fact of
+    one pack.
+    """
     graphed = captured()
     assert all(graph.result is None for graph in graphed.engine.graphs)
     static = graphed.graphs._static(LADDER.cells[0])
@@ -404,7 +475,10 @@ def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
 def test_given_up_on_close():
     graphed = captured()
     graphed.graphs.close()
-    assert all(graph.gone for graph in graphed.engine.graphs) and graphed.graphs.counters.memory_mib == 0
+    assert (
+        all(graph.gone for graph in graphed.engine.graphs)
+        and graphed.graphs.counters.memory_mib == 0
+    )
     assert_same_steps(graphed, Job(), STEPS[:2])
 
 
@@ -420,7 +494,9 @@ def test_validation_is_replayed_too_and_leaves_the_model_in_training():
         for lengths in ([30, 10], [1] * 9, [2] * 5):
             job.step.validate(micro_batch(lengths))
         assert job.job.model.training
-    assert graphed.step.validation_loss > 0 and graphed.step.validation_loss.equal(eager.step.validation_loss)
+    assert graphed.step.validation_loss > 0 and graphed.step.validation_loss.equal(
+        eager.step.validation_loss
+    )
     assert graphed.graphs.counters.replays == 1 + 2 and len(graphed.engine.log) == 2 + 2
     assert_same_steps(graphed, eager)
 
@@ -428,7 +504,10 @@ def test_validation_is_replayed_too_and_leaves_the_model_in_training():
 @pytest.mark.parametrize(("eval_iters", "captured"), [(0, False), (3, True)])
 def test_a_test_set_alone_is_replayed_too(eval_iters, captured):
     config = config_of(cuda_graph_impl="full_iteration")
-    data, training = replace(config.data, test_data_path=("t",)), replace(config.training, eval_iters=eval_iters)
+    data, training = (
+        replace(config.data, test_data_path=("t",)),
+        replace(config.training, eval_iters=eval_iters),
+    )
     config = replace(config, data=data, training=training)
     graphs = build_graphs(config, job_of(config), LADDER, GROUPS, print, RecordingEngine())
     assert ("validation" in graphs.parts) == captured
@@ -439,10 +518,15 @@ def test_an_audit_finds_nothing_and_changes_nothing():
     graphed.run([[9, 9]])
     graphed.job.buffers.zero_grad()
     before, counters = state_hash(graphed.job), repr(graphed.graphs.counters)
-    found = audit_graphs(graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
+    found = audit_graphs(
+        graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=True, seed=1
+    )
     assert found == "whole micro-batches replay what they compute (largest difference 0.0e+00)"
     assert state_hash(graphed.job) == before and repr(graphed.graphs.counters) == counters
-    assert audit_graphs(graphed.graphs, graphed.step, micro_batch([1] * 9), deterministic=True, seed=1) is None
+    assert (
+        audit_graphs(graphed.graphs, graphed.step, micro_batch([1] * 9), deterministic=True, seed=1)
+        is None
+    )
 
 
 def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
@@ -459,7 +543,9 @@ def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
 
     graphed.step([batch], 1e-2)
     slot.fill = without_scales
-    with pytest.raises(AuditMismatchError, match="the replay of a micro-batch is not what it computes"):
+    with pytest.raises(
+        AuditMismatchError, match="the replay of a micro-batch is not what it computes"
+    ):
         audit_graphs(graphed.graphs, graphed.step, batch, deterministic=True, seed=1)
 
 
@@ -474,5 +560,13 @@ def test_an_audit_names_the_worst_parameter(deterministic):
         graphed.job.buffers.parameters["embedding.weight"].main_grad[0, 0] += 1e-6
 
     graphed.graphs.replay = spoil
-    with pytest.raises(AuditMismatchError, match=r"gradients of layers\.2\.mixer\.fc1\.weight differ by"):
-        audit_graphs(graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=deterministic, seed=1)
+    with pytest.raises(
+        AuditMismatchError, match=r"gradients of layers\.2\.mixer\.fc1\.weight differ by"
+    ):
+        audit_graphs(
+            graphed.graphs,
+            graphed.step,
+            micro_batch([20, 9, 3]),
+            deterministic=deterministic,
+            seed=1,
+        )

@@ -26,7 +26,9 @@ def test_a_module_of_somebody_else(device):
     found = example()["gradients"](torch.device(device), engine)
     assert len(found) == 3
     for replayed, eager in found:
-        assert eager.abs().max() > 0 and torch.allclose(replayed, eager, rtol=1e-5, atol=1e-5 * eager.abs().max())
+        assert eager.abs().max() > 0 and torch.allclose(
+            replayed, eager, rtol=1e-5, atol=1e-5 * eager.abs().max()
+        )
         assert device == "cuda" or torch.equal(replayed, eager)
     assert not torch.equal(found[0][0], found[1][0])
 

@@ -1,4 +1,6 @@
-"""The kernels that a run names at its start: the ones that run, what slow ones cost, and what is refused."""
+"""The kernels that a run names at its start: the ones that run, what slow ones cost, and what is
+refused.
+"""
 
 import json
 from dataclasses import replace
@@ -42,7 +44,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
-    """Every kernel that is named is called in a step, no other one is, and none runs without a name."""
+    """Every kernel that is named is called in a step, no other one is, and none runs without a
+    name.
+    """
     config = config_of(pattern, flags)
     called = called_in_a_step(monkeypatch, config, CPU)
     chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, CPU)}
@@ -51,27 +55,39 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     assert set(names) == {LABELS[op] for op in called}
 
 
-@pytest.mark.parametrize("field", ["attention_backend", "ssd_backend", "conv_backend", "optimizer_backend"])
+@pytest.mark.parametrize(
+    "field", ["attention_backend", "ssd_backend", "conv_backend", "optimizer_backend"]
+)
 def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
     """The rules that hold before torch is imported are no others than those of the ops."""
     config = config_of(device="auto")
     section = "optim" if field == "optimizer_backend" else "training"
-    op_name = {"attention_backend": "varlen_attention", "ssd_backend": "ssd", "conv_backend": "causal_conv1d",
-               "optimizer_backend": "adamw"}[field]  # fmt: skip
+    op_name = {
+        "attention_backend": "varlen_attention",
+        "ssd_backend": "ssd",
+        "conv_backend": "causal_conv1d",
+        "optimizer_backend": "adamw",
+    }[field]
     op, inputs = next(pair for pair in op_inputs(config, CPU) if pair[0].name == op_name)
     oracles = {"adamw": "reference", "ssd": "recurrence"}  # that no option names
     for backend in (backend for backend in op.backends if backend.name != oracles.get(op_name)):
-        changed = replace(config, **{section: replace(getattr(config, section), **{field: backend.name})})
+        changed = replace(
+            config, **{section: replace(getattr(config, section), **{field: backend.name})}
+        )
         assert (backend.name in ON_ANY_DEVICE) == (not backend.reasons(inputs))
         assert (backend.name in PLAIN) == Kernel(op, inputs, backend.name, "").is_plain
         if backend.reasons(inputs):
-            with pytest.raises(ConfigError, match=f"^--{field.replace('_', '-')} {backend.name}: cannot serve as "):
+            with pytest.raises(
+                ConfigError, match=f"^--{field.replace('_', '-')} {backend.name}: cannot serve as "
+            ):
                 chosen_kernels(changed, CPU)
         else:
             assert backend.name in {kernel.name for kernel in chosen_kernels(changed, CPU)}
 
 
-def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_opened(monkeypatch, capsys, tmp_path):
+def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_opened(
+    monkeypatch, capsys, tmp_path
+):
     def open_data(*arguments, **options):
         raise AssertionError("data was opened")
 
@@ -82,17 +98,25 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
     assert pretrain._run(config, None) == ExitCode.USAGE
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().err
-    assert said.startswith("configuration error: --attention-backend flash_attn_2: cannot serve as attention: ")
+    assert said.startswith(
+        "configuration error: --attention-backend flash_attn_2: cannot serve as attention: "
+    )
     assert "--ssd-backend mamba_ssm: cannot serve as scan: " in said
     assert said.count("; leave it out, or name another.") == 2
     assert "Traceback" not in said
 
 
 def test_packs_of_many_documents_are_asked_about(monkeypatch):
-    """After the data is packed the choice is made again, for the most documents that a pack or a graph has room for."""
+    """After the data is packed the choice is made again, for the most documents that a pack or a
+    graph has room for.
+    """
     many = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU, 200_000)}
     few = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU)}
-    assert many["varlen_attention"].oversized_backward > 0 == few["varlen_attention"].oversized_backward
+    assert (
+        many["varlen_attention"].oversized_backward
+        > 0
+        == few["varlen_attention"].oversized_backward
+    )
     asked = []
 
     def check(config, device, documents):
@@ -103,7 +127,9 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
     groups, said = SimpleNamespace(device=CPU), SimpleNamespace(say=lambda text: None)
     for ladder in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
         data = SimpleNamespace(ladder=ladder, packing=SimpleNamespace(documents_max=30))
-        assert pretrain._name_kernels(config_of("*"), groups, data, said)["attention"] == "reference"
+        assert (
+            pretrain._name_kernels(config_of("*"), groups, data, said)["attention"] == "reference"
+        )
     assert asked == [30, 30, 64]
 
 
@@ -111,9 +137,13 @@ def test_the_block_is_short_and_names_come_in_order():
     names = kernel_names(config_of(), chosen_kernels(config_of(), CPU))
     assert list(names) == list(dict.fromkeys(LABELS.values()))
     lines = kernel_block(names).splitlines()
-    assert lines[0].startswith("kernels: attention reference · rope reference · convolution reference · ")
+    assert lines[0].startswith(
+        "kernels: attention reference · rope reference · convolution reference · "
+    )
     assert len(lines) <= 3 and max(map(len, lines)) <= 118
-    assert all(line.endswith(" ·") for line in lines[:-1])  # nothing breaks between an op and its kernel
+    assert all(
+        line.endswith(" ·") for line in lines[:-1]
+    )  # nothing breaks between an op and its kernel
     assert " ".join(line.strip() for line in lines).count("·") == len(names) - 1
 
 
@@ -128,23 +158,42 @@ def test_norms_and_context_parallelism_are_named():
 
 @pytest.fixture
 def h200(monkeypatch):
-    """An op's choice on a GPU that is made up: packages in ``missing`` are not installed, all else serves."""
+    """An op's choice on a GPU that is made up: packages in ``missing`` are not installed, all else
+    serves.
+    """
     missing = set()
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(
-        Backend, "reasons",
-        lambda self, inputs: [f"{self.module} does not import: ModuleNotFoundError: No module named {self.name!r}"]
-        if self.name in missing else [],
-    )  # fmt: skip
-    monkeypatch.setattr(Op, "select", lambda self, inputs, backend="auto": self._select(inputs, backend))
-    monkeypatch.setattr(kernels, "is_installed", lambda module: module.split(".")[0] not in ("flash_attn", "mamba_ssm"))
+        Backend,
+        "reasons",
+        lambda self, inputs: (
+            [f"{self.module} does not import: ModuleNotFoundError: No module named {self.name!r}"]
+            if self.name in missing
+            else []
+        ),
+    )
+    monkeypatch.setattr(
+        Op, "select", lambda self, inputs, backend="auto": self._select(inputs, backend)
+    )
+    monkeypatch.setattr(
+        kernels,
+        "is_installed",
+        lambda module: module.split(".")[0] not in ("flash_attn", "mamba_ssm"),
+    )
     return missing
 
 
 def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h200):
     config = config_of(bf16=True, device="auto")
     assert slow_kernel_warnings(chosen_kernels(config, GPU), GPU) == []
-    h200 |= {"mamba_ssm", "flash_attn_4", "transformer_engine", "flex", "flash_attn_2", "torch_varlen"}
+    h200 |= {
+        "mamba_ssm",
+        "flash_attn_4",
+        "transformer_engine",
+        "flex",
+        "flash_attn_2",
+        "torch_varlen",
+    }
     attention, scan = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert attention == (
         "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200): flash_attn_4 "
@@ -154,13 +203,17 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
         "scan runs reference, plain PyTorch, 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm cannot "
         "serve: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
     )
-    assert slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []  # where references are the kernels
+    assert (
+        slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
+    )  # where references are the kernels
 
 
 def test_a_reference_that_an_option_names_is_slow_too(h200):
     config = config_of(bf16=True, device="auto", attention_backend="sdpa", deterministic_mode=True)
     (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
-    assert said.endswith("is not measured: --attention-backend names it; leave --attention-backend out.")
+    assert said.endswith(
+        "is not measured: --attention-backend names it; leave --attention-backend out."
+    )
     config = replace(config, training=replace(config.training, deterministic_mode=False))
     (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert "sdpa, plain PyTorch, 16 times as long as flash_attn_4" in said
@@ -169,16 +222,29 @@ def test_a_reference_that_an_option_names_is_slow_too(h200):
 def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
     """Whatever is missing: no package brings kernels for attention or experts in float32."""
     monkeypatch.setattr(
-        Backend, "reasons",
-        lambda self, inputs: [] if self.name == "reference" or self.name == "triton" else
-        ["a.b does not import: ModuleNotFoundError: none"] if self.name in ("flash_attn_4", "mamba_ssm") else
-        [f"it takes bfloat16, not {inputs.dtype}"] if hasattr(inputs, "head_dim") or self.name == "grouped_mm" else [],
-    )  # fmt: skip
+        Backend,
+        "reasons",
+        lambda self, inputs: (
+            []
+            if self.name == "reference" or self.name == "triton"
+            else ["a.b does not import: ModuleNotFoundError: none"]
+            if self.name in ("flash_attn_4", "mamba_ssm")
+            else [f"it takes bfloat16, not {inputs.dtype}"]
+            if hasattr(inputs, "head_dim") or self.name == "grouped_mm"
+            else []
+        ),
+    )
     config = config_of("*E", device="auto")
     attention, product, act = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
-    assert attention.endswith(": transformer_engine cannot serve: it takes bfloat16, not torch.float32; add --bf16.")
-    assert product.endswith(": grouped_mm cannot serve: it takes bfloat16, not torch.float32; add --bf16.")
-    assert act.endswith("7 times as long as triton (measured on an H200): grouped product runs its own reference.")
+    assert attention.endswith(
+        ": transformer_engine cannot serve: it takes bfloat16, not torch.float32; add --bf16."
+    )
+    assert product.endswith(
+        ": grouped_mm cannot serve: it takes bfloat16, not torch.float32; add --bf16."
+    )
+    assert act.endswith(
+        "7 times as long as triton (measured on an H200): grouped product runs its own reference."
+    )
 
 
 def test_fast_kernels_can_be_required(h200):
@@ -188,18 +254,27 @@ def test_fast_kernels_can_be_required(h200):
     with pytest.raises(ConfigError) as caught:
         check_kernels(config, GPU)
     scan, product = caught.value.problems
-    assert str(scan).startswith("--require-fast-kernels: scan runs reference, plain PyTorch, 7.1 times as long")
+    assert str(scan).startswith(
+        "--require-fast-kernels: scan runs reference, plain PyTorch, 7.1 times as long"
+    )
     assert str(scan).endswith("; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm.")
     assert "grouped product runs reference" in str(product)
-    with pytest.raises(ConfigError, match=r"^--require-fast-kernels: needs a GPU, and torch sees none here"):
+    with pytest.raises(
+        ConfigError, match=r"^--require-fast-kernels: needs a GPU, and torch sees none here"
+    ):
         check_kernels(config, CPU)
 
 
 def test_attention_across_ranks_needs_transformer_engine_on_a_gpu(h200):
     config = config_of("*", ACROSS, bf16=True, device="auto")
-    assert kernel_names(config, chosen_kernels(config, GPU))["attention"] == "transformer_engine (p2p)"
+    assert (
+        kernel_names(config, chosen_kernels(config, GPU))["attention"] == "transformer_engine (p2p)"
+    )
     h200.add("transformer_engine")
-    with pytest.raises(ConfigError, match=r"^--cp-comm-type p2p: .* No module named 'transformer_engine'; give a2a,"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--cp-comm-type p2p: .* No module named 'transformer_engine'; give a2a,",
+    ):
         chosen_kernels(config, GPU)
     by_name = replace(config, training=replace(config.training, attention_backend="reference"))
     assert kernel_names(by_name, chosen_kernels(by_name, GPU))["attention"] == "reference (p2p)"
@@ -213,12 +288,17 @@ def test_factors_are_those_of_the_benchmark():
         replay = found.get("replay") if isinstance(found, dict) else None
         return replay["forward_backward_ms"][0] if isinstance(replay, dict) else None
 
-    fastest = {case: min(filter(None, (time(case, name) for name in measured[case]))) for case in measured}
+    fastest = {
+        case: min(filter(None, (time(case, name) for name in measured[case]))) for case in measured
+    }
     slow = {
-        case: {name: float(f"{taken / fastest[case]:.2g}")
-               for name in ("reference", "sdpa") if (taken := time(case, name)) is not None}
+        case: {
+            name: float(f"{taken / fastest[case]:.2g}")
+            for name in ("reference", "sdpa")
+            if (taken := time(case, name)) is not None
+        }
         for case in measured
-    }  # fmt: skip
+    }
     assert slow == MEASURED
     page = (ROOT / "docs/training.md").read_text()
     assert f"up to {MEASURED['attention']['reference']} times as long" in page

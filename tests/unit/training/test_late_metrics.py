@@ -17,7 +17,9 @@ def test_values_arrive_one_step_late_and_are_not_those_of_the_next_step():
         vector.fill_(step)  # the device vector is the same memory every step
         got.append(late.push(step, vector))
     assert got[0] is None
-    assert [(one.facts, one.values) for one in got[1:]] == [(step, [float(step)] * 2) for step in range(4)]
+    assert [(one.facts, one.values) for one in got[1:]] == [
+        (step, [float(step)] * 2) for step in range(4)
+    ]
     last = late.flush()
     assert (last.facts, last.values) == (4, [4.0, 4.0])
     assert late.flush() is None

@@ -14,20 +14,46 @@ from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.training.console import Console
 from megatron_packed.training.curves import read_jsonl
-from megatron_packed.training.metrics import ExpertFigures, GraphFigures, MemoryFigures, StepFacts, peak_of, step_record
+from megatron_packed.training.metrics import (
+    ExpertFigures,
+    GraphFigures,
+    MemoryFigures,
+    StepFacts,
+    peak_of,
+    step_record,
+)
 from megatron_packed.training.report import write_report
 from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter
 
 
-def record(iteration: int, loss: float = 2.0, *, skip_reason=None, graphs=None, experts=None, offload=None):
+def record(
+    iteration: int, loss: float = 2.0, *, skip_reason=None, graphs=None, experts=None, offload=None
+):
     facts = StepFacts(
-        iteration=iteration, learning_rate=1e-3, real_tokens=900, target_tokens=500, padded_tokens=100,
-        consumed_tokens=900 * iteration, num_seqs=12, num_packs=4, epoch=0, flops=4e12, plan_hash="abc",
-        graphs=graphs, offload=offload,
-    )  # fmt: skip
+        iteration=iteration,
+        learning_rate=1e-3,
+        real_tokens=900,
+        target_tokens=500,
+        padded_tokens=100,
+        consumed_tokens=900 * iteration,
+        num_seqs=12,
+        num_packs=4,
+        epoch=0,
+        flops=4e12,
+        plan_hash="abc",
+        graphs=graphs,
+        offload=offload,
+    )
     values = {"loss": loss, "aux_loss": 0.0, "grad_norm": 1.0, "skip_reason": skip_reason}
-    return step_record(facts, **values, seconds=0.5, world_size=2, peak=16e12, experts=experts,
-                       memory=MemoryFigures(used=1.5, reserved=2.0, host=0.5))  # fmt: skip
+    return step_record(
+        facts,
+        **values,
+        seconds=0.5,
+        world_size=2,
+        peak=16e12,
+        experts=experts,
+        memory=MemoryFigures(used=1.5, reserved=2.0, host=0.5),
+    )
 
 
 def test_rates_follow_from_facts():
@@ -43,12 +69,22 @@ def test_rates_follow_from_facts():
 @pytest.mark.parametrize(
     ("name", "tera"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA GH200 480GB", 989.5), ("NVIDIA H20", 148),
-        ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA RTX A1000", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
     ],
-)  # fmt: skip
+)
 def test_the_peak_is_that_of_the_very_device(name, tera):
     assert peak_of(name) == (None if tera is None else tera * 1e12)
 
@@ -131,15 +167,30 @@ def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
     assert capsys.readouterr().out == ""
     Console(rank=0, total_steps=10).step(record(3, skip_reason="no targets"))
     line = capsys.readouterr().out
-    for part in ("step  3/10", "ETA 0:00:04", "loss 2.0000", "lr 1.00e-03", "grad norm 1.000", "500 ms", "1,800 tok/s",
-                 "MFU 25.0 %", "fill 90.0 %", "3.0 docs/pack", "1.5 GiB", "SKIPPED: no targets"):  # fmt: skip
+    for part in (
+        "step  3/10",
+        "ETA 0:00:04",
+        "loss 2.0000",
+        "lr 1.00e-03",
+        "grad norm 1.000",
+        "500 ms",
+        "1,800 tok/s",
+        "MFU 25.0 %",
+        "fill 90.0 %",
+        "3.0 docs/pack",
+        "1.5 GiB",
+        "SKIPPED: no targets",
+    ):
         assert part in line, part
 
 
 def figures(replays: int, fallbacks: int) -> GraphFigures:
     """Of a step that began after 100 replays and 7 fallbacks."""
     counters = GraphCounters(
-        replays=100 + replays, fallbacks=Counter({"a": 4, "b": 3 + fallbacks}), captures=18, memory_mib=312.0
+        replays=100 + replays,
+        fallbacks=Counter({"a": 4, "b": 3 + fallbacks}),
+        captures=18,
+        memory_mib=312.0,
     )
     return GraphFigures.since((100, 7), counters)
 
@@ -147,8 +198,13 @@ def figures(replays: int, fallbacks: int) -> GraphFigures:
 def test_figures_of_graphs_are_of_the_step_and_absent_without_graphs(capsys):
     line = record(3, graphs=figures(6, 2)).as_dict()
     found = {name: value for name, value in line.items() if name.startswith("graph")}
-    assert found == {"graph_replays": 6, "graph_fallbacks": 2, "graph_captures": 18, "graph_memory_mib": 312.0,
-                     "graph_hit_rate": 0.75}  # fmt: skip
+    assert found == {
+        "graph_replays": 6,
+        "graph_fallbacks": 2,
+        "graph_captures": 18,
+        "graph_memory_mib": 312.0,
+        "graph_hit_rate": 0.75,
+    }
     assert figures(0, 0).hit_rate == 0.0
     assert not any("graph" in name for name in record(3).as_dict())
     for graphs, shown in ((figures(6, 2), True), (None, False)):
@@ -158,11 +214,15 @@ def test_figures_of_graphs_are_of_the_step_and_absent_without_graphs(capsys):
 
 def test_loads_of_experts_are_shares_of_the_mean_of_their_layer():
     made = ExpertFigures.of([1.0, 3.0, 0.0, 4.0, 4.0, 4.0], 2, iteration=7)
-    assert made == ExpertFigures(load_max=2.25, load_min=0.0, load=[[0.75, 2.25, 0.0], [1.0, 1.0, 1.0]])
+    assert made == ExpertFigures(
+        load_max=2.25, load_min=0.0, load=[[0.75, 2.25, 0.0], [1.0, 1.0, 1.0]]
+    )
     assert record(7, experts=made).as_dict()["expert_load"][0][1] == 2.25
     many = [ExpertFigures.of([1.0] * 1200, 3, iteration) for iteration in (6, 7)]
     assert many[0].load is not None and "expert_load" not in record(7, experts=many[1]).as_dict()
-    assert ExpertFigures.of([], 0, 7) is None and not any("expert" in name for name in record(7).as_dict())
+    assert ExpertFigures.of([], 0, 7) is None and not any(
+        "expert" in name for name in record(7).as_dict()
+    )
 
 
 def test_norm_of_parameters_and_zeros_are_shown_where_they_are_asked_for(capsys, tmp_path):
@@ -170,7 +230,10 @@ def test_norm_of_parameters_and_zeros_are_shown_where_they_are_asked_for(capsys,
     line = made.as_dict()
     assert (line["params_norm"], line["num_zeros"]) == (12.5, 34_567)
     assert not {"params_norm", "num_zeros"} & record(3).as_dict().keys()
-    for shown, text in ((made, " | params norm 12.500 | 34,567 zeros | "), (record(3), "grad norm 1.000 | 500 ms")):
+    for shown, text in (
+        (made, " | params norm 12.500 | 34,567 zeros | "),
+        (record(3), "grad norm 1.000 | 500 ms"),
+    ):
         Console(rank=0, total_steps=10).step(shown)
         assert text in capsys.readouterr().out
         (tmp_path / "log.jsonl").write_text(json.dumps(shown.as_dict()) + "\n")
@@ -180,11 +243,20 @@ def test_norm_of_parameters_and_zeros_are_shown_where_they_are_asked_for(capsys,
 
 def test_figures_of_offload(capsys):
     known = OffloadFigures(buffers=2, moved_mib=64.0, loaded_mib=56.0)
-    timed = OffloadFigures(buffers=2, moved_mib=64.0, loaded_mib=56.0, put_ms=2.0, load_ms=1.0, hidden=0.875)
+    timed = OffloadFigures(
+        buffers=2, moved_mib=64.0, loaded_mib=56.0, put_ms=2.0, load_ms=1.0, hidden=0.875
+    )
     line = record(3, offload=known).as_dict()
-    assert (line["offload_buffers"], line["offload_moved_mib"], line["offload_hidden"]) == (2, 64.0, None)
+    assert (line["offload_buffers"], line["offload_moved_mib"], line["offload_hidden"]) == (
+        2,
+        64.0,
+        None,
+    )
     assert not any("offload" in name for name in record(3).as_dict())
-    for offload, shown in ((known, "| offloaded 64 MiB\n"), (timed, "| offloaded 64 MiB, 88% hidden")):
+    for offload, shown in (
+        (known, "| offloaded 64 MiB\n"),
+        (timed, "| offloaded 64 MiB, 88% hidden"),
+    ):
         Console(rank=0, total_steps=10).step(record(3, offload=offload))
         assert shown in capsys.readouterr().out
 
@@ -205,7 +277,11 @@ def test_console_shows_no_control_characters(capsys):
 
 
 def test_a_read_log_keeps_the_last_loads_of_experts(tmp_path):
-    lines = [{"step": 1, "expert_load": [[1, 1]]}, {"step": 2, "expert_load": [[0, 2]]}, {"step": 3}]
+    lines = [
+        {"step": 1, "expert_load": [[1, 1]]},
+        {"step": 2, "expert_load": [[0, 2]]},
+        {"step": 3},
+    ]
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_jsonl(log) == [{"step": 1}, *lines[1:]]
@@ -219,26 +295,50 @@ def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
     assert len(read_jsonl(log)) == 12
     page = write_report(
-        log, tmp_path / "r" / "report.html", levels={"unigram entropy": 4.5}, notes=[("Answer", "<b>&")]
+        log,
+        tmp_path / "r" / "report.html",
+        levels={"unigram entropy": 4.5},
+        notes=[("Answer", "<b>&")],
     ).read_text()
-    for part in ("<svg", "4.7000 → 2.0000", "unigram entropy 4.50", "&lt;b&gt;&amp;", "3.2500",
-                 "2.7500 at step 10"):  # fmt: skip
+    for part in (
+        "<svg",
+        "4.7000 → 2.0000",
+        "unigram entropy 4.50",
+        "&lt;b&gt;&amp;",
+        "3.2500",
+        "2.7500 at step 10",
+    ):
         assert part in page, part
 
 
 def test_report_says_what_became_of_the_targets(tmp_path):
-    counts = {"targets_in": 12000, "targets_kept": 9000, "documents_in": 100, "documents_without_targets": 30}
-    writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1, opening={"data": {"training": counts}})
+    counts = {
+        "targets_in": 12000,
+        "targets_kept": 9000,
+        "documents_in": 100,
+        "documents_without_targets": 30,
+    }
+    writer = JsonlWriter(
+        tmp_path / "log.jsonl", first_iteration=1, opening={"data": {"training": counts}}
+    )
     for iteration in (1, 2):
         writer.write(record(iteration).as_dict())
     writer.close()
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
-    assert "<th>training targets</th><td>9,000 of 12,000 kept; 30 of 100 documents keep none</td>" in page
+    assert (
+        "<th>training targets</th><td>9,000 of 12,000 kept; 30 of 100 documents keep none</td>"
+        in page
+    )
 
 
 def test_report_says_rates_and_how_long_steps_waited(tmp_path):
-    """Medians without the first five steps, which compile; the share of those that say how long they waited."""
-    lines = [{**record(i).as_dict(), "tokens_per_second": 100.0 * i, "step_time_ms": 10.0 * i} for i in range(1, 11)]
+    """Medians without the first five steps, which compile; the share of those that say how long
+    they waited.
+    """
+    lines = [
+        {**record(i).as_dict(), "tokens_per_second": 100.0 * i, "step_time_ms": 10.0 * i}
+        for i in range(1, 11)
+    ]
     for line in lines[:6]:
         line.pop("data_wait_ms", None)
     for line in lines[6:]:
@@ -256,7 +356,9 @@ def test_report_of_a_run_that_ended_in_nan(tmp_path):
     writer.close()
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write("[1]\n")  # JSON, but no record
-    assert "2.0000 → nan" in write_report(tmp_path / "log.jsonl", tmp_path / "report.html").read_text()
+    assert (
+        "2.0000 → nan" in write_report(tmp_path / "log.jsonl", tmp_path / "report.html").read_text()
+    )
 
 
 def test_report_of_an_empty_log_is_refused(tmp_path):

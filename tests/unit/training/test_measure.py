@@ -32,9 +32,12 @@ from stand_in import RecordingEngine
 def config(monkeypatch):
     monkeypatch.setattr(measuring, "ROUNDS", 1)
     return RunConfig(
-        model=CONFIG, data=DataConfig(data_path=("a.jsonl",)), packing=PackingConfig(seq_length=SLOTS),
-        optim=OptimizerConfig(lr=1e-3), training=TrainingConfig(train_iters=1, device="cpu"),
-    )  # fmt: skip
+        model=CONFIG,
+        data=DataConfig(data_path=("a.jsonl",)),
+        packing=PackingConfig(seq_length=SLOTS),
+        optim=OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(train_iters=1, device="cpu"),
+    )
 
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
@@ -45,7 +48,9 @@ def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
     assert costs.capacities == (2, 5) and costs.knows_eager and costs.tokens == SLOTS
     graphed = [pack for pack in costs.packs if pack.capacity is not None]
     assert [(pack.capacity, pack.documents) for pack in graphed] == [
-        (capacity, len(lengths)) for capacity in (2, 5) for lengths in shapes(SLOTS, capacity, SLOTS)
+        (capacity, len(lengths))
+        for capacity in (2, 5)
+        for lengths in shapes(SLOTS, capacity, SLOTS)
     ]
     assert engine.graphs and all(graph.gone and graph.replays for graph in engine.graphs)
     assert all(pack.ms > 0 for pack in costs.packs)
@@ -59,7 +64,10 @@ def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
 def test_shapes_fill_a_pack():
     for tokens, capacity in ((512, 16), (64, 64), (7, 3), (64, 1)):
         found = shapes(tokens, capacity, tokens)
-        assert all(sum(lengths) == tokens and min(lengths) >= 1 and len(lengths) <= capacity for lengths in found)
+        assert all(
+            sum(lengths) == tokens and min(lengths) >= 1 and len(lengths) <= capacity
+            for lengths in found
+        )
         assert [tokens] in found and max(map(len, found)) == capacity
 
 
@@ -98,7 +106,9 @@ def test_a_micro_batch_is_told_from_the_rest_of_a_step(monkeypatch):
     ]
     took = {id(pack): seconds for pack, seconds in zip(packs, (2e-3, 5e-3))}
     timer = measuring._Timer(SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(timer, "_row", lambda row, steps: 3e-3 + sum(took[id(pack)] for pack in row))
+    monkeypatch.setattr(
+        timer, "_row", lambda row, steps: 3e-3 + sum(took[id(pack)] for pack in row)
+    )
     timed, update = timer.times([(2, packs[0]), (None, packs[1])], lambda line: None)
     assert update == pytest.approx(3.0) and [one.ms for one in timed] == pytest.approx([2.0, 5.0])
     assert [(one.capacity, one.documents) for one in timed] == [(2, 1), (None, 2)]

@@ -1,4 +1,6 @@
-"""Metadata of checkpoints that was changed on purpose: refused in a sentence, or good enough to go on with."""
+"""Metadata of checkpoints that was changed on purpose: refused in a sentence, or good enough to go
+on with.
+"""
 
 import copy
 import json
@@ -16,9 +18,28 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.training.metadata import Progress, metadata_problem, progress_of
 from megatron_packed.training.resume import Resumed
 
-MANIFEST = Path(__file__).parents[2] / "end_to_end/old_checkpoints/text/checkpoints/step_00000012/manifest.json"
+MANIFEST = (
+    Path(__file__).parents[2]
+    / "end_to_end/old_checkpoints/text/checkpoints/step_00000012/manifest.json"
+)
 SOUND = json.loads(MANIFEST.read_text())["metadata"]
-OTHERS: list[Any] = [None, True, -1, 0, 10**30, 1.5, 1e308, "x", "", [], [1], ["x"], {}, {"a": 1}, {"a": []}]
+OTHERS: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1.5,
+    1e308,
+    "x",
+    "",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"a": 1},
+    {"a": []},
+]
 MODEL = ModelConfig(hybrid_layer_pattern="*-", hidden_size=8, num_attention_heads=2)
 
 
@@ -26,7 +47,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of everything in a JSON value."""
     if path:
         yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield from places(value[key], (*path, key))
 
 
@@ -51,11 +74,21 @@ def use(metadata: dict[str, Any]) -> None:
 
 def test_what_runs_and_conversions_write_is_sound() -> None:
     assert metadata_problem(SOUND) is None
-    converted = {"progress": {}, "plan_hash": "", "data_hash": "", "layout": {}, "rng": [],
-                 "config": {"model": SOUND["config"]["model"], "training": {"bf16": True}}}  # fmt: skip
+    converted = {
+        "progress": {},
+        "plan_hash": "",
+        "data_hash": "",
+        "layout": {},
+        "rng": [],
+        "config": {"model": SOUND["config"]["model"], "training": {"bf16": True}},
+    }
     assert metadata_problem(converted) is None and progress_of(converted) == Progress()
     older = copy.deepcopy(SOUND)
-    del older["progress"]["consumed_packs"], older["config"]["packing"]["packing_window"], older["layout"]
+    del (
+        older["progress"]["consumed_packs"],
+        older["config"]["packing"]["packing_window"],
+        older["layout"],
+    )
     assert metadata_problem(older) is None
     assert metadata_problem({**SOUND, "room": 7, "something new": []}) is None
 
@@ -71,7 +104,10 @@ def test_another_value_anywhere_is_refused_or_harmless(part: str) -> None:
                 use(metadata)
                 accepted += 1
             else:
-                assert problem.startswith(f"has metadata that no run writes: {part}") and len(problem) < 300
+                assert (
+                    problem.startswith(f"has metadata that no run writes: {part}")
+                    and len(problem) < 300
+                )
                 refused += 1
     assert refused >= 9
 
@@ -85,7 +121,9 @@ def test_what_is_missing_is_named(part: str) -> None:
     assert "progress.iteration is missing" in str(metadata_problem(metadata))
 
 
-@pytest.mark.parametrize(("key", "value", "missing"), [("rng", [], "rng[0]"), ("layout", {}, "layout.world_size")])
+@pytest.mark.parametrize(
+    ("key", "value", "missing"), [("rng", [], "rng[0]"), ("layout", {}, "layout.world_size")]
+)
 def test_random_states_of_all_ranks_are_needed(key: str, value: Any, missing: str) -> None:
     assert f"{missing} is missing" in str(metadata_problem(changed((key,), value)))
     metadata = copy.deepcopy(SOUND)
@@ -95,12 +133,29 @@ def test_random_states_of_all_ranks_are_needed(key: str, value: Any, missing: st
 
 @pytest.mark.parametrize(
     "forged",
-    [None, [], {}, {"loss": [1.0]}, {"loss": [1.0], "grad_norm": []}, {"loss": 1.0, "grad_norm": 1.0},
-     {"loss": ["1"], "grad_norm": ["1"]}, {"loss": [math.nan], "grad_norm": [1.0]},
-     {"loss": [True], "grad_norm": [1.0]}, {"loss": [1e400], "grad_norm": [1.0]}, {"loss": [None], "grad_norm": [1.0]},
-     {"loss": [1.0], "grad_norm": [1.0], "more": [1.0]}],
-)  # fmt: skip
+    [
+        None,
+        [],
+        {},
+        {"loss": [1.0]},
+        {"loss": [1.0], "grad_norm": []},
+        {"loss": 1.0, "grad_norm": 1.0},
+        {"loss": ["1"], "grad_norm": ["1"]},
+        {"loss": [math.nan], "grad_norm": [1.0]},
+        {"loss": [True], "grad_norm": [1.0]},
+        {"loss": [1e400], "grad_norm": [1.0]},
+        {"loss": [None], "grad_norm": [1.0]},
+        {"loss": [1.0], "grad_norm": [1.0], "more": [1.0]},
+    ],
+)
 def test_a_spike_window_is_as_many_losses_as_gradient_norms(forged: object) -> None:
-    assert metadata_problem({**SOUND, "spike_window": {"loss": [2.5, 3.0], "grad_norm": [1.0, 0.5]}}) is None
+    assert (
+        metadata_problem({**SOUND, "spike_window": {"loss": [2.5, 3.0], "grad_norm": [1.0, 0.5]}})
+        is None
+    )
     problem = metadata_problem({**SOUND, "spike_window": forged})
-    assert problem is not None and "spike_window is " in problem and "as many losses as gradient norms" in problem
+    assert (
+        problem is not None
+        and "spike_window is " in problem
+        and "as many losses as gradient norms" in problem
+    )

@@ -1,5 +1,6 @@
-"""Offload with a graph for each layer: hidden states that left are nobody's memory any more, and graphs that copy for
-each other may also be replayed alone."""
+"""Offload with a graph for each layer: hidden states that left are nobody's memory any more, and
+graphs that copy for each other may also be replayed alone.
+"""
 
 import dataclasses
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ class BorrowingEngine(RecordingEngine):
 
 
 class GraphStreams(HostStreams):
-    """What a capture demands of streams: a wait is for a mark of the same graph, a stream joins a graph by waiting for
-    one of its marks, and has been waited for at its end. Memory cannot be pinned in it."""
+    """What a capture demands of streams: a wait is for a mark of the same graph, a stream joins a
+    graph by waiting for one of its marks, and has been waited for at its end. Memory cannot be
+    pinned in it.
+    """
 
     def __init__(self):
         self.graph, self.graphs, self.current = 0, 0, "compute"
@@ -43,7 +46,9 @@ class GraphStreams(HostStreams):
         self.graphs += 1
         self.graph, self.copied, self.waited, self.joined = self.graphs, {}, {}, {"compute"}
         yield
-        assert {name: n for name, n in self.copied.items() if name != "compute"} == self.waited, "not joined"
+        assert {name: n for name, n in self.copied.items() if name != "compute"} == self.waited, (
+            "not joined"
+        )
         self.graph = 0
 
     def capturing(self):
@@ -94,27 +99,52 @@ class GraphEngine(BorrowingEngine):
         return super().capture(one_graph)
 
 
-@pytest.mark.parametrize(("impl", "memory"), [
-    ("local", EACH_INPUT), ("local", TRAVELLERS), ("full_iteration", INPUTS), ("full_iteration", TRAVELLERS),
-], ids=["layers, inputs", "layers, parts", "steps, inputs", "steps, parts"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("impl", "memory"),
+    [
+        ("local", EACH_INPUT),
+        ("local", TRAVELLERS),
+        ("full_iteration", INPUTS),
+        ("full_iteration", TRAVELLERS),
+    ],
+    ids=["layers, inputs", "layers, parts", "steps, inputs", "steps, parts"],
+)
 @pytest.mark.parametrize("buffers", [1, 3])
-def test_copies_begin_and_end_in_the_graph_that_they_are_in(impl, memory, buffers, expected, monkeypatch):  # noqa: F811
+def test_copies_begin_and_end_in_the_graph_that_they_are_in(
+    impl,
+    memory,
+    buffers,
+    expected,  # noqa: F811
+    monkeypatch,
+):
     engine = GraphEngine()
     engine.streams = GraphStreams()
     monkeypatch.setattr(offload_module, "streams_of", lambda device: engine.streams)
-    run = Run(config_of(cuda_graph_impl=impl), dataclasses.replace(memory, offload_buffers=buffers), engine)
+    run = Run(
+        config_of(cuda_graph_impl=impl),
+        dataclasses.replace(memory, offload_buffers=buffers),
+        engine,
+    )
     run_all(run, expected)
     offload = run.job.model.offload
     said = offload.news()
-    assert engine.streams.copies_in_graphs and said[0].startswith(f"offload: {buffers} device buffer(s) of ")
-    # Sizes of what the reference kernels save differ from pack to pack, and a replay of the stand-in runs them again.
+    assert engine.streams.copies_in_graphs and said[0].startswith(
+        f"offload: {buffers} device buffer(s) of "
+    )
+    # Sizes of what the reference kernels save differ from pack to pack, and a replay of the
+    # stand-in runs them again.
     assert memory is TRAVELLERS or said[1:] == []
-    assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
+    assert (
+        audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, expected, monkeypatch):  # noqa: F811
-    """Those of the graphs before are given up; what ran eagerly meanwhile gives its blocks to the new ones."""
+    """Those of the graphs before are given up; what ran eagerly meanwhile gives its blocks to the
+    new ones.
+    """
     engine = GraphEngine()
     engine.streams = GraphStreams()
     monkeypatch.setattr(offload_module, "streams_of", lambda device: engine.streams)
@@ -134,7 +164,9 @@ def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, expect
 
 @pytest.fixture
 def released(monkeypatch):
-    """The captured modules that gave up their input; it is dirty as soon as their forward graph has run."""
+    """The captured modules that gave up their input; it is dirty as soon as their forward graph has
+    run.
+    """
     found = []
     release, replay = CapturedModule._release_input, CapturedModule.replay_forward
 
@@ -162,13 +194,20 @@ def run_all(run, expected):  # noqa: F811
 NORMS = dataclasses.replace(TRAVELLERS, offload_modules=("attn_norm", "mamba_norm"))
 
 
-@pytest.mark.parametrize(("memory", "layers"), [(EACH_INPUT, [1, 2, 3]), (TRAVELLERS, [1, 2, 3]), (NORMS, [1])],
-                         ids=["inputs", "parts", "two norms"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("memory", "layers"),
+    [(EACH_INPUT, [1, 2, 3]), (TRAVELLERS, [1, 2, 3]), (NORMS, [1])],
+    ids=["inputs", "parts", "two norms"],
+)
 def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, released):  # noqa: F811
-    """The first layer's input is the embedding's business; what stays on the device keeps its memory."""
+    """The first layer's input is the embedding's business; what stays on the device keeps its
+    memory.
+    """
     run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingEngine())
     cells = [module.captured for module in run.graphs.modules]
-    assert {id(captured) for captured in released} == {id(one) for n in layers for one in cells[n].values()}
+    assert {id(captured) for captured in released} == {
+        id(one) for n in layers for one in cells[n].values()
+    }
     run_all(run, expected)
     assert not run.graphs.counters.module_fallbacks
 
@@ -184,11 +223,19 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected
     largest = run.graphs.ladder.cells[-1]
     layers = [module.captured[largest] for module in run.graphs.modules]
     loads = [captured._load for captured in layers]
-    assert [load is not None for load in loads] == [True, True, True, False]  # the last one loads for itself
+    assert [load is not None for load in loads] == [
+        True,
+        True,
+        True,
+        False,
+    ]  # the last one loads for itself
     run_all(run, expected)
     assert not any(load is not None and load.replays for load in loads)
     run.job.buffers.zero_grad()
-    assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
+    assert (
+        audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
+        is not None
+    )
     assert all(load is None or load.replays for load in loads)
     before = loads[1].replays
     run.graphs.modules[2].forget()  # from now on it runs eagerly among the others
@@ -204,7 +251,9 @@ def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected,
     """The next graph may write over its input, which it keeps and copies to the host when it likes."""
     run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine())
     module, addresses = run.graphs.modules[2], set()
-    given_up = {captured.input.data_ptr() for captured in module.captured.values() if captured in released}
+    given_up = {
+        captured.input.data_ptr() for captured in module.captured.values() if captured in released
+    }
     forward = module.forward
 
     def watching(hidden, packed):
@@ -220,7 +269,9 @@ def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected,
 
 def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
     for fail_at in (3, 7, 9):
-        run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine(fail_at=[fail_at]))
+        run = Run(
+            config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine(fail_at=[fail_at])
+        )
         offload = run.job.model.offload
         assert not offload._held and offload._loaded == 0 and run.graphs.refusals
         run_all(run, expected)
@@ -230,6 +281,11 @@ def test_slots_would_share_host_memory():
     run = Run(config_of(cuda_graph_impl="none"), EACH_INPUT)
     with pytest.raises(ValueError, match="must be 1 where graphs copy to the host"):
         GraphRunner(
-            {}, total_tokens=SLOTS, ladder=Ladder.of([2], SLOTS), device=torch.device("cpu"), num_slots=2,
-            engine=RecordingEngine(), copies=run.job.model.offload,
-        )  # fmt: skip
+            {},
+            total_tokens=SLOTS,
+            ladder=Ladder.of([2], SLOTS),
+            device=torch.device("cpu"),
+            num_slots=2,
+            engine=RecordingEngine(),
+            copies=run.job.model.offload,
+        )

@@ -9,12 +9,16 @@ from megatron_packed.config.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.profiling import MemoryHistory, StepProfiler, kernel_table
 
-WINDOW = ProfilingConfig(profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5)
+WINDOW = ProfilingConfig(
+    profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5
+)
 
 
 def profiler(folder: Path, options: ProfilingConfig = WINDOW) -> tuple[StepProfiler, list[str]]:
     told: list[str] = []
-    return StepProfiler(options, ParallelGroups.single(), folder, say=told.append, warn=told.append), told
+    return StepProfiler(
+        options, ParallelGroups.single(), folder, say=told.append, warn=told.append
+    ), told
 
 
 def test_a_window_that_the_run_does_not_finish_is_written(tmp_path) -> None:
@@ -26,8 +30,15 @@ def test_a_window_that_the_run_does_not_finish_is_written(tmp_path) -> None:
     torch.ones(8, 8) @ torch.ones(8, 8)
     made.end(4)
     made.turn(5)  # it is over
-    assert told[0].startswith(f"profile of steps 4 to 4: {tmp_path}") and "aten::mm" in told[0] and len(told) == 1
-    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["kernels_rank0.txt", "trace_rank0.json.gz"]
+    assert (
+        told[0].startswith(f"profile of steps 4 to 4: {tmp_path}")
+        and "aten::mm" in told[0]
+        and len(told) == 1
+    )
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == [
+        "kernels_rank0.txt",
+        "trace_rank0.json.gz",
+    ]
 
 
 def test_what_cannot_be_written_costs_the_profile_alone(tmp_path) -> None:
@@ -39,28 +50,45 @@ def test_what_cannot_be_written_costs_the_profile_alone(tmp_path) -> None:
     of_nsys, told = profiler(tmp_path / "q", ProfilingConfig(profile=True))
     of_nsys.turn(10)
     of_nsys.turn(12)
-    assert told == ["there is no profile of rank 0: nsys has nothing to see without a GPU; add --use-pytorch-profiler"]
+    assert told == [
+        "there is no profile of rank 0: nsys has nothing to see without a GPU; add --use-pytorch-profiler"
+    ]
 
 
 def test_kernels_by_time_without_annotations() -> None:
-    def one(key: str, microseconds: float, count: int, device: str = "CUDA", annotation: bool = False):
+    def one(
+        key: str, microseconds: float, count: int, device: str = "CUDA", annotation: bool = False
+    ):
         return SimpleNamespace(
-            key=key, count=count, device_type=getattr(torch.autograd.DeviceType, device),
-            self_device_time_total=microseconds, self_cpu_time_total=9e9, is_user_annotation=annotation,
-        )  # fmt: skip
+            key=key,
+            count=count,
+            device_type=getattr(torch.autograd.DeviceType, device),
+            self_device_time_total=microseconds,
+            self_cpu_time_total=9e9,
+            is_user_annotation=annotation,
+        )
 
-    averages = [one("small", 1000, 4), one("large", 3000, 2), one("forward", 9e6, 1, annotation=True),
-                one("aten::mm", 0, 5, "CPU")]  # fmt: skip
+    averages = [
+        one("small", 1000, 4),
+        one("large", 3000, 2),
+        one("forward", 9e6, 1, annotation=True),
+        one("aten::mm", 0, 5, "CPU"),
+    ]
     title, _, *lines = kernel_table(averages, steps=2).splitlines()
     assert title == "kernels: 2.00 ms a step, one after the other"
-    assert [line.split() for line in lines] == [["75.0%", "1.500", "1.0", "large"], ["25.0%", "0.500", "2.0", "small"]]
+    assert [line.split() for line in lines] == [
+        ["75.0%", "1.500", "1.0", "large"],
+        ["25.0%", "0.500", "2.0", "small"],
+    ]
 
 
 def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, capsys) -> None:
     written, observers = [], []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: written.append(path))
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False
+    )
     groups = SimpleNamespace(world_size=2, rank=1)
     history = MemoryHistory(str(tmp_path / "s" / "snapshot.pickle"), groups)
     history.start()

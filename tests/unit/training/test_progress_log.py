@@ -61,7 +61,9 @@ def test_another_number_of_processes_begins_anew(tmp_path: Path, clock: type[Clo
     smaller = job(tmp_path, 2, 6e15)
     clock.minutes = 70
     smaller.saved(Progress(iteration=9, flops=1.8e16), beside=False)
-    assert b"\tCumulative throughput: 10.0 TFLOP/s/GPU\t" in (tmp_path / "progress.txt").read_bytes()
+    assert (
+        b"\tCumulative throughput: 10.0 TFLOP/s/GPU\t" in (tmp_path / "progress.txt").read_bytes()
+    )
 
 
 def test_what_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:

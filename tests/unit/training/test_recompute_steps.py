@@ -1,4 +1,6 @@
-"""Steps with recomputation and offload are those without, bit for bit: eager, with captured layers, as whole graphs."""
+"""Steps with recomputation and offload are those without, bit for bit: eager, with captured layers,
+as whole graphs.
+"""
 
 import dataclasses
 
@@ -16,8 +18,12 @@ from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_
 
 VOCAB = 211
 STEPS = [[[48], [20, 9, 3]], [[5] * 5], [[], [1] * 9, [30, 2]]]
-LAYERS = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-GROUPS_OF_3 = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3)
+LAYERS = MemoryConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+GROUPS_OF_3 = MemoryConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3
+)
 PARTS = MemoryConfig(
     recompute_granularity="selective",
     recompute_modules=("core_attn", "mamba", "mlp", "moe", "layernorm"),
@@ -42,7 +48,9 @@ class Run:
         self.job, self.engine = build_job(self.config, GROUPS, VOCAB), engine
         self.graphs = None
         if engine is not None:
-            self.graphs = build_graphs(self.config, self.job, LADDER, GROUPS, lambda line: None, engine)
+            self.graphs = build_graphs(
+                self.config, self.job, LADDER, GROUPS, lambda line: None, engine
+            )
             self.job.step.graphs = self.graphs
             capture_graphs(self.graphs, self.job.step, 3, GROUPS, first=True)
 
@@ -84,7 +92,9 @@ def mode_of(memory):
 )
 def test_every_step_has_the_same_bits(impl, memory, expected):
     """Losses, counts of experts, norms, weights, moments, expert biases, the random state."""
-    run = Run(config_of(cuda_graph_impl=impl), memory, RecordingEngine() if impl != "none" else None)
+    run = Run(
+        config_of(cuda_graph_impl=impl), memory, RecordingEngine() if impl != "none" else None
+    )
     for number, (metrics, digest) in enumerate(expected):
         assert torch.equal(run.step(number), metrics) and state_hash(run.job) == digest, number
     if memory.offloads:
@@ -95,7 +105,10 @@ def test_every_step_has_the_same_bits(impl, memory, expected):
     assert counters.fallbacks == {"more than 5 documents": 1} and counters.replays == 5
     assert not counters.module_fallbacks
     run.job.buffers.zero_grad()
-    assert audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1) is not None
+    assert (
+        audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
+        is not None
+    )
 
 
 def test_a_nan_is_named_as_without():
@@ -110,7 +123,9 @@ def test_a_nan_is_named_as_without():
 
 @pytest.mark.parametrize("memory", [LAYERS, GROUPS_OF_3, PARTS], ids=["layers", "groups", "parts"])
 def test_a_bucket_is_complete_when_its_sum_begins(memory, monkeypatch):
-    """Sums that overlap with the backward pass begin as early as without, though layers run a second time in it."""
+    """Sums that overlap with the backward pass begin as early as without, though layers run a
+    second time in it.
+    """
     config = config_with_overlap()
     begun = []
     for one in (MemoryConfig(), memory):
@@ -120,7 +135,9 @@ def test_a_bucket_is_complete_when_its_sum_begins(memory, monkeypatch):
             job.step(packs(2), 1e-2)
         assert len(seen) == len(job.buffers.layout.buckets)
         for bucket, gradients in seen.items():
-            assert gradients.any() and torch.equal(gradients, job.buffers.bucket_grads(bucket)), bucket
+            assert gradients.any() and torch.equal(gradients, job.buffers.bucket_grads(bucket)), (
+                bucket
+            )
         begun.append((job.step.overlapped.begun_in_backward, list(seen), job.buffers.grads.clone()))
     assert begun[0][:2] == begun[1][:2] and torch.equal(begun[0][2], begun[1][2])
     assert begun[0][0] > len(begun[0][1]) / 2

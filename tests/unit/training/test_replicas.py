@@ -1,4 +1,6 @@
-"""Hashes of bits: one flipped bit, or two numbers in each other's place, are seen; ranks that differ are named."""
+"""Hashes of bits: one flipped bit, or two numbers in each other's place, are seen; ranks that
+differ are named.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,9 @@ from megatron_packed.training import replicas
 from megatron_packed.training.replicas import bit_hash, mismatches
 
 
-@pytest.mark.parametrize("dtype, word", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+@pytest.mark.parametrize(
+    "dtype, word", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)]
+)
 def test_every_bit_and_every_place_counts(dtype, word, monkeypatch):
     """After the first chunk, too, whose size changes no hash."""
     tensor = torch.arange(10.0, dtype=dtype)
@@ -37,13 +41,20 @@ def test_those_that_differ_from_most_are_named():
     same = {"dense": 1, "experts": 5}
     assert mismatches([same] * 4) == [] and mismatches([{"dense": 1}, {"experts": 2}]) == []
     assert mismatches([same, {"experts": 7}, {**same, "experts": 5}, {"dense": 2}, same]) == [
-        "dense: rank 3 of ranks 0, 2, 3, 4", "experts: rank 1 of ranks 0, 1, 2, 4"
-    ]  # fmt: skip
+        "dense: rank 3 of ranks 0, 2, 3, 4",
+        "experts: rank 1 of ranks 0, 1, 2, 4",
+    ]
     assert mismatches([{"dense": 1}, {"dense": 2}]) == ["dense: ranks 0, 1 have no majority"]
 
 
 def test_bits_of_a_nan_may_be_left_out():
-    bits = torch.tensor([[0x7FC00001, 0x3F800000], [0x7FC00002, 0x3F800000], [0x3F800000, 0x7FC00001]])
+    bits = torch.tensor(
+        [[0x7FC00001, 0x3F800000], [0x7FC00002, 0x3F800000], [0x3F800000, 0x7FC00001]]
+    )
     first, second, third = bits.to(torch.int32).view(torch.float32)
-    assert bit_hash(first, one_nan=True) == bit_hash(second, one_nan=True) != bit_hash(third, one_nan=True)
+    assert (
+        bit_hash(first, one_nan=True)
+        == bit_hash(second, one_nan=True)
+        != bit_hash(third, one_nan=True)
+    )
     assert bit_hash(first) != bit_hash(second)

@@ -1,4 +1,6 @@
-"""A run's data with CUDA graphs: which capacities, packs that keep to them, and how many run eagerly."""
+"""A run's data with CUDA graphs: which capacities, packs that keep to them, and how many run
+eagerly.
+"""
 
 import json
 from dataclasses import replace
@@ -29,7 +31,9 @@ SLOTS, SEED = 2048, 5
 
 
 def documents(count: int, seed: int) -> SimpleNamespace:
-    """Half below 200 tokens, a tenth longer than a pack; every token but a document's first is a target."""
+    """Half below 200 tokens, a tenth longer than a pack; every token but a document's first is a
+    target.
+    """
     lengths = np.exp(np.random.default_rng(seed).normal(5.3, 1.7, count)).astype(int) + 30
     return of_lengths(lengths)
 
@@ -38,14 +42,23 @@ def of_lengths(lengths: np.ndarray) -> SimpleNamespace:
     """Text: every token but a document's first is a target."""
     count_targets = lambda document, start, length: np.asarray(length) - 1  # noqa: E731
     return SimpleNamespace(
-        lengths=lengths, source_lengths=lengths, source_targets=lengths - 1, count_targets=count_targets
+        lengths=lengths,
+        source_lengths=lengths,
+        source_targets=lengths - 1,
+        count_targets=count_targets,
     )
 
 
-def run_config(graphs: dict | None = None, data: dict | None = None, seq_length: int = SLOTS, **packing) -> RunConfig:
+def run_config(
+    graphs: dict | None = None, data: dict | None = None, seq_length: int = SLOTS, **packing
+) -> RunConfig:
     packing = {"overlong_policy": "truncate", **packing}
     packing = {"seq_length": seq_length, "global_batch_size": 4, "packing_window": 256, **packing}
-    training = {"train_iters": 10, "seed": SEED, "eval_interval": 5} if data else {"train_iters": 10, "seed": SEED}
+    training = (
+        {"train_iters": 10, "seed": SEED, "eval_interval": 5}
+        if data
+        else {"train_iters": 10, "seed": SEED}
+    )
     return RunConfig(
         model=ModelConfig(hybrid_layer_pattern="-", hidden_size=8),
         packing=PackingConfig(**packing),
@@ -87,7 +100,9 @@ def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
         assert evaluation.documents_per_pack.max() <= ladder.largest
     ours, plain = packs_of(plan), packs_of(PLAIN)
     assert ours[0] == plain[0]  # the epoch that decided is as it was
-    assert [ours[epoch] == plain[epoch] for epoch in (1, 2)] == [count <= COUNTS[0] for count in COUNTS[1:]]
+    assert [ours[epoch] == plain[epoch] for epoch in (1, 2)] == [
+        count <= COUNTS[0] for count in COUNTS[1:]
+    ]
     assert plan.hash != PLAIN.hash  # another order of the data
     assert report.packs_beyond == 0
     assert report.sentences()[-1].endswith(f"{ladder.largest} covers every pack.")
@@ -111,14 +126,20 @@ def test_the_balanced_packer_keeps_to_given_capacities(capacities: tuple[int, ..
     evaluation = plan_evaluation(config, VALID)
     plan, ladder, _ = plan_training(config, TRAIN, evaluations=[evaluation])
     assert ladder.capacities == capacities
-    assert [plan.epoch(epoch).documents_per_pack.max() <= capacities[-1] for epoch in range(3)] == [True] * 3
+    assert [plan.epoch(epoch).documents_per_pack.max() <= capacities[-1] for epoch in range(3)] == [
+        True
+    ] * 3
     assert evaluation.documents_per_pack.max() <= capacities[-1]
     if capacities[-1] >= max(COUNTS):  # graphs with room to spare change no pack
         assert packs_of(plan) == packs_of(PLAIN)
 
 
-@pytest.mark.parametrize("capacities, held", [((1,), True), ((1, 3), True), ((64,), False), ((), False)])
-def test_packs_that_capacities_keep_empty_are_spoken_of(capacities: tuple[int, ...], held: bool) -> None:
+@pytest.mark.parametrize(
+    "capacities, held", [((1,), True), ((1, 3), True), ((64,), False), ((), False)]
+)
+def test_packs_that_capacities_keep_empty_are_spoken_of(
+    capacities: tuple[int, ...], held: bool
+) -> None:
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
     _, ladder, report = plan_training(run_config(graphs), TRAIN)
     assert any(f"keep to {ladder.largest} documents" in line for line in report.sentences()) == held
@@ -142,13 +163,21 @@ def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs()
     assert plan.hash == without.hash
 
 
-def resuming(graphs: dict, plan: PackPlan, epochs: float, train: SimpleNamespace = TRAIN, **packing):
-    """What a run with these graphs trains on that goes on in the middle of a plan's first epoch, for some epochs."""
+def resuming(
+    graphs: dict, plan: PackPlan, epochs: float, train: SimpleNamespace = TRAIN, **packing
+):
+    """What a run with these graphs trains on that goes on in the middle of a plan's first epoch,
+    for some epochs.
+    """
     config = run_config(graphs, **packing)
     steps = int(len(plan.epoch(0)) * epochs) // plan.packs_per_step
     config = replace(config, training=replace(config.training, train_iters=steps))
     checkpoint = Resumed(
-        room=plan.room, plan_hash=plan.hash, packs_per_step=plan.packs_per_step, iteration=2, consumed_packs=8
+        room=plan.room,
+        plan_hash=plan.hash,
+        packs_per_step=plan.packs_per_step,
+        iteration=2,
+        consumed_packs=8,
     )
     return plan_training(config, train, resumed=checkpoint)
 
@@ -171,27 +200,44 @@ def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps
     plan, ladder, _ = resuming(graphs, PLAIN, 1)  # which ends before there is a fuller pack
     assert plan.hash == PLAIN.hash and ladder.largest == COUNTS[0]
     other = run_config(graphs, seq_length=SLOTS // 2)
-    checkpoint = Resumed(room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8)
+    checkpoint = Resumed(
+        room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8
+    )
     plan_training(other, TRAIN, resumed=checkpoint)  # refused later, for what really changed
 
 
-@pytest.mark.parametrize("graphs", [NO_GRAPHS, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (64,)}, None])
+@pytest.mark.parametrize(
+    "graphs", [NO_GRAPHS, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (64,)}, None]
+)
 @pytest.mark.parametrize("before", [(), (5,), (8,)])
-def test_graphs_that_are_switched_off_or_given_more_room_change_no_pack(before: tuple[int, ...], graphs) -> None:
-    then, _, _ = plan_training(run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": before}), TRAIN)
+def test_graphs_that_are_switched_off_or_given_more_room_change_no_pack(
+    before: tuple[int, ...], graphs
+) -> None:
+    then, _, _ = plan_training(
+        run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": before}), TRAIN
+    )
     plan, ladder, _ = resuming(graphs, then, 3)
     assert plan.hash == then.hash and packs_of(plan) == packs_of(then)
-    assert ladder is None or ladder.largest >= max(int(then.epoch(n).documents_per_pack.max()) for n in range(3))
+    assert ladder is None or ladder.largest >= max(
+        int(then.epoch(n).documents_per_pack.max()) for n in range(3)
+    )
 
 
-@pytest.mark.parametrize(("options", "room"), [
-    ({"cuda_graph_impl": "none", "cuda_graph_max_packed_seqs": []}, None),
-    ({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": [9, 4]}, 9),
-    ({"cuda_graph_impl": "full_iteration", "cuda_graph_max_packed_seqs": []}, "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "room"),
+    [
+        ({"cuda_graph_impl": "none", "cuda_graph_max_packed_seqs": []}, None),
+        ({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": [9, 4]}, 9),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_max_packed_seqs": []}, "auto"),
+    ],
+)
 def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | str | None) -> None:
     packing = {"packing_method": "balanced", "global_batch_size": 8, "micro_batch_size": 2}
-    metadata = {"config": {"cuda_graph": options, "packing": packing}, "progress": {"iteration": 3}, "plan_hash": "a"}
+    metadata = {
+        "config": {"cuda_graph": options, "packing": packing},
+        "progress": {"iteration": 3},
+        "plan_hash": "a",
+    }
     assert Resumed.of(metadata).room == room and Resumed.of(metadata).consumed_packs == 12
     assert Resumed.of({**metadata, "room": 5}).room == 5
     packing["packing_method"] = "sequential"
@@ -202,16 +248,23 @@ def test_without_graphs_nothing_changes() -> None:
     plan, ladder, report = plan_training(run_config(NO_GRAPHS), TRAIN)
     packer = Packer(slots=SLOTS, window=256)
     expected = [packer.pack(plan.segments.length, SEED, epoch) for epoch in range(3)]
-    assert packs_of(plan) == [[packs[number].tolist() for number in range(len(packs))] for packs in expected]
+    assert packs_of(plan) == [
+        [packs[number].tolist() for number in range(len(packs))] for packs in expected
+    ]
     assert ladder is None and not any("CUDA" in line for line in report.sentences())
 
 
 @pytest.mark.parametrize("capacity", [64, 500])
 def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: int) -> None:
-    crowded, packing = documents(3000, seed=4), {"packing_method": "best_fit_decreasing", "packing_window": 4096}
+    crowded, packing = (
+        documents(3000, seed=4),
+        {"packing_method": "best_fit_decreasing", "packing_window": 4096},
+    )
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (capacity,)}
     plan, _, report = plan_training(run_config(graphs, seq_length=8192, **packing), crowded)
-    packs = Packer(slots=8192, method="best_fit_decreasing", window=4096).pack(plan.segments.length, SEED)
+    packs = Packer(slots=8192, method="best_fit_decreasing", window=4096).pack(
+        plan.segments.length, SEED
+    )
     beyond = sum(packs[number].size > capacity for number in range(len(packs)))
     assert report.packs_beyond == beyond
     assert (beyond > 0) == (capacity == 64)
@@ -225,15 +278,21 @@ def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: in
     assert auto.hash == plan.hash
 
 
-# -------------------------------------------------------------------------------------------------------- whole set-up
+# --------------------------------------------------------------------------------------------------------
+# whole set-up
 
 
 def build(folder, graphs: dict, method: str, **model):
     rng = np.random.default_rng(3)
     for name, count in (("train", 400), ("valid", 80)):
         texts = ["x" * int(n) for n in np.minimum(rng.geometric(0.08, count), 90)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    paths = {"data_path": (str(folder / "train.jsonl"),), "valid_data_path": (str(folder / "valid.jsonl"),)}
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
+    paths = {
+        "data_path": (str(folder / "train.jsonl"),),
+        "valid_data_path": (str(folder / "valid.jsonl"),),
+    }
     said: list[str] = []
     config = run_config(graphs, paths, seq_length=128, packing_method=method)
     config = replace(config, model=replace(config.model, **model))
@@ -242,21 +301,31 @@ def build(folder, graphs: dict, method: str, **model):
 
 def test_a_model_has_the_entries_that_it_was_given(tmp_path) -> None:
     tokenizer = build(tmp_path, NO_GRAPHS, "balanced")[0].tokenizer.vocab_size
-    assert build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer + 40)[0].vocab_size == tokenizer + 40
+    assert (
+        build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer + 40)[0].vocab_size
+        == tokenizer + 40
+    )
     with pytest.raises(DataError, match="has no room"):
         build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer - 1)
 
 
 def micro_batches(data):
     """All of training's first epoch and of a validation, with the pack that the plan has for each."""
-    for stream, steps in ((data.train, len(data.train.plan.epoch(0)) // 4), (data.valid, len(data.valid.plan))):
+    for stream, steps in (
+        (data.train, len(data.train.plan.epoch(0)) // 4),
+        (data.valid, len(data.valid.plan)),
+    ):
         for step in range(steps):
-            yield from zip(stream.loader.micro_batches(step), stream.plan.step(step).packs[0], strict=True)
+            yield from zip(
+                stream.loader.micro_batches(step), stream.plan.step(step).packs[0], strict=True
+            )
 
 
 @pytest.mark.parametrize("method", ["balanced", "best_fit_decreasing"])
 def test_micro_batches_have_the_sizes_of_the_ladder(tmp_path, method: str) -> None:
-    data, said = build(tmp_path, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (8, 16)}, method)
+    data, said = build(
+        tmp_path, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (8, 16)}, method
+    )
     beyond = 0
     for batch, pack in micro_batches(data):
         cell = data.ladder.cell_for(pack.size, 128)
@@ -264,14 +333,18 @@ def test_micro_batches_have_the_sizes_of_the_ladder(tmp_path, method: str) -> No
         size = (pack.size, batch.packed.max_seqlen) if cell is None else (cell.capacity, 128)
         assert (batch.packed.capacity, batch.packed.max_seqlen) == size
     assert (beyond > 0) == (method != "balanced")
-    assert any("packs of the validation data hold more than the 16 documents" in line for line in said) == (beyond > 0)
+    assert any(
+        "packs of the validation data hold more than the 16 documents" in line for line in said
+    ) == (beyond > 0)
     data.close()
 
 
 def test_automatic_capacities_leave_nothing_over(tmp_path) -> None:
     data, said = build(tmp_path, {"cuda_graph_impl": "local"}, "balanced")
     assert all(data.ladder.cell_for(pack.size, 128) is not None for _, pack in micro_batches(data))
-    assert any(line.startswith("CUDA graphs: capacit") and line.endswith("every pack.") for line in said)
+    assert any(
+        line.startswith("CUDA graphs: capacit") and line.endswith("every pack.") for line in said
+    )
     plain, _ = build(tmp_path, NO_GRAPHS, "balanced")
     assert plain.ladder is None
     assert all(batch.packed.capacity == pack.size for batch, pack in micro_batches(plain))
@@ -281,8 +354,11 @@ def test_automatic_capacities_leave_nothing_over(tmp_path) -> None:
 
 def test_ranks_that_read_other_data(monkeypatch) -> None:
     """Each would count on packs and targets that the others do not have."""
+
     def stream(plan: str, tokens: str) -> SimpleNamespace:
-        return SimpleNamespace(plan=SimpleNamespace(hash=plan), dataset=SimpleNamespace(content_hash=tokens))
+        return SimpleNamespace(
+            plan=SimpleNamespace(hash=plan), dataset=SimpleNamespace(content_hash=tokens)
+        )
 
     alike = {"training": ["p", "t"], "test": ["q", "u"]}
     others: list[dict] = []
@@ -291,7 +367,10 @@ def test_ranks_that_read_other_data(monkeypatch) -> None:
     for others[:] in ([], [alike, alike]):
         check_alike(mine, ParallelGroups.single())
     for others[:], sentence in (
-        ([alike, {**alike, "training": ["p", "x"]}], "the training data of rank 2 is not that of rank 0"),
+        (
+            [alike, {**alike, "training": ["p", "x"]}],
+            "the training data of rank 2 is not that of rank 0",
+        ),
         ([{**alike, "test": ["x", "u"]}, alike], "the test data of rank 1 is not"),
         ([{"training": ["p", "t"]}], "the test data of rank 1 is not"),
         ([{**alike, "validation": ["v", "w"]}] * 2, "the validation data of rank 1, 2 is not"),
@@ -314,7 +393,9 @@ def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypa
     monkeypatch.setattr(run_data, "all_gather_json", lambda mine, groups: [mine, mine])
     built, _ = build(tmp_path, NO_GRAPHS, "balanced")
     streams = {"training": built.train, "validation": built.valid}
-    assert asked == [{name: [one.plan.hash, one.dataset.content_hash] for name, one in streams.items()}]
+    assert asked == [
+        {name: [one.plan.hash, one.dataset.content_hash] for name, one in streams.items()}
+    ]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -19,7 +19,10 @@ PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
             Progress(iteration=7, consumed_packs=30),
         ),
         # saved before packs were counted, when all steps had equally many
-        ({"progress": {"iteration": 7}, "config": {"packing": PACKING}}, Progress(iteration=7, consumed_packs=42)),
+        (
+            {"progress": {"iteration": 7}, "config": {"packing": PACKING}},
+            Progress(iteration=7, consumed_packs=42),
+        ),
         ({"progress": {}, "config": {"model": {}}}, Progress()),  # converted weights
     ],
 )
@@ -32,13 +35,19 @@ def test_packs_that_a_run_has_trained_on(metadata: dict[str, Any], expected: Pro
     [(12, 42, False), (12, 30, True), (16, 42, True), (16, 56, False)],
     ids=["never another", "another before the last", "another now", "another, and as many by now"],
 )
-def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(batch: int, consumed: int, refused: bool) -> None:
+def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(
+    batch: int, consumed: int, refused: bool
+) -> None:
     """Also those before the last change: the checkpoint's steps had 6 packs, not all of the run's."""
-    metadata = {"progress": {"iteration": 7, "consumed_packs": consumed}, "config": {"packing": PACKING}}
+    metadata = {
+        "progress": {"iteration": 7, "consumed_packs": consumed},
+        "config": {"packing": PACKING},
+    }
     run = SimpleNamespace(
-        plan=SimpleNamespace(packs_per_step=batch // 2), _schedule_units={"iters", "samples"},
+        plan=SimpleNamespace(packs_per_step=batch // 2),
+        _schedule_units={"iters", "samples"},
         config={"packing": {**PACKING, "global_batch_size": batch}},
-    )  # fmt: skip
+    )
     assert bool(RunState._schedule_refusal(run, metadata)) == refused  # type: ignore[arg-type]
     run._schedule_units = {"samples"}
     assert RunState._schedule_refusal(run, metadata) is None  # type: ignore[arg-type]
@@ -47,4 +56,9 @@ def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(batch: int, cons
 def test_counts_that_a_checkpoint_does_not_have_begin_at_zero() -> None:
     saved = {"progress": {"iteration": 7, "consumed_packs": 42, "skipped_steps": 2}, "config": {}}
     found = progress_of({**saved, "config": {"packing": PACKING}})
-    assert (found.skipped_steps, found.steps_without_targets, found.spikes, found.skipped_spikes) == (2, 0, 0, 0)
+    assert (
+        found.skipped_steps,
+        found.steps_without_targets,
+        found.spikes,
+        found.skipped_spikes,
+    ) == (2, 0, 0, 0)

@@ -13,7 +13,9 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
         (folder / name).symlink_to(victim)
     write_status(status, {"exit_code": 0})
     assert victim.read_text() == "precious"
-    assert (folder / "STATUS.json").read_text() == '{"exit_code": 0}\n' and not (folder / "STATUS.json").is_symlink()
+    assert (folder / "STATUS.json").read_text() == '{"exit_code": 0}\n' and not (
+        folder / "STATUS.json"
+    ).is_symlink()
     status.clear()
     assert sorted(path.name for path in folder.iterdir()) == ["STATUS.part"]
 

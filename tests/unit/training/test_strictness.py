@@ -1,4 +1,6 @@
-"""``--dist-ckpt-strictness``: tensors that only the run or only the checkpoint has, by Megatron's names."""
+"""``--dist-ckpt-strictness``: tensors that only the run or only the checkpoint has, by Megatron's
+names.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ GROUPS = ParallelGroups.single()
 
 def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
     config = RunConfig(
-        model=ModelConfig(hybrid_layer_pattern=pattern, hidden_size=16, ffn_hidden_size=24, **model),
+        model=ModelConfig(
+            hybrid_layer_pattern=pattern, hidden_size=16, ffn_hidden_size=24, **model
+        ),
         data=DataConfig(train_data_path=("absent.jsonl",)),
         packing=PackingConfig(seq_length=32),
         optim=OptimizerConfig(lr=1e-2),
@@ -56,7 +60,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
 
 
 @pytest.mark.parametrize("strictness", ["log_unexpected", "log_all", "ignore_all"])
-def test_what_the_checkpoint_lacks_keeps_its_start_values(strictness: str, saved: tuple[Job, Path]) -> None:
+def test_what_the_checkpoint_lacks_keeps_its_start_values(
+    strictness: str, saved: tuple[Job, Path]
+) -> None:
     before, folder = saved
     start, _ = made("---", 2)
     job, found = loaded("---", folder, dist_ckpt_strictness=strictness)
@@ -79,13 +85,21 @@ def test_what_the_run_lacks(saved: tuple[Job, Path]) -> None:
     before, folder = saved
     with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.mixer\.fc1\.bias is extra"):
         loaded("-", folder)
-    for strictness in ("raise_unexpected", "assume_ok_unexpected", "log_unexpected", "log_all", "ignore_all"):
+    for strictness in (
+        "raise_unexpected",
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "ignore_all",
+    ):
         job, found = loaded("-", folder, dist_ckpt_strictness=strictness)
         assert "model/layers.1.mixer.fc1.weight" in found.unused
         assert torch.equal(job.model.embedding.weight, before.model.embedding.weight)
 
 
-def test_masters_that_no_checkpoint_had_are_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masters_that_no_checkpoint_had_are_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the first step would write start values over the weights that were loaded."""
     before, state = made("-", 1)
     with monkeypatch.context() as patch:
@@ -98,8 +112,12 @@ def test_masters_that_no_checkpoint_had_are_the_weights(tmp_path: Path, monkeypa
         assert torch.equal(job.model.get_parameter(name), parameter)
 
 
-def test_optimizer_and_random_states_may_be_left_out(saved: tuple[Job, Path], tmp_path: Path) -> None:
-    """``--no-load-*`` and ``--no-save-*``: weights and position are the checkpoint's, the rest is new."""
+def test_optimizer_and_random_states_may_be_left_out(
+    saved: tuple[Job, Path], tmp_path: Path
+) -> None:
+    """``--no-load-*`` and ``--no-save-*``: weights and position are the checkpoint's, the rest is
+    new.
+    """
     before, folder = saved
     whole = {shard.split("/")[0] for shard in stored_names(folder)}
     assert whole == {"model", "optimizer", "rng"}

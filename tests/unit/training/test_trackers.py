@@ -1,4 +1,6 @@
-"""Tracking services get every number, in the same tracked run after a resume, and can do a run no harm."""
+"""Tracking services get every number, in the same tracked run after a resume, and can do a run no
+harm.
+"""
 
 import math
 import sys
@@ -15,7 +17,10 @@ from megatron_packed.training.curves import read_jsonl
 from megatron_packed.training.pretrain import _writers
 from megatron_packed.training.trackers import TrackerWriter, services
 
-LINES = [{"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None} for step in (1, 2, 3)]
+LINES = [
+    {"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None}
+    for step in (1, 2, 3)
+]
 
 
 class Service:
@@ -58,7 +63,11 @@ def written(service: Service, *, failed: bool = False) -> tuple[list[str], list[
 def test_all_lines_arrive_in_order_and_the_end_says_how_it_went(failed: bool) -> None:
     service = Service()
     assert written(service, failed=failed) == (["Fake: somewhere"], [])
-    assert service.calls == [("start", None), *(("log", line) for line in LINES), ("finish", failed)]
+    assert service.calls == [
+        ("start", None),
+        *(("log", line) for line in LINES),
+        ("finish", failed),
+    ]
 
 
 @pytest.mark.parametrize("at", ["start", "log", "finish"])
@@ -112,9 +121,12 @@ class FakeWandb(SimpleNamespace):
         self.inits.append(options)
         kept = self.kept.setdefault(options["id"], [])
         return SimpleNamespace(
-            url="https://there", offline=False, define_metric=lambda *a, **k: None, log=kept.append,
+            url="https://there",
+            offline=False,
+            define_metric=lambda *a, **k: None,
+            log=kept.append,
             finish=lambda exit_code: kept.append(exit_code),
-        )  # fmt: skip
+        )
 
 
 def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
@@ -122,14 +134,23 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "wandb", library)
     options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
     for failed in (False, True):  # the second resumes
-        [service] = services(options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}})
+        [service] = services(
+            options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}}
+        )
         assert written(service, failed=failed) == (["W&B: https://there"], [])
     lines = [{"iteration": line["iteration"], "lm_loss": line["lm_loss"]} for line in LINES]
     assert library.kept == {"abc": [*lines, 0, *lines, 1]}
     first = library.inits[0]
-    assert (first["project"], first["name"], first["entity"], first["resume"]) == ("p", "n", "e", "allow")
+    assert (first["project"], first["name"], first["entity"], first["resume"]) == (
+        "p",
+        "n",
+        "e",
+        "allow",
+    )
     assert first["dir"] == str(tmp_path / "run") and first["config"] == {"optim": {"lr": 1}}
-    [service] = services(LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={})
+    [service] = services(
+        LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={}
+    )
     assert service.folder == "w"
 
 
@@ -198,22 +219,33 @@ class FakeMlflowClient:
 def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
     monkeypatch.setattr(FakeMlflowClient, "runs", {})
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflowClient))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values))
-    options = LoggingConfig(mlflow_experiment="x", mlflow_run_name="n", mlflow_tracking_uri="file:here")
+    monkeypatch.setitem(
+        sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values)
+    )
+    options = LoggingConfig(
+        mlflow_experiment="x", mlflow_run_name="n", mlflow_tracking_uri="file:here"
+    )
     for failed in (False, True):
         [service] = services(options, save=None, run_id="abc", config={"optim": {"lr": 1}})
         assert written(service, failed=failed) == (["MLflow: run run0 of experiment x"], [])
     points = [("lm_loss", line["lm_loss"], line["iteration"]) for line in LINES]
     assert FakeMlflowClient.runs == {
-        "run0": {"tags": {"megatron_packed_run": "abc"}, "name": "n", "params": {"optim.lr": "1"},
-                 "metrics": points * 2, "status": "FAILED"},
-    }  # fmt: skip
+        "run0": {
+            "tags": {"megatron_packed_run": "abc"},
+            "name": "n",
+            "params": {"optim.lr": "1"},
+            "metrics": points * 2,
+            "status": "FAILED",
+        },
+    }
     service.log(LINES * 700)
     assert len(FakeMlflowClient.runs["run0"]["metrics"]) == len(points * 702)
 
 
 def test_what_is_no_number_is_not_sent() -> None:
-    assert trackers._numbers({"a": 1, "b": math.nan, "c": "nan", "d": [1.0], "e": None, "f": True}) == {"a": 1, "f": 1}
+    assert trackers._numbers(
+        {"a": 1, "b": math.nan, "c": "nan", "d": [1.0], "e": None, "f": True}
+    ) == {"a": 1, "f": 1}
 
 
 def test_an_address_that_holds_a_password_is_refused() -> None:

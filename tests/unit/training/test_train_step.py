@@ -1,4 +1,6 @@
-"""A pack that is all tail is a micro-batch like any other: it changes no number of the step that it is part of."""
+"""A pack that is all tail is a micro-batch like any other: it changes no number of the step that it
+is part of.
+"""
 
 import numpy as np
 import pytest
@@ -15,26 +17,55 @@ from megatron_packed.training.train_step import StepValues, TrainStep, counter_s
 
 SLOTS, VOCAB = 48, 61
 CONFIG = ModelConfig(
-    hybrid_layer_pattern="M*-E", hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-    mamba_head_dim=8, mamba_state_dim=16, mamba_num_groups=2, mamba_chunk_size=8, add_bias_linear=False,
-    normalization="RMSNorm", squared_relu=True, position_embedding_type="rope", num_experts=5, moe_ffn_hidden_size=16,
-    moe_aux_loss_coeff=1e-2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
-)  # fmt: skip
+    hybrid_layer_pattern="M*-E",
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+    mamba_head_dim=8,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+    mamba_chunk_size=8,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    squared_relu=True,
+    position_embedding_type="rope",
+    num_experts=5,
+    moe_ffn_hidden_size=16,
+    moe_aux_loss_coeff=1e-2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+)
 
 
-def one_step(groups: ParallelGroups, packs: list[list[list[int]]]) -> tuple[StepValues, dict[str, torch.Tensor]]:
-    """The metrics of a step, and the model after it; ``packs[rank]`` holds the document lengths of each micro-batch."""
+def one_step(
+    groups: ParallelGroups, packs: list[list[list[int]]]
+) -> tuple[StepValues, dict[str, torch.Tensor]]:
+    """The metrics of a step, and the model after it; ``packs[rank]`` holds the document lengths of
+    each micro-batch.
+    """
     rng = np.random.default_rng(3)
-    drawn = [[[(rng.integers(0, VOCAB, n), None) for n in pack] for pack in of_rank] for of_rank in packs]
+    drawn = [
+        [[(rng.integers(0, VOCAB, n), None) for n in pack] for pack in of_rank] for of_rank in packs
+    ]
     targets = sum(n - 1 for of_rank in packs for pack in of_rank for n in pack)
-    scales = (1 / targets if targets else 0.0, 1 / max(1, sum(bool(pack) for of_rank in packs for pack in of_rank)))
+    scales = (
+        1 / targets if targets else 0.0,
+        1 / max(1, sum(bool(pack) for of_rank in packs for pack in of_rank)),
+    )
     model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
     buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
     step = TrainStep(model, buffers, Optimizer(buffers), groups)
-    vector = step([MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2)
+    vector = step(
+        [MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2
+    )
     tokens = sum(n for of_rank in packs for pack in of_rank for n in pack)
-    assert step.numbers[vector.numel() :].sum() == tokens * CONFIG.moe_router_topk  # each goes to so many experts
-    return StepValues.from_list(vector.tolist()), {name: value.clone() for name, value in model.state_dict().items()}
+    assert (
+        step.numbers[vector.numel() :].sum() == tokens * CONFIG.moe_router_topk
+    )  # each goes to so many experts
+    return StepValues.from_list(vector.tolist()), {
+        name: value.clone() for name, value in model.state_dict().items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +80,14 @@ def assert_same_step(found: tuple[StepValues, dict[str, torch.Tensor]], expected
     assert values.loss == pytest.approx(expected[0].loss, rel=1e-5) and values.loss > 1
     assert values.aux_loss == pytest.approx(expected[0].aux_loss, rel=1e-5) and values.aux_loss > 0
     assert values.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
-    # Adam's first step has the size of the learning rate whatever the gradient: rounding moves little of it.
+    # Adam's first step has the size of the learning rate whatever the gradient: rounding moves
+    # little of it.
     torch.testing.assert_close(state, expected[1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("packs", [[[], [20, 9, 3], [41]], [[20, 9, 3], [], [41], []]], ids=["first", "between"])
+@pytest.mark.parametrize(
+    "packs", [[[], [20, 9, 3], [41]], [[20, 9, 3], [], [41], []]], ids=["first", "between"]
+)
 def test_among_the_micro_batches_that_accumulate(packs: list[list[int]], expected) -> None:
     assert_same_step(one_step(ParallelGroups.single(), [packs]), expected)
 

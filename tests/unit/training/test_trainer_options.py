@@ -1,4 +1,6 @@
-"""Options of the loop that need no training to be seen: garbage, validation alone, where a run begins."""
+"""Options of the loop that need no training to be seen: garbage, validation alone, where a run
+begins.
+"""
 
 import gc
 from collections.abc import Callable
@@ -31,7 +33,9 @@ def config_of(flags: str) -> RunConfig:
         ("--manual-gc --manual-gc-interval 4 --no-manual-gc-eval", ["start", 4]),
     ],
 )
-def test_garbage_is_collected_when_it_is_asked_for(flags: str, at: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_collected_when_it_is_asked_for(
+    flags: str, at: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     garbage, now, collected = Garbage(config_of(flags).training), ["start"], []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(now[-1]))
     with garbage.in_training():
@@ -45,13 +49,17 @@ def test_garbage_is_collected_when_it_is_asked_for(flags: str, at: list[Any], mo
     assert gc.isenabled() and collected == at
 
 
-@pytest.mark.parametrize("data", ["--valid-data-path v.jsonl --eval-interval 1", "--test-data-path t.jsonl"])
+@pytest.mark.parametrize(
+    "data", ["--valid-data-path v.jsonl --eval-interval 1", "--test-data-path t.jsonl"]
+)
 def test_skip_train_evaluates_and_stops(data: str) -> None:
     done: list[str] = []
     trainer = SimpleNamespace(
-        config=config_of(f"--skip-train {data}"), state=SimpleNamespace(progress=None),
-        validate=lambda: done.append("validation"), evaluate_test=lambda: done.append("test"),
-    )  # fmt: skip
+        config=config_of(f"--skip-train {data}"),
+        state=SimpleNamespace(progress=None),
+        validate=lambda: done.append("validation"),
+        evaluate_test=lambda: done.append("test"),
+    )
     assert Trainer._run(trainer) == ExitCode.DONE and done == ["validation", "test"]  # type: ignore[arg-type]
 
 
@@ -60,14 +68,21 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
     progress, saved = SimpleNamespace(iteration=0, validated_at=0), []
     none = SimpleNamespace(**dict.fromkeys(("wait_params", "restart", "flush"), lambda: None))
     trainer = Trainer.__new__(Trainer)
-    trainer.config = config_of("--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3")
+    trainer.config = config_of(
+        "--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3"
+    )
     trainer.state = SimpleNamespace(  # type: ignore[assignment]
-        progress=progress, saved=lambda wait=False: None,
+        progress=progress,
+        saved=lambda wait=False: None,
         save=lambda options: saved.append((progress.iteration, progress.validated_at)),
-    )  # fmt: skip
+    )
     trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
     trainer.valid, trainer.test, trainer._late = SimpleNamespace(), None, none  # type: ignore[assignment]
-    trainer._garbage, trainer._weights_moved, trainer._saved_at = Garbage(trainer.config.training), False, None
+    trainer._garbage, trainer._weights_moved, trainer._saved_at = (
+        Garbage(trainer.config.training),
+        False,
+        None,
+    )
     trainer.last_iteration = 9
 
     def one_step() -> None:
@@ -104,5 +119,8 @@ def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | Non
 def test_ranks_that_share_a_pack_are_one_place_of_a_non_finite_value():
     """Named by the first micro-batch that one of them has seen it in."""
     assert bad_places({2: 1, 3: 0}, 2) == ["micro-batch 0 of ranks 2 to 3"]
-    assert bad_places({1: 3, 6: 2}, 4) == ["micro-batch 3 of ranks 0 to 3", "micro-batch 2 of ranks 4 to 7"]
+    assert bad_places({1: 3, 6: 2}, 4) == [
+        "micro-batch 3 of ranks 0 to 3",
+        "micro-batch 2 of ranks 4 to 7",
+    ]
     assert bad_places({1: 1, 2: 0}, 1) == ["micro-batch 1 of rank 1", "micro-batch 0 of rank 2"]
